@@ -11,6 +11,11 @@ def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> TypeGuard[float]:
+    """True if a value is a number; ``True`` and ``False`` are not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def check_count(name: str, value: Any, least: int = 0, most: int | None = None) -> None:
     """Refuse all but whole numbers in ``least..most``."""
     right = is_int(value) and value >= least and (most is None or value <= most)
@@ -50,8 +55,7 @@ def check_share(options: object, *names: str) -> None:
     """Refuse attributes that are not numbers in 0..1."""
     for name in names:
         value = getattr(options, name)
-        right = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-        check(name, value, right, "a number in 0..1")
+        check(name, value, is_number(value) and 0 <= value <= 1, "a number in 0..1")
 
 
 def check(name: str, value: object, right: bool, must_be: str) -> None:

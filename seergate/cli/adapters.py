@@ -284,11 +284,7 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_gates(source: str, options: argparse.Namespace) -> GateBank:
-    """Read the gates that the options describe.
-
-    Raises:
-        SeergateError: if they are missing or damaged.
-    """
+    """Read the gates that the options describe."""
     from seergate.hf.bank import GateBank
 
     hub = {"revision": options.revision, "subfolder": options.subfolder, "token": options.token}
@@ -305,11 +301,7 @@ def _add_card_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe(bank: GateBank, options: argparse.Namespace) -> None:
-    """Give the gates the results, base model and licence that the options name.
-
-    Raises:
-        SeergateError: if the base model's name can be none.
-    """
+    """Give the gates the results, base model and licence that the options name."""
     if options.results:
         bank.results = tuple(record for path in options.results for record in results_of(path))
     if options.licence:
@@ -325,9 +317,6 @@ def results_of(runs: Path) -> list[dict[str, Any]]:
 
     Args:
         runs: a run directory, or a directory of several.
-
-    Raises:
-        SeergateError: if there are none.
     """
     from seergate.report.load import load_sweeps
 

@@ -34,8 +34,6 @@ def guarded(
 
     Args:
         run: returns the exit code, `OK` if ``None``.
-        tell: prints a sentence about an error.
-        interrupted: the sentence about an interrupt.
     """
     try:
         return run() or OK

@@ -103,21 +103,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--no-report", action="store_true", help="leave out the report")
 
 
-TASK_OPTIONS = {
-    "problems": "problems",
-    "variables": "variables",
-    "data": "data",
-    "grader": "grader",
-    "task_seed": "seed",
-    "task_source": "source",
-}
+TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source")
 
 
 def plan_values(options: argparse.Namespace) -> dict[str, Any]:
     """The given options, by the names of `SweepPlan`."""
     given = {name: value for name, value in vars(options).items() if value is not None}
     given.pop("no_report", None)
-    task = {TASK_OPTIONS[name]: given.pop(name) for name in TASK_OPTIONS if name in given}
+    task = {name.removeprefix("task_"): given.pop(name) for name in TASK_OPTIONS if name in given}
     return {**given, **({"task_options": task} if task else {})}
 
 

@@ -40,7 +40,6 @@ def _report(options: argparse.Namespace) -> int:
 
 REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True, REPORTS=True)
 
-
 REGRADE_HELP = (
     "grade stored samples again",
     "Grade the samples of one run directory, or of all run directories in a directory, with the present graders, and\n"
@@ -84,7 +83,6 @@ REGRADE = Command(REGRADE_HELP, _regrade_arguments, _regrade)
 
 HEAD, TAIL = 400, 1200
 """Characters of a completion that are shown unless all are asked for; the answer is at the end."""
-
 
 SHOW_HELP = (
     "a problem's answers in a run, with the reason for each grade",

@@ -27,7 +27,6 @@ HELP = (
 )
 TAKES_METHODS = True
 
-
 _BEGINNING = '{"row": '
 
 LOADED = ("weights", "rope")
@@ -190,15 +189,8 @@ def _begin(path: Path, record: dict[str, Any]) -> None:
 
 
 def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
-    """Refuse to add rows that are made in another way than the earlier ones.
-
-    Args:
-        path: the rows.
-        now: the record of the new rows, of plain YAML types.
-        unknown: fields that are not known yet.
-
-    Returns:
-        The commit of the prompts, at which later calls stay; ``None`` if they are not on the Hub.
+    """Refuse to add rows that are made in another way than the earlier ones; ``now`` is the record of the new ones,
+    without the fields that are not known yet. Returns the commit of the prompts; ``None`` if they are not on the Hub.
     """
     from seergate.eval.store import flatten
     from seergate.yaml_file import read_yaml

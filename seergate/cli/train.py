@@ -46,9 +46,6 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
     """The options of training, with what only a command line has.
 
     Args:
-        prog: the command's name in its help.
-        description: what the command does.
-        examples: command lines for the end of the help.
         listed: whether the help lists the options, which `seergate train --help` does.
     """
     known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
@@ -92,7 +89,6 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 
     Args:
         argv: the arguments; those of the process if ``None``.
-        prog: the command's name in its help.
 
     Returns:
         0; 2 for a mistake of the user's; 130 when interrupted; 128 and the signal's number when stopped by one.
@@ -186,13 +182,8 @@ def _worked(run: Callable[[], None]) -> int:
 def _tell(said: str, error: BaseException, tells: bool = True) -> None:
     """Print a sentence about an error, with the number of the process unless it is the main one.
 
-    The main process alone reports an interrupt and an error that all processes share. The others wait: a launcher ends
-    all processes as soon as one has ended.
-
-    Args:
-        said: the sentence.
-        error: the error.
-        tells: false if another process reports it.
+    The main process alone reports an interrupt and an error that all processes share; ``tells`` is false where another
+    one reports the error. The others wait: a launcher ends all processes as soon as one has ended.
     """
     rank = _number("RANK")
     if isinstance(error, KeyboardInterrupt):

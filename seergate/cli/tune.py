@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seergate.checks import check_counts
 from seergate.cli.arguments import some_integers
 from seergate.cli.tune_time import Decision, Times, decide
 from seergate.errors import SeergateError
@@ -116,11 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _checked(options: argparse.Namespace) -> _Job:
-    """The job that the options describe.
-
-    Raises:
-        SeergateError, ValueError: if an option is wrong, or the model does not fit into the memory.
-    """
+    """The job that the options describe."""
     import torch
 
     from seergate.distill.base_model import within_positions
@@ -129,9 +126,8 @@ def _checked(options: argparse.Namespace) -> _Job:
 
     if not 0 < options.hours < float("inf"):
         raise SeergateError(f"hours is {options.hours}; it must be a positive number")
+    check_counts(options, optional=True, threads=1)
     if options.threads is not None:
-        if options.threads < 1:
-            raise SeergateError(f"threads is {options.threads}; it must be a positive number")
         torch.set_num_threads(options.threads)
     if options.data is not None and not Path(options.data).exists():
         raise SeergateError(f"data is {options.data!r}; there is no such file or directory")

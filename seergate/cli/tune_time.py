@@ -1,4 +1,4 @@
-"""How `seergate tune` divides its time between training and evaluation."""
+"""Division of the time of `seergate tune` between training and evaluation."""
 
 from __future__ import annotations
 

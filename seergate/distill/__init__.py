@@ -26,7 +26,6 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
     """Distil gates, or continue an interrupted run.
 
     Args:
-        config: the run.
         callbacks: listeners (`seergate.distill.callbacks`).
 
     Returns:

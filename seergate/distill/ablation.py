@@ -116,12 +116,9 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
 
 def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> list[list[Outcome]]:
-    """Train what is not yet trained, all at once as far as runs can share a frozen model.
+    """Train what is not yet trained, all at once as far as runs can share a frozen model; the outcomes of each study.
 
-    Those of a study read model and dataset at the commits that it began with.
-
-    Returns:
-        The outcomes of each study, in its order.
+    All runs of a study read the model and the dataset at the commits of its first run.
     """
     from seergate.distill.base_model import FROZEN
     from seergate.distill.trainer import run_together
@@ -166,7 +163,7 @@ def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
 
     Args:
         names: shipped studies, or files of one's own; or ``["all"]``.
-        options: training options of the user.
+        options: training options of all variants.
     """
     chosen = prepared(names, options)
     tables = []
@@ -235,7 +232,7 @@ class _Watch(Callback):
 
 
 def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
-    """The outcome of a variant that is trained to the end with these very options."""
+    """The outcome of a variant; ``None`` unless it is trained to the end with the same options."""
     from safetensors import safe_open
 
     try:

@@ -161,7 +161,6 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
     Args:
         path: directory, GGUF file or Hub id.
         config: ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
-        world: this process.
         headless: without its LM head, which only gates that learn from the model's output need.
     """
     options = _load_options(config, world)
@@ -194,7 +193,6 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
 
     Args:
         model: frozen, and run without a graph.
-        backend: see `torch.compile`.
     """
     for module in decoder_of(model).modules():
         norm = type(module).__name__.endswith("RMSNorm")

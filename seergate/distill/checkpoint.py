@@ -135,7 +135,6 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
     """Refuse to continue a run with options that would make it another.
 
     Args:
-        path: the checkpoint.
         found, wanted: options and fingerprints of the checkpoint, and of this run.
     """
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):

@@ -36,9 +36,6 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
 
     Returns:
         The run with commits as its revisions, as far as they are known, and the entries to `keep`.
-
-    Raises:
-        SeergateError: if the Hub has no such model, dataset or revision, or the file is damaged.
     """
     kept = _read(directory / FILE) if config.resume else {}
     found: dict[str, Any] = {}

@@ -341,7 +341,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @property
     def run_dir(self) -> Path:
-        """Where the adapter, checkpoints and logs go."""
+        """Directory of the adapter, checkpoints and logs."""
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
 
     def _shares(self) -> list[_Share | None]:

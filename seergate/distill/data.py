@@ -154,8 +154,6 @@ def prepare_data(
     """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
 
     Args:
-        config: the run.
-        tokenizer: tokenizer of the frozen model.
         one_sample: put one sample in each pack instead of as many as fit.
         files: result of `token_files` in another process; used if this one sees the files.
     """

@@ -153,11 +153,7 @@ class DistributedState:
             raise CommonError(_joined(said)) from failure
 
     def must_agree(self, value: str, complaint: str) -> None:
-        """Raise in every process unless all have found the same value.
-
-        Raises:
-            CommonError: with the complaint, in every process, if one has another ``value``.
-        """
+        """Raise a `CommonError` with the complaint in every process, unless all have found the same value."""
         if self.size == 1:
             return
         digest = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=6).digest())

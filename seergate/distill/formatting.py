@@ -112,7 +112,6 @@ class Formatter:
     """Turns rows into texts.
 
     Args:
-        tokenizer: tokenizer of the frozen model.
         column: the column to read; by default ``messages``, or ``prompt`` and ``completion``, or ``text``.
         chat_template: path of a `.jinja` file instead of the tokenizer's own template.
     """
@@ -131,11 +130,7 @@ class Formatter:
         return self._template
 
     def text(self, row: Any) -> TrainingText:
-        """The training text of a row.
-
-        Raises:
-            MalformedRow: with the reason, for a row that cannot be used.
-        """
+        """The training text of a row; `MalformedRow`, with the reason, for one that cannot be used."""
         content = self._content(row)
         if isinstance(content, str):
             if not content.strip():

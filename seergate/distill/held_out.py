@@ -50,11 +50,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
         data: a ``.jsonl`` file of rows; or a text file or directory of them, whose windows then refer back
             (`long_text`); by default what `texts_here` finds.
         config: the run that will train; windows are about as long as its packs.
-        tokenizer: the model's tokenizer.
         length: tokens that a held-out text has at least.
-
-    Raises:
-        SeergateError: if there are too few texts.
     """
     if data is not None and Path(data).suffix in ROWS_OF_TEXT:
         rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))

@@ -35,7 +35,7 @@ WORKING_BYTES = 150_000_000
 step of one or two layers of Qwen3-8B's width 0.12 to 0.18 GB, from 2k to 32k tokens (two threads)."""
 
 CONTEXT_BYTES, FRAGMENTS = 1_000_000_000, 0.07
-"""Of a GPU's memory, what is left for CUDA's context, NCCL and cuBLAS, and the share that the allocator cannot use for
+"""Bytes of a GPU's memory for CUDA's context, NCCL and cuBLAS, and the share of it that the allocator cannot use for
 the next tensor. Assumed, not measured."""
 
 TILE_COPIES = 7.4
@@ -83,8 +83,6 @@ def estimate_memory(
 
     Args:
         model, bank: the frozen model and its gates, without weights.
-        config: the run.
-        device: device of each process.
         processes: how many share the optimizer's state under DeepSpeed, and a sharded frozen model.
     """
     decoder: Any = decoder_of(model)
@@ -147,8 +145,8 @@ def capacity(device: torch.device, processes: int) -> int:
 
 
 def overhead(device: torch.device, memory: int) -> int:
-    """Bytes that are not for tensors, of a device's memory: on a GPU an assumption, on a processor Python and its
-    libraries. The most that this process has held so far is little more than the libraries that training uses.
+    """Bytes of a device's memory that are not for tensors: assumed on a GPU; on a processor those of Python and the
+    libraries of training, which are nearly all that this process has held so far.
     """
     if device.type != "cpu":
         return CONTEXT_BYTES + int(FRAGMENTS * memory)

@@ -181,8 +181,6 @@ def make_plan(
     """Work out what a run needs from its configuration and the model's.
 
     Args:
-        config: the run.
-        processes: how many will share the work.
         memory_gb: memory of the device that will do it; by default what this machine has.
         device: ``"cpu"`` or ``"cuda"``; by default ``"cuda"`` if this machine has it or ``memory_gb`` is given.
         sample_tokens: typical length of a sample, for the time; by default a sample fills its pack, which is slowest.

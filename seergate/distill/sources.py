@@ -45,11 +45,7 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
     """Find the data that a run asks for; a dataset on the Hub at ``data_revision``.
 
     Args:
-        config: the run.
         cache: directory for rows that have to be copied; those that are there already are found again.
-
-    Raises:
-        SeergateError: if it does not exist or cannot be read.
     """
     if config.data == CHAIN_SUM:
         count, (low, high) = config.data_limit or CHAIN_SUM_PROBLEMS, config.chain_sum_variables
@@ -76,14 +72,7 @@ def may_be_on_hub(config: TrainConfig) -> bool:
 
 
 def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: Path, **arguments: Any) -> Dataset:
-    """The rows that a generator reads, in an Arrow file that is named by its name and arguments.
-
-    Args:
-        source: the data's name, for people.
-        read: yields the columns of `RAW`.
-        cache: where the file lies.
-        **arguments: arguments of the generator.
-    """
+    """The rows (columns of `RAW`) that a generator yields, in an Arrow file named by its name and arguments."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 

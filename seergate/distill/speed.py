@@ -92,7 +92,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, sampl
 
 
 def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Speed:
-    """Time one layer of a model's geometry; of ``model``, which may be without weights, the configuration is read."""
+    """Time one layer of a model's geometry; only the model's configuration is read."""
     with torch.random.fork_rng(devices=[]):
         layer = _one_layer(model.config, base_dtype(config, device), device)
         bank = GateBank.for_model(layer, gate_config(config, layer)).to(device)
@@ -125,8 +125,8 @@ def _one_layer(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _sample(bank: GateBank, config: TrainConfig, device: torch.device) -> tuple[ModelGeometry, Tensor, Tensor, Tensor]:
-    """Random queries and keys ``[T, heads, head dimension]`` of one sequence with ``cu_seqlens``, and the geometry
-    that they have: of one group of heads on a processor, which takes them one after the other, else the layer's.
+    """The geometry, queries, keys ``[T, heads, head dimension]`` and ``cu_seqlens`` of one random sequence. On a
+    processor, which takes the groups of heads one after the other, it has only one.
     """
     length, heads = min(PAIR_TOKENS.get(device.type, 16384), config.max_length), bank.geometry
     if device.type == "cpu":

@@ -258,10 +258,8 @@ def _distill(
     """Run this process's share of the packs through the frozen model, once for all runs, and add up their gradients.
 
     Args:
-        runs: the runs that learn from these packs.
         packs: the samples of each pack, over all processes.
         first_number: number of the first pack; with a row stride it decides which rows count.
-        held_out: evaluate, without gradients.
     """
     world, base = runs[0].world, runs[0].base
     outputs: dict[_Run, list[PackOutput]] = {run: [] for run in runs}
@@ -557,9 +555,7 @@ class _Run:
 
         Args:
             step: number of the step, from 0.
-            outputs: outputs of this process's packs.
             started: `time.monotonic` at the beginning of the step.
-            stop: whether this process was asked to end.
 
         Returns:
             Whether any process was asked to end.

@@ -115,7 +115,6 @@ class Calibration(ABC):
 
         Args:
             model: a model in eval mode, nothing attached.
-            path: path of the file.
             about: kept in it; ``made`` is what `made_on` gives.
             **how: ``max_new_tokens``, ``sampling`` and ``ends`` of the answers.
         """
@@ -132,7 +131,6 @@ class Calibrator:
         model: a model in eval mode, nothing attached.
         task: the task that the settings will be evaluated on.
         directory: directory of the results. A result made on the same model and prompts is used again.
-        limit, sampling: length limit and sampling of the answers.
     """
 
     def __init__(

@@ -102,7 +102,6 @@ class Generator:
         Args:
             job: if it is another than before, the method is exchanged.
             neighbours: actors that share this device's memory, itself included.
-            requests: added to those that it has.
 
         Returns:
             The finished samples, none if there is nothing to do; and how many samples are made together.

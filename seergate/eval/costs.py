@@ -34,7 +34,7 @@ class _LayerRows:
         self.held = np.zeros(0)  # by the rows, at the last step
 
     def add(self, rows: int) -> None:
-        """Add rows that have read their prompts; the bytes they hold now are the least of their peak."""
+        """Add rows that have read their prompts; their peak is at least the bytes that they hold now."""
         new = np.zeros((_SUMS, rows))
         allocated, new[7] = self.arriving
         new[5] = allocated / rows
@@ -55,7 +55,7 @@ class _LayerRows:
 
 
 class RowStats(DecodeStats):
-    """`DecodeStats` that also counts per row. Put it in the place of a handle's own."""
+    """`DecodeStats` that also counts per row; a handle counts with it after `Handle.count_with`."""
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__(layers)
@@ -129,11 +129,7 @@ class RowStats(DecodeStats):
                 self.curves[row].append((seen[row], read_so_far, held_now))
 
     def note_savings(self, ratios: Sequence[float]) -> None:
-        """Add the savings of a step under a method that shares blocks.
-
-        Args:
-            ratios: share of each row's blocks that sharing saves now.
-        """
+        """Add the share of each row's blocks that sharing saves in a step, under a method that shares blocks."""
         self.shares = True
         self.savings += ratios
 

@@ -195,11 +195,7 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
 
 
 def check_grader(name: str) -> Callable[[str, str, Equivalence], Grade]:
-    """The grading function of a name.
-
-    Raises:
-        SeergateError: for an unknown name.
-    """
+    """The grading function of a name."""
     if name not in GRADERS:
         raise SeergateError(f"there is no grader {name!r}; known are {', '.join(GRADERS)}")
     return GRADERS[name]
@@ -209,9 +205,6 @@ def check_gold(name: str, gold: str) -> None:
     """Refuse a gold answer that no answer can equal under the grader of that name.
 
     An empty one is accepted where text is compared.
-
-    Raises:
-        SeergateError: saying what it must be.
     """
     if name == "letter" and not re.fullmatch("[A-Z]", gold.strip()):
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")

@@ -46,9 +46,6 @@ def attached_model(
         spec: see `method_spec`.
         gates: directory or Hub id, for methods that have some.
         **options: options of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
-
-    Raises:
-        SeergateError: for what cannot be read, a missing budget, or gates that are missing or for another model.
     """
     bank = None if gates is None else GateBank.from_pretrained(gates)
     method = spec.method(bank)
@@ -64,9 +61,10 @@ Pair = tuple[Sequence[int], Sequence[int]]
 def likelihoods(
     model: PreTrainedModel, pairs: Sequence[Pair], batch_size: int = 1
 ) -> Iterator[tuple[int, float, bool]]:
-    """How likely continuations are under the attached method (`seergate.score`). A context is read densely but for its
-    last token, with which decoding begins, so that the method predicts every token of the continuation. (Of a context
-    of one token the first prediction is dense attention's, which is the same.)
+    """Log-probabilities of continuations under the attached method (`seergate.score`).
+
+    A context is read densely but for its last token, with which decoding begins, so that the method predicts every
+    token of the continuation. (For a context of one token dense attention makes the first prediction; it is the same.)
 
     Args:
         model: from `attached_model`.

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from seergate.checks import check_count
+from seergate.checks import check_count, is_number
 from seergate.errors import SeergateError
 from seergate.eval.grading import check_gold
 from seergate.eval.task import Problem, Task
@@ -135,12 +135,8 @@ def _local_format(source: str) -> str:
 
 
 def as_text(field: str, value: object) -> str:
-    """The text or finite number in a field, as a text.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """The text or finite number in a field, as a text; a `ValueError` for anything else."""
+    number = is_number(value) and math.isfinite(value)
     if not number and not isinstance(value, str):
         raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
     return str(value)

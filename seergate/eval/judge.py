@@ -32,7 +32,6 @@ WALL = 6
 START_SECONDS = 120.0
 """Time for a process to import math-verify on a busy machine."""
 
-
 FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", OUT_OF_MEMORY: "ran out of memory"}
 """Exit statuses that the comparison itself causes; they are verdicts."""
 

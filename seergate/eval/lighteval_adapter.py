@@ -41,9 +41,6 @@ def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
         name: under which lighteval caches samples; another one for every method and all weights. It is a path inside
             the cache's directory, so it must not be an absolute one.
         batch_size: size of lighteval's static batches.
-
-    Raises:
-        SeergateError: if lighteval is not installed.
     """
     try:
         from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
@@ -64,7 +61,7 @@ def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
 
 def name_of(path: str, model: Any, spec: MethodSpec, bank: GateBank | None) -> str:
     """The model's and the method's names, and digits that change with the weights, the gates and all options."""
-    parts = [fingerprint(model), spec.describe(bank), fingerprint(bank) if spec.has_gates and bank else None]
+    parts = [fingerprint(model), spec.describe(bank), spec.weights(bank)]
     return f"{Path(path).name}@{spec.label}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]}"
 
 

@@ -23,7 +23,6 @@ from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
 from seergate.eval.settings import MethodSpec, limits_of
-from seergate.fingerprint import fingerprint
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense, LongPromptWarning, method_class
@@ -85,7 +84,7 @@ class Replay:
     def bytes(self, spec: MethodSpec, bank: GateBank | None) -> float:
         """Measured bytes that a setting holds, or reads per step, while it decodes the answer."""
         method = spec.method(bank)
-        key = repr((method, spec.correction, fingerprint(bank) if spec.has_gates and bank is not None else None))
+        key = repr((method, spec.correction, spec.weights(bank)))
         if key not in self.known:
             with warnings.catch_warnings(), attached(self.model, method, correction=spec.correction) as handle:
                 warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns
@@ -160,14 +159,12 @@ def match(
     bank: Callable[[MethodSpec], GateBank | None],
     say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
-    """Settings whose bytes are equal, and a record of the matches.
+    """Settings whose bytes are equal on a replayed answer, and a record of the matches. Settings are calibrated by
+    ``prepare``, and the matches of each method said in one line.
 
     Args:
-        replay: the answer on which bytes are measured.
         specs: one per method; their token budgets are ignored.
         budgets: budgets in tokens of the dense cache.
-        prepare: calibrates a setting.
-        say: called with one line per method.
 
     Returns:
         The settings, without repetition, and one record per target and method: ``target`` (its name),
@@ -175,15 +172,10 @@ def match(
     """
     per_token = replay.bytes_per_token()
     targets = {f"{budget} tokens": budget * per_token for budget in sorted(budgets)}
-    chosen, records = list[MethodSpec](), list[dict[str, Any]]()
+    chosen, records = [spec for spec in specs if budget_option_of(spec) is None], list[dict[str, Any]]()
+    targets |= {s.label: replay.bytes(prepare(s), bank(s)) for s in chosen if s.name != Dense.name}
     for spec in specs:
-        if budget_option_of(spec) is None:
-            chosen.append(spec)
-            if spec.name != Dense.name:
-                targets[spec.label] = replay.bytes(prepare(spec), bank(spec))
-    for spec in specs:
-        budget_option = budget_option_of(spec)
-        if budget_option is None:
+        if (budget_option := budget_option_of(spec)) is None:
             continue
         values = _values(spec, budget_option, replay.length, prepare, bank)
 

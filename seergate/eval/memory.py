@@ -34,7 +34,6 @@ def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1)
     """Number of samples of this size that fit; in 1..`LARGEST_BATCH`.
 
     Args:
-        device: the device that samples are made on.
         sample_bytes: `seergate.eval.engine.sample_bytes`. All samples are assumed to grow to the limit, so the
             estimate is rarely too large; where it is, the engine halves it.
         sharing: processes that divide the device's free memory equally, all of which have loaded their models.

@@ -51,9 +51,6 @@ class SweepPlan(RunOptions):
         ray_address: of a running Ray cluster; see `seergate.eval.sweep`.
         dtype, device, threads: how the model is loaded and run.
         out: directory of the runs.
-
-    Raises:
-        SeergateError: for sampling parameters that would have no effect.
     """
 
     model: str = "tiny-reasoner"

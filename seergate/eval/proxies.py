@@ -18,8 +18,6 @@ That takes longer.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import warnings
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.engine import Batch, encode
+from seergate.eval.task import digest_of
 from seergate.hf.attach import Handle
 from seergate.methods import CompressingMethod, SelectingMethod
 
@@ -55,7 +54,7 @@ class Window:
     prompt: int
 
     def forced(self, most: int) -> int:
-        """How many tokens of the answer lie before it, at most ``most``."""
+        """Number of tokens of the answer before the window, at most ``most``."""
         return min(most, len(self.context) - self.prompt)
 
 
@@ -73,9 +72,8 @@ class Reference:
 
 
 def contexts_hash(windows: Sequence[Window]) -> str:
-    """Sixteen hexadecimal digits that change with any of the windows."""
-    plain = [[window.context, window.tokens, window.prompt] for window in windows]
-    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
+    """`digest_of` windows."""
+    return digest_of([[[window.context, window.tokens, window.prompt] for window in windows]])
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
@@ -182,13 +180,14 @@ def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> li
 
 
 def _dense(model: PreTrainedModel, window: Window) -> Tensor:
-    """The windows with dense attention's logits, from a forward pass without a cache, which never selects."""
+    """Dense attention's logits after each token of a window, from a forward pass without a cache."""
     ids = torch.tensor([window.context + window.tokens[:-1]], device=model.get_input_embeddings().weight.device)
     return model(input_ids=ids, use_cache=False, logits_to_keep=WINDOW_TOKENS).logits[0]
 
 
 def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
-    """Of each token: KL(dense || method) in nats, the method's loss, dense attention's loss, whether they agree.
+    """For each token: KL(dense || method) in nats, the method's loss, dense attention's loss, and whether the most
+    probable next token is the same.
 
     Args:
         dense, sparse: logits ``[S, V]`` under dense attention and under the method.

@@ -97,14 +97,9 @@ def measure_recurrence(
 
     Args:
         model: a model in eval mode, nothing attached.
-        prompts: token ids.
-        max_new_tokens: limit for each answer.
         alpha: see `Recurrence`; LazyEviction's default.
         sampling: how tokens are chosen; greedy if ``None``, as in the paper.
         ends: ids of the tokens that end an answer.
-
-    Raises:
-        SeergateError: if no token was generated.
     """
     recorder = LazyEviction(token_budget=_EVERYTHING, window=_EVERYTHING, alpha=alpha)
     mri, elapsed, in_prompt = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
@@ -139,7 +134,6 @@ def query_centres(
     Args:
         model: a model in eval mode, nothing attached.
         prompts: token ids; any text does, about 32 thousand tokens in all in the authors' runs.
-        max_new_tokens: how many tokens to answer each with.
         sampling: how tokens are chosen; greedy if ``None``.
         ends: ids of the tokens that end an answer.
         made: conditions that are kept with the centres; the model's fingerprint if ``None``.

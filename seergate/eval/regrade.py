@@ -21,7 +21,6 @@ UNFINISHED = "regrading"
 """A key of the task in `config.yaml` while samples are being replaced. After a kill it is still there, and the run is
 neither continued nor taken for one of either grader until it has been graded again."""
 
-
 NEEDED = ("completion", "gold", "correct", "pred")
 """Fields of a sample that are read."""
 
@@ -55,8 +54,10 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             being written to.
     """
     config = store.read_config(directory)
-    own = _grader_of(config, directory)
-    name = grader or own
+    task = config.get("task")
+    if not isinstance(task, dict) or "grader" not in task:
+        raise SeergateError(f"{directory / store.CONFIG} has no task.grader; it is not from an evaluation, or damaged")
+    name = grader or str(task["grader"])
     check_grader(name)
     # nobody else may append meanwhile; to open a log mends the file, which a dry run must not do
     with nullcontext() if dry_run else store.SampleLog(directory):
@@ -92,13 +93,6 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
     if not dry_run:
         write_metrics(directory)
     return Regraded(len(samples), before, after, changed)
-
-
-def _grader_of(config: dict[str, Any], directory: Path) -> str:
-    task = config.get("task")
-    if not isinstance(task, dict) or "grader" not in task:
-        raise SeergateError(f"{directory / store.CONFIG} has no task.grader; it is not from an evaluation, or damaged")
-    return str(task["grader"])
 
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:

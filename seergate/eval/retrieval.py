@@ -249,11 +249,7 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
 
 
 def texts_of(path: str) -> Iterator[str]:
-    """The texts of a ``.jsonl`` file.
-
-    Raises:
-        SeergateError: naming the line that holds none.
-    """
+    """The texts of a ``.jsonl`` file; an error names the line that holds none."""
     for number, line in enumerate(text_of(path)[1].splitlines(), 1):
         try:
             record = json.loads(line) if line.strip() else {"text": ""}
@@ -342,11 +338,7 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def text_of(data: str | None) -> tuple[str, str]:
-    """A text's name and the text: of a file, or the reference that Python's `help` shows (``pydoc_data.topics``).
-
-    Raises:
-        SeergateError: if the file cannot be read as UTF-8, or holds no text.
-    """
+    """A text's name and the text: of a file, or the reference that Python's `help` shows (``pydoc_data.topics``)."""
     if data is None:
         from pydoc_data.topics import topics
 

@@ -18,7 +18,7 @@ from seergate.eval.judge import check_installed
 from seergate.eval.sampling import Sampling
 from seergate.eval.served import SERVERS, engine_version
 from seergate.eval.settings import MethodSpec
-from seergate.eval.task import Problem, Task, contents_hash, prompts_hash
+from seergate.eval.task import Problem, Task, contents_hash, digest_of
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.bank import GateBank
 
@@ -27,7 +27,7 @@ ENGINES = ("transformers", *SERVERS)
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a task is run; ``None`` takes the task's own value.
+    """Options of a run; ``None`` takes the task's own value.
 
     Attributes:
         samples: answers per problem.
@@ -68,7 +68,6 @@ class RunOptions:
         """Refuse options that the task cannot be run with.
 
         Args:
-            task: the task to solve.
             sampling: `resolved_sampling`, where the model is known.
         """
         self.limit(task)
@@ -144,5 +143,5 @@ def run_config(
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> str:
-    """`prompts_hash` of problems under a tokenizer and its chat template."""
-    return prompts_hash(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)
+    """`digest_of` the tokens of problems, which depend on the tokenizer and its chat template."""
+    return digest_of(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)

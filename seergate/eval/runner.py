@@ -54,13 +54,9 @@ def sweep(
     """Evaluate several settings, each in its own sub-directory.
 
     Args:
-        model: the model of all settings.
-        tokenizer: the model's.
-        task: the task to solve.
         specs: the settings. ``dense`` should come first: proxies are measured on its generations, which may be in
             ``out_dir`` already; without any, on the generations of the first setting.
         out_dir: parent of the run directories.
-        options: options of the run.
         gates: gates for the methods that take them; several by name (`MethodSpec.bank`).
         loader: makes the model and the gates of a worker.
         workers: how many workers generate, by Ray; 0 generates in this process.
@@ -116,8 +112,7 @@ def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
     found: dict[str, MethodSpec] = {}
     for spec in specs:
         bank = spec.bank(gates)
-        weights = fingerprint(bank) if spec.has_gates and bank is not None else None
-        same = found.setdefault(f"{spec.describe(bank)}, gates {weights}", spec)
+        same = found.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
         if same is not spec:
             raise SeergateError(
                 f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
@@ -158,11 +153,6 @@ def evaluate(
 
     Args:
         model: a model in eval mode, nothing attached.
-        tokenizer: the model's.
-        task: the task to solve.
-        spec: the method.
-        out_dir: the run directory.
-        options: options of the run.
         bank: gates, for the method ``gate``.
         reference: the run whose contexts proxies are measured on; the setting's own if ``None``. What has been
             measured on others is measured anew.

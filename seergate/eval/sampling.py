@@ -41,7 +41,6 @@ NOT_FOLLOWED = {
 """Fields of a generation configuration that are not supported here -> the values at which they do nothing. Models with
 another value are refused."""
 
-
 GENERATE_TOP_K = 50
 """Default of ``top_k`` in transformers' `generate`."""
 

@@ -10,6 +10,7 @@ from typing import Any
 from seergate.config import Correction, is_retention
 from seergate.errors import SeergateError
 from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
+from seergate.fingerprint import fingerprint
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_method, method_class, option_names
 from seergate.methods.registry import reading_class
@@ -110,6 +111,10 @@ class MethodSpec:
             return banks
         named = (gates for name, gates in banks.items() if self.gates in ("", str(name)))
         return next((gates for gates in named if self.takes(gates)), None)
+
+    def weights(self, bank: GateBank | None) -> str | None:
+        """Fingerprint of the gates that the method decodes with, if it does."""
+        return fingerprint(bank) if self.has_gates and bank is not None else None
 
     def takes(self, gates: GateBank) -> bool:
         """True if gates are for this method: retention gates for that of their scorer's name, others by block size."""

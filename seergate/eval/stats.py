@@ -57,11 +57,7 @@ class Difference(Estimate):
 
 
 def t95(freedom: float) -> float:
-    """The value that Student's t of so many degrees of freedom exceeds, on either side, in 5 % of cases.
-
-    Raises:
-        SeergateError: if SciPy is not installed.
-    """
+    """The value that Student's t of so many degrees of freedom exceeds, on either side, in 5 % of cases."""
     return float(_scipy("special").stdtrit(freedom, 0.975))
 
 
@@ -95,9 +91,6 @@ def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[
     :math:`s^2 = (1 + \sum d_c^2) / (1 + m)` where :math:`m` of them are not zero. With one sample per problem
     :math:`s = 1`, which is the interval of Bonett and Price (2012) with t for z: where few problems were lost, or
     none, the plain interval is much too short.
-
-    Raises:
-        ValueError: if they have no problem in common.
     """
     common = [problem for problem in ours if problem in baseline]
     if not common:

@@ -28,11 +28,7 @@ lie and what they are called, and what merely says other parts in words."""
 
 
 def run_directories(root: Path) -> list[Path]:
-    """The run directory that ``root`` is, or all those directly in it.
-
-    Raises:
-        SeergateError: if there is none.
-    """
+    """The run directory that ``root`` is, or all those directly in it."""
     if not root.is_dir():
         what = "is a file; a report is about a directory of runs" if root.exists() else "does not exist"
         raise SeergateError(f"the run directory {root} {what}")
@@ -83,9 +79,6 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
 class SampleLog:
     """Appends samples to a run. They survive a kill once `append` or `keep` has returned; if these raise, nothing is
     written. One process at a time may hold it.
-
-    Raises:
-        SeergateError: if another process holds it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -199,11 +192,7 @@ def write_config(directory: Path, config: dict[str, Any]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The pinned configuration.
-
-    Raises:
-        SeergateError: if it is missing or damaged.
-    """
+    """The pinned configuration."""
     path = directory / CONFIG
     if not path.is_file():
         raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -86,19 +86,14 @@ class Task:
         return problems
 
 
+def digest_of(parts: Iterable[Any]) -> str:
+    """Sixteen hexadecimal digits that change with any of the parts, which are plain JSON types."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(json.dumps(part, ensure_ascii=False).encode())
+    return digest.hexdigest()[:16]
+
+
 def contents_hash(problems: list[Problem]) -> str:
-    """Sixteen hexadecimal digits that change with any problem."""
-    digest = hashlib.sha256()
-    for p in problems:
-        digest.update(json.dumps([p.problem_id, p.gold, p.messages, p.prompt], ensure_ascii=False).encode())
-    return digest.hexdigest()[:16]
-
-
-def prompts_hash(prompts: Iterable[Sequence[int]]) -> str:
-    """Sixteen hexadecimal digits that change with any token of the prompts; unlike `contents_hash` they depend on chat
-    template and tokenizer.
-    """
-    digest = hashlib.sha256()
-    for ids in prompts:
-        digest.update(json.dumps(list(ids)).encode())
-    return digest.hexdigest()[:16]
+    """`digest_of` problems, whatever the model."""
+    return digest_of([p.problem_id, p.gold, p.messages, p.prompt] for p in problems)

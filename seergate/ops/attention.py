@@ -20,16 +20,7 @@ from seergate.ops.checks import (
 
 
 class Pack(NamedTuple):
-    """Queries and keys of packed segments, and how they attend; the arguments of `packed_attention`, checked.
-
-    Attributes:
-        q: ``[T, H, d]``.
-        k: ``[T, Hkv, d]``.
-        cu_seqlens: int32 ``[n + 1]``, segment borders.
-        sm_scale: factor on ``q . k``.
-        sinks: ``[H]`` attention-sink logits.
-        softcap: cap on the scores.
-    """
+    """Queries and keys of packed segments, and how they attend: arguments of `packed_attention`, checked."""
 
     q: Tensor
     k: Tensor
@@ -211,6 +202,5 @@ def retained_attention(
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     _check_values(v, pack)
-    check_tensor("log_beta", log_beta, k.shape[:2])
-    check_same("log_beta", log_beta, "q", q, dtype=False)
+    check_tensor("log_beta", log_beta, k.shape[:2], on=("q", q))
     return implementation("retained_attention", q.device)(pack=pack, v=v, log_beta=log_beta, window=window)

@@ -12,18 +12,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seergate.checks import check, is_int
+from seergate.checks import check, is_int, is_number
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
+Named = tuple[str, Tensor]
+"""A tensor and the name of its argument."""
 
-def check_tensor(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
-    """Check for a floating-point tensor of this shape; a string stands for any size, and names it in the message."""
+
+def check_tensor(name: str, x: Tensor, shape: Sequence[int | str], on: Named | None = None) -> None:
+    """Check for a floating-point tensor of this shape, on the device of another tensor if one is given. A string
+    stands for any size, and names it in the message.
+    """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor [{', '.join(map(str, shape))}]")
     check_shape(name, x, shape)
     if not x.is_floating_point():
         raise ValueError(f"{name} has dtype {x.dtype}; it must be a floating-point tensor")
+    check_device(name, x, on)
 
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
@@ -34,19 +40,25 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
         raise ValueError(f"{name} has shape {list(x.shape)}; it must be [{', '.join(map(str, shape))}]")
 
 
-def check_integers(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
-    """Check for an int32 or int64 tensor of this shape."""
+def check_integers(name: str, x: Tensor, shape: Sequence[int | str], on: Named | None = None) -> None:
+    """Check for an int32 or int64 tensor of this shape, on the device of another tensor if one is given."""
     if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} is {got}; it must be an int32 tensor [{', '.join(map(str, shape))}]")
     check_shape(name, x, shape)
+    check_device(name, x, on)
 
 
-def check_same(name: str, x: Tensor, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Check that two tensors have the same device, and the same dtype unless that is left out."""
-    if x.device != other.device:
-        raise ValueError(f"{name} is on {x.device}; it must be on {other_name}'s device, {other.device}")
-    if dtype and x.dtype != other.dtype:
+def check_device(name: str, x: Tensor, on: Named | None) -> None:
+    """Check that a tensor is on the device of another one, if one is given."""
+    if on is not None and x.device != on[1].device:
+        raise ValueError(f"{name} is on {x.device}; it must be on {on[0]}'s device, {on[1].device}")
+
+
+def check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two tensors have the same device and dtype."""
+    check_device(name, x, (other_name, other))
+    if x.dtype != other.dtype:
         raise ValueError(f"{name} has dtype {x.dtype}; it must have {other_name}'s, {other.dtype}")
 
 
@@ -65,7 +77,7 @@ def check_scale(name: str, value: float | None, dim: int) -> float:
     """Check for a finite number; returns it, or ``1 / sqrt(dim)`` for ``None``."""
     if value is None:
         return 1.0 / math.sqrt(dim)
-    check(name, value, _is_number(value) and math.isfinite(value), "a finite number or None")
+    check(name, value, is_number(value) and math.isfinite(value), "a finite number or None")
     return value
 
 
@@ -73,16 +85,15 @@ def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softc
     """Check ``sinks [H]``, ``softcap`` and the factor on ``q [..., H, d] . k``; returns the factor."""
     scale = check_scale("sm_scale", sm_scale, q.shape[-1])
     if sinks is not None:
-        check_tensor("sinks", sinks, (q.shape[-2],))
-        check_same("sinks", sinks, "q", q, dtype=False)
-    if softcap is not None and not (_is_number(softcap) and math.isfinite(softcap) and softcap > 0):
+        check_tensor("sinks", sinks, (q.shape[-2],), on=("q", q))
+    if softcap is not None and not (is_number(softcap) and math.isfinite(softcap) and softcap > 0):
         raise ValueError(f"softcap is {softcap!r}; it must be a positive number or None")
     return scale
 
 
 def check_fraction(name: str, value: object) -> None:
     """Check for a number strictly between 0 and 1."""
-    check(name, value, _is_number(value) and 0 < value < 1, "strictly between 0 and 1")  # type: ignore[operator]
+    check(name, value, is_number(value) and 0 < value < 1, "strictly between 0 and 1")
 
 
 def readable(x: Tensor) -> bool:
@@ -102,17 +113,17 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
         raise ValueError(f"cu_seqlens is {brief(ends)}; it must start at 0, never fall, and end at T = {tokens}")
 
 
-def check_lengths(lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1) -> None:
-    """Check for int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory)."""
-    check_integers("lengths", lengths, (batch,))
+def check_lengths(
+    lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1, on: Named | None = None
+) -> None:
+    """Check for int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory), on the device of another
+    tensor if one is given.
+    """
+    check_integers("lengths", lengths, (batch,), on)
     if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())
         if low < least or high > limit:
             raise ValueError(f"lengths is {brief(lengths.tolist())}; each must be in {least}..{limit} ({limit_name})")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def brief(values: list[int]) -> str:

@@ -13,13 +13,8 @@ from seergate.ops.checks import brief, check_block_size, check_lengths, check_sa
 
 
 class Branch(NamedTuple):
-    """A branch of the gate: a linear map, and the RMSNorm and RoPE that may follow.
-
-    Attributes:
-        weight: ``[Hkv, ..., E]``.
-        norm_weight: ``[E]``; ``None`` without a norm.
-        inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
-        attention_scaling: factor on RoPE's cosine and sine.
+    """A branch of the gate: a linear map ``[Hkv, ..., E]``, and the RMSNorm and RoPE that may follow; arguments of
+    `update_compressed_keys` and `score_blocks`, checked.
     """
 
     weight: Tensor
@@ -44,8 +39,7 @@ def check_branch(
     if inv_freq is not None:
         if width % 2:
             raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
-        check_tensor("inv_freq", inv_freq, (width // 2,))
-        check_same("inv_freq", inv_freq, "weight", weight, dtype=False)
+        check_tensor("inv_freq", inv_freq, (width // 2,), on=("weight", weight))
     return Branch(weight, norm_weight, inv_freq, float(attention_scaling))
 
 
@@ -68,8 +62,7 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengt
     check_block_size(block_size)
     kinds = check_poolings("kinds", kinds)
     if lengths is not None:
-        check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0)
-        check_same("lengths", lengths, "k", k, dtype=False)
+        check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0, on=("k", k))
     return implementation("pool_keys", k.device)(k=k, block_size=block_size, kinds=kinds, lengths=lengths)
 
 
@@ -116,17 +109,14 @@ def update_compressed_keys(
     batch, kv_heads, dim = k.shape
     check_block_size(block_size)
     kinds = check_poolings("kinds", kinds)
-    check_tensor("recent", recent, (batch, kv_heads, "R", dim))
+    check_tensor("recent", recent, (batch, kv_heads, "R", dim), on=("k", k))
     if recent.shape[2] < 1 or recent.shape[2] % block_size:
         raise ValueError(f"recent has {recent.shape[2]} slots; it must have a multiple of block_size, {block_size}")
-    check_tensor("weight", weight, (kv_heads, len(kinds) * dim, "E"))
+    check_tensor("weight", weight, (kv_heads, len(kinds) * dim, "E"), on=("k", k))
     width = weight.shape[2]
     check_tensor("compressed", compressed, (batch, kv_heads, "NB", width))
     check_same("compressed", compressed, "weight", weight)
-    check_same("recent", recent, "k", k, dtype=False)
-    check_same("weight", weight, "k", k, dtype=False)
-    check_lengths(lengths, batch, (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1")
-    check_same("lengths", lengths, "k", k, dtype=False)
+    check_lengths(lengths, batch, (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1", on=("k", k))
     branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
     if host_lengths is not None and len(host_lengths) != batch:
         raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")

@@ -22,17 +22,7 @@ from seergate.ops.checks import (
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, a cache, and how they attend; the arguments that both ops have, checked.
-
-    Attributes:
-        q: ``[B, H, d]``.
-        k: ``[B, Hkv, S, d]``, or pages ``[pages, Hkv, page, d]``.
-        v: ``[B, Hkv, S, dv]``, or pages.
-        sm_scale: factor on ``q . k``.
-        sinks: ``[H]`` attention-sink logits.
-        softcap: cap on the scores.
-        page_table: int ``[B, P]``, if there are pages.
-    """
+    """Queries, a cache or its pages, and how they attend: arguments of `sparse_decode` and `dense_decode`, checked."""
 
     q: Tensor
     k: Tensor
@@ -85,10 +75,8 @@ def sparse_decode(
     """
     check_block_size(block_size)
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
-    check_integers("indices", indices, (len(q), k.shape[1], "K"))
-    check_same("indices", indices, "q", q, dtype=False)
-    check_lengths(lengths, len(q), capacity, "S")
-    check_same("lengths", lengths, "q", q, dtype=False)
+    check_integers("indices", indices, (len(q), k.shape[1], "K"), on=("q", q))
+    check_lengths(lengths, len(q), capacity, "S", on=("q", q))
     _check_ascending(indices)
     if counts is not None:
         _check_counts(counts, indices, lengths, block_size)
@@ -125,8 +113,7 @@ def dense_decode(
     """
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
     if lengths is not None:
-        check_lengths(lengths, len(q), capacity, "S")
-        check_same("lengths", lengths, "q", q, dtype=False)
+        check_lengths(lengths, len(q), capacity, "S", on=("q", q))
     return implementation("dense_decode", q.device)(inputs=inputs, lengths=lengths)
 
 
@@ -150,15 +137,14 @@ def _checked(
     check_same("k", k, "q", q)
     check_same("v", v, "q", q)
     if page_table is not None:
-        _check_page_table(page_table, batch, rows, capacity, block_size)
-        check_same("page_table", page_table, "q", q, dtype=False)
+        check_integers("page_table", page_table, (batch, "P"), on=("q", q))
+        _check_pages(page_table, rows, capacity, block_size)
         capacity *= page_table.shape[1]
     return DecodeInputs(q, k, v, check_softmax(q, sm_scale, sinks, softcap), sinks, softcap, page_table), capacity
 
 
-def _check_page_table(page_table: Tensor, batch: int, pages: int, page_size: int, block_size: int) -> None:
-    """Check for integers ``[B, P]`` in ``0..pages - 1`` (values only in host memory) and for pages of whole blocks."""
-    check_integers("page_table", page_table, (batch, "P"))
+def _check_pages(page_table: Tensor, pages: int, page_size: int, block_size: int) -> None:
+    """Check for pages of whole blocks, and in host memory for numbers in ``0..pages - 1``."""
     if page_size % block_size:
         raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
     if readable(page_table) and page_table.numel():
@@ -183,8 +169,7 @@ def _check_ascending(indices: Tensor) -> None:
 
 def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
     """Check for integers ``[B, Hkv]``; in host memory also that they count blocks that end with the current."""
-    check_integers("counts", counts, indices.shape[:2])
-    check_same("counts", counts, "indices", indices, dtype=False)
+    check_integers("counts", counts, indices.shape[:2], on=("indices", indices))
     if not readable(indices):
         return
     current = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None]

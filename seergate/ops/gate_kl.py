@@ -12,7 +12,7 @@ from seergate.checks import check, is_int
 from seergate.config import check_rows
 from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_block_size, check_same, check_scale, check_tensor, readable
+from seergate.ops.checks import check_block_size, check_scale, check_tensor, readable
 
 REDUCTIONS = ("row_mean", "published")
 
@@ -36,6 +36,10 @@ class GateKLStats(NamedTuple):
     recall: Tensor
 
 
+RowRule = tuple[float, int, int, int]
+"""The rule for the rows that count: ``row_start``, ``sink_blocks``, ``row_stride`` and ``row_shift`` of `gate_kl`."""
+
+
 class LossOptions(NamedTuple):
     """Arguments that the losses share, checked; see `gate_kl`."""
 
@@ -46,6 +50,11 @@ class LossOptions(NamedTuple):
     row_stride: int
     row_shift: int
     lse: Tensor | None
+
+    @property
+    def row_rule(self) -> RowRule:
+        """The rule for the rows that count."""
+        return self.row_start, self.sink_blocks, self.row_stride, self.row_shift
 
 
 def gate_kl(
@@ -111,13 +120,11 @@ def gate_kl(
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_block_size(block_size)
     tokens, kv_heads = k.shape[:2]
-    check_tensor("qg", qg, (tokens, kv_heads, "dg"))
-    check_same("qg", qg, "q", q, dtype=False)
+    check_tensor("qg", qg, (tokens, kv_heads, "dg"), on=("q", q))
     blocks: int | str = "sum NB_i"
     if readable(cu_seqlens):
         blocks = int((cu_seqlens.diff() + block_size - 1).div(block_size, rounding_mode="floor").sum())
-    check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]))
-    check_same("kg", kg, "q", q, dtype=False)
+    check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]), on=("q", q))
     gate_scale = check_scale("gate_scale", gate_scale, qg.shape[-1])
     options = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
     return implementation("gate_kl", q.device)(
@@ -138,8 +145,7 @@ def check_loss(
 ) -> LossOptions:
     """Check the arguments that the losses share."""
     if lse is not None:
-        check_tensor("lse", lse, q.shape[:2])
-        check_same("lse", lse, "q", q, dtype=False)
+        check_tensor("lse", lse, q.shape[:2], on=("q", q))
     right = isinstance(row_start, (int, float)) and 0 <= row_start < 1
     check("row_start", row_start, right, "at least 0 and less than 1")
     check("reduction", reduction, reduction in REDUCTIONS, f"one of {', '.join(REDUCTIONS)}")
@@ -163,10 +169,6 @@ def counted_rows(
 
 
 def refuse_second_order() -> None:
-    """Refuse a second derivative, in the backward: the saved gradients are constants, so it would be zero.
-
-    Raises:
-        RuntimeError: under ``create_graph=True``.
-    """
+    """Refuse a second derivative, in the backward: the saved gradients are constants, so it would be zero."""
     if torch.is_grad_enabled():
         raise RuntimeError("gate_kl has no second derivative; call backward without create_graph")

@@ -7,7 +7,7 @@ from torch import Tensor
 from seergate.checks import check, is_int
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_same, check_tensor
+from seergate.ops.checks import check_tensor
 from seergate.ops.gate_kl import GateKLStats, check_loss
 
 
@@ -46,8 +46,7 @@ def retention_kl(
         of a segment's targets that its best ``budget - distance`` tokens hold, mean over segments.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
-    check_tensor("scores", scores, k.shape[:2])
-    check_same("scores", scores, "q", q, dtype=False)
+    check_tensor("scores", scores, k.shape[:2], on=("q", q))
     check("distance", distance, is_int(distance) and distance >= 1, "a positive number of tokens")
     options = check_loss(q, distance, row_start, "row_mean", recall_budgets, lse)
     if lse is None:

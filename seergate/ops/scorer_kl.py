@@ -10,7 +10,7 @@ from seergate.checks import is_int
 from seergate.config import check_target
 from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_block_size, check_same, check_tensor, readable
+from seergate.ops.checks import check_block_size, check_tensor, readable
 from seergate.ops.gate_kl import GateKLStats, check_loss
 
 Scores = Callable[[Tensor, Tensor], Tensor]
@@ -77,13 +77,11 @@ def scorer_kl(
     check_block_size(block_size)
     if not is_int(entry_tokens) or entry_tokens < 1 or block_size % entry_tokens:
         raise ValueError(f"entry_tokens is {entry_tokens!r}; it must divide block_size ({block_size})")
-    check_tensor("qs", qs, (len(q), "I", "E'"))
-    check_same("qs", qs, "q", q, dtype=False)
+    check_tensor("qs", qs, (len(q), "I", "E'"), on=("q", q))
     entries: int | str = "sum M_i"
     if readable(cu_seqlens):
         entries = int((cu_seqlens.diff() + entry_tokens - 1).div(entry_tokens, rounding_mode="floor").sum())
-    check_tensor("ks", ks, (entries, "J", "E"))
-    check_same("ks", ks, "q", q, dtype=False)
+    check_tensor("ks", ks, (entries, "J", "E"), on=("q", q))
     options = check_loss(q, block_size, row_start, reduction, recall_budgets, lse, sink_blocks, row_stride, row_shift)
     check_target(target, target_budget, block_size, sink_blocks)
     return implementation("scorer_kl", q.device)(

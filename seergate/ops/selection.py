@@ -42,13 +42,12 @@ def score_blocks(
     """
     check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
     kv_heads, group, dim, width = weight.shape
-    check_tensor("q", q, ("B", kv_heads * group, dim))
+    check_tensor("q", q, ("B", kv_heads * group, dim), on=("weight", weight))
     check_block_size(block_size)
     check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width))
     check_same("compressed", compressed, "weight", weight)
-    check_same("weight", weight, "q", q, dtype=False)
-    check_lengths(lengths, len(q), (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1")
-    check_same("lengths", lengths, "q", q, dtype=False)
+    most = (compressed.shape[2] + 1) * block_size - 1
+    check_lengths(lengths, len(q), most, "(NB + 1) * block_size - 1", on=("q", q))
     branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
     return implementation("score_blocks", q.device)(
         q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
@@ -100,8 +99,7 @@ def select_blocks(
     """
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
     check_block_size(block_size)
-    check_lengths(lengths, scores.shape[0], scores.shape[2] * block_size, "NB * block_size")
-    check_same("lengths", lengths, "scores", scores, dtype=False)
+    check_lengths(lengths, scores.shape[0], scores.shape[2] * block_size, "NB * block_size", on=("scores", scores))
     rules = {"token_budget": token_budget, "threshold": threshold, "top_p": top_p}
     given = [name for name, value in rules.items() if value is not None]
     if len(given) != 1:

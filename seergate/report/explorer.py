@@ -45,14 +45,11 @@ def write_explorer(
     out: str | os.PathLike[str],
     row: int = 0,
 ) -> Page:
-    """Write the page.
+    """Write the page ``out`` about a row of a batch.
 
     Args:
         trace: the file that ``Handle.traced(path, attention=True)`` wrote during one ``generate``.
-        tokenizer: the model's tokenizer.
         tokens: prompt and answer, without padding.
-        out: the page.
-        row: index of the row in the batch.
 
     Raises:
         SeergateError: if the trace cannot be read or holds no attention of this row, or the page cannot be written.

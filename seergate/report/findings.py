@@ -193,17 +193,18 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     if (found := _enough(sweep, method, dense)) is None:
         return None
     setting, difference = found
-    start = f"{setting.label} tokens is {in_points(difference)} points from dense"
+    points = f"is {in_points(difference)} points from dense"
     if not _not_worse(difference):
         lost = (-difference).positive
-        return f"{start}; {'no tested budget was enough' if lost else 'too few problems to tell if that is a loss'}."
-    share = _share_of_context(sweep, setting)
-    start = f"{setting.label} tokens ({share} of the full context) is {in_points(difference)} points from dense"
-    if _equivalent(difference):
+        tells = "no tested budget was enough" if lost else "too few problems to tell if that is a loss"
+        return f"{setting.label} tokens {points}; {tells}."
+    start = f"{setting.label} tokens ({_share_of_context(sweep, setting)} of the full context) {points}"
+    if difference.low >= -CLOSE and difference.high <= CLOSE:
         return f"{start}: level with dense."
     if difference.positive:
         return f"{start}, more than chance explains: leaving tokens out repairs something that dense gets wrong."
-    return f"{start}: no loss could be shown, but one of up to {_reach(difference)} could go unseen here."
+    reach = -100 * difference.low if difference.n > 1 else 100
+    return f"{start}: no loss could be shown, but one of up to {reach:.0f} points could go unseen here."
 
 
 def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
@@ -299,15 +300,6 @@ def cautions(sweep: Sweep) -> list[str]:
 def _not_worse(difference: Difference) -> bool:
     """True if a difference is not significantly below zero. A single problem proves nothing."""
     return difference.mean >= -CLOSE and (difference.n == 1 or difference.high >= 0)
-
-
-def _equivalent(difference: Difference) -> bool:
-    return difference.low >= -CLOSE and difference.high <= CLOSE
-
-
-def _reach(difference: Difference) -> str:
-    """The largest loss that the data do not exclude."""
-    return f"{-100 * difference.low if difference.n > 1 else 100:.0f} points"
 
 
 def in_points(difference: Difference) -> str:

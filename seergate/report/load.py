@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -213,10 +213,6 @@ class Sweep:
             return f"{numbers[0]} to {numbers[-1]} problems"
         return f"{numbers[0]} problem{'s' if numbers[0] != 1 else ''}"
 
-    def identity(self) -> dict[str, Any]:
-        """Options common to all settings: name -> value."""
-        return self.settings[0].identity()
-
     def of(self, method: str) -> list[Setting]:
         """A series' settings by budget."""
         return [s for s in self.settings if s.series == method and s.budget is not None]
@@ -266,13 +262,11 @@ class Sweep:
 
 
 def load_setting(directory: Path) -> Setting:
-    """Read one run directory.
-
-    Raises:
-        SeergateError: if it is damaged or has no samples yet.
-    """
+    """Read one run directory."""
     config = store.read_config(directory)
-    if missing := _missing(config):
+    sections = [name for name in NEEDED if not isinstance(config.get(name), dict)]
+    keys = (f"{name}.{key}" for name, keys in NEEDED.items() for key in keys if key not in config[name])
+    if missing := sections or list(keys):
         raise SeergateError(
             f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation, or damaged"
         )
@@ -292,11 +286,6 @@ def load_setting(directory: Path) -> Setting:
     return Setting(directory, config, metrics, correct, samples, proxies, series=str(config["method"]["name"]))
 
 
-def _missing(config: dict[str, Any]) -> list[str]:
-    sections = [name for name in NEEDED if not isinstance(config.get(name), dict)]
-    return sections or [f"{name}.{key}" for name, keys in NEEDED.items() for key in keys if key not in config[name]]
-
-
 def load_sweeps(*roots: Path) -> list[Sweep]:
     """All runs in some directories, or the runs themselves, grouped into comparable sweeps.
 
@@ -307,19 +296,24 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     for root in roots:
         for path in store.run_directories(root):
             found.setdefault(path.resolve(), path)  # the same one may be named twice
-    started = [path for path in found.values() if store.read_samples(path)]
+    started = [load_setting(path) for path in found.values() if store.read_samples(path)]
     if not started:
         raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
-    groups: dict[str, list[Setting]] = {}
-    for path in started:
-        setting = load_setting(path)
-        groups.setdefault(repr(setting.identity()), []).append(setting)
+    groups = grouped(started, lambda setting: repr(setting.identity()))
     return [Sweep(sorted(_named(settings), key=_rank)) for settings in groups.values()]
+
+
+def grouped(settings: Iterable[Setting], key: Callable[[Setting], Any]) -> dict[Any, list[Setting]]:
+    """The settings of each key, in order."""
+    groups: dict[Any, list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault(key(setting), []).append(setting)
+    return groups
 
 
 def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
     """For each sweep, the options in which sweeps differ: name -> value."""
-    found = [sweep.identity() for sweep in sweeps]
+    found = [sweep.settings[0].identity() for sweep in sweeps]
     names = dict.fromkeys(name for own in found for name in own)
     different = [name for name in names if len({repr(own.get(name)) for own in found}) > 1]
     return [{name: own.get(name, "not recorded") for name in different} for own in found]
@@ -372,10 +366,7 @@ def _telling(fingerprints: Collection[str]) -> int:
 def _distinguishing(settings: list[Setting]) -> list[str]:
     """The options in which settings of one method differ although the rest of their names is the same."""
     found: dict[str, None] = {}
-    groups: dict[Any, list[Setting]] = {}
-    for s in settings:
-        groups.setdefault((s.budget, s.threshold, s.block_size, s.dense_layers), []).append(s)
-    for group in groups.values():
+    for group in grouped(settings, lambda s: (s.budget, s.threshold, s.block_size, s.dense_layers)).values():
         options = [s.own_options() for s in group]
         keys = dict.fromkeys(key for own in options for key in own)
         found |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)

@@ -11,7 +11,7 @@ from seergate.errors import SeergateError, how_to_install
 from seergate.eval.stats import t95
 from seergate.methods import EvictingMethod, method_class
 from seergate.report.findings import TRUNCATED
-from seergate.report.load import Setting, Sweep
+from seergate.report.load import Setting, Sweep, grouped
 from seergate.report.published import published
 from seergate.report.styles import line_style, name_of, style
 
@@ -24,7 +24,6 @@ WIDTH = 9.0
 """Inches of every figure, so that all have letters of one size on a page."""
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 CONVENTIONS = "bars and band: 95 % intervals; hollow: over 5 % of answers hit the limit"
-
 
 Interval = tuple[float, float, float]
 """A mean and the ends of its 95 % interval."""
@@ -57,10 +56,7 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
 def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     """Recall of dense attention's mass by budget, mean over layers, and by layer. ``None`` if not measured."""
     measured = sweep.having("recall")
-    lines_of: dict[str, list[Setting]] = {}
-    for s in measured:
-        if s.budget is not None:
-            lines_of.setdefault(s.series, []).append(s)
+    lines_of = grouped((s for s in measured if s.budget is not None), lambda s: s.series)
     if not lines_of:
         return None
     layers = len(next(iter(lines_of.values()))[0].metrics["recall_per_layer"])
@@ -157,7 +153,7 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in PER_BYTE)]
     if len(measured) < 2:
         return None
-    lines = _series(measured)
+    lines = grouped(measured, _line_of)
     chance = sweep.config["task"].get("chance") or 0.0
     fronts = {metric: pareto(measured, metric, chance) for metric in PER_BYTE}
     ahead = {s.directory for front in fronts.values() for s in front}
@@ -197,13 +193,11 @@ def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]
     return front
 
 
-def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
-    """Line -> its points: budgets or thresholds of a series, or variants of a method that has neither."""
-    lines: dict[str, list[Setting]] = {}
-    for s in settings:
-        by_threshold = s.method if s.threshold is None else f"{s.series}, thresholds"
-        lines.setdefault(by_threshold if s.budget is None else s.series, []).append(s)
-    return lines
+def _line_of(s: Setting) -> str:
+    """The line on which a setting lies: the budgets or thresholds of a series, or all variants of a method."""
+    if s.budget is not None:
+        return s.series
+    return s.method if s.threshold is None else f"{s.series}, thresholds"
 
 
 def text_plot(sweep: Sweep, path: Path) -> Path | None:
@@ -212,10 +206,7 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
     """
     if sweep.dense is None:
         return None
-    lines: dict[str, list[Setting]] = {}
-    for s in sweep.settings:
-        if s is not sweep.dense:
-            lines.setdefault(s.marked, []).append(s)
+    lines = grouped((s for s in sweep.settings if s is not sweep.dense), lambda s: s.marked)
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharex=True, sharey=True, layout="constrained")
     evicting = {name for name in lines if issubclass(method_class(name_of(name)), EvictingMethod)}
     gates = {name for name in lines if name_of(name) == "gate"}
@@ -304,14 +295,8 @@ def error_bars(
     points: Sequence[tuple[float, Setting]],
     interval: Callable[[Setting], Interval] = accuracy_of,
 ) -> None:
-    """Draw a series with its 95 % intervals. Markers of settings whose answers hit the limit often are hollow.
-
-    Args:
-        axis: the axes to draw on.
-        name: the series.
-        names: all series that are drawn there.
-        points: (place on the x axis, setting).
-        interval: setting -> mean and ends of the interval.
+    """Draw a series, one of those named, with its 95 % intervals, from its places on the x axis and its settings.
+    Markers of settings whose answers hit the limit often are hollow.
     """
     x, values = [place for place, _ in points], [interval(s) for _, s in points]
     errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
@@ -324,12 +309,8 @@ def error_bars(
 
 
 def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
-    """Draw the paper's accuracy for the finished settings that it ran: a hollow marker for each, a line for dense.
-
-    Args:
-        axis: axes whose y axis is accuracy in percent.
-        sweep: the runs, for their dense run.
-        points: (place on the x axis, setting).
+    """Draw the paper's accuracy in percent for the finished settings that it ran: a hollow marker for each, at its
+    place on the x axis, and a line for dense.
     """
     for method in dict.fromkeys(s.method for _, s in points):
         ours = [(x, s) for x, s in points if s.method == method and s.complete]
@@ -366,11 +347,7 @@ def tidy(axis: Axes) -> None:
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot`` without a display.
-
-    Raises:
-        SeergateError: if it is not installed.
-    """
+    """``matplotlib.pyplot`` without a display; a `SeergateError` if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:

@@ -58,7 +58,7 @@ def _of_answers(sweep: Sweep) -> _Found:
     compared = [sweep.difference(each, dense) for each in settings]
     start = f"Of {of}, dense attention answers {_right(dense)} right; the gates "
     parts = ", ".join(f"{_right(each)} at {_tokens(each.budget)}" for each in settings)
-    return _Found(f"{start}{parts}: {_seen(settings, compared, 'points')}.", True, _budget(settings, compared))
+    return _concluded(start + parts, settings, compared, "points")
 
 
 def _of_texts(sweep: Sweep) -> _Found:
@@ -73,28 +73,27 @@ def _of_texts(sweep: Sweep) -> _Found:
     )
     text = (
         f"On {count} held-out text{'s' * (count != 1)} of {length:,} tokens dense attention has a perplexity of "
-        f"{first['dense_perplexity']:.2f}; the gates {parts}: {_seen(settings, compared, '% of perplexity')}."
+        f"{first['dense_perplexity']:.2f}; the gates {parts}"
     )
-    return _Found(text, count > 1, _budget(settings, compared))
+    return _concluded(text, settings, compared, "% of perplexity", tells=count > 1)
 
 
-def _budget(settings: Sequence[Setting], compared: Sequence[Difference]) -> int | None:
-    first = enough_from(compared)
-    return None if first is None else settings[first].budget
-
-
-def _seen(settings: Sequence[Setting], compared: Sequence[Difference], unit: str) -> str:
-    """From which budget on no loss was seen, and how large one could have been."""
+def _concluded(
+    text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, tells: bool = True
+) -> _Found:
+    """Complete a sentence with the budget from which on no loss was seen, and how large one could have been."""
     first = enough_from(compared)
     if first is None:
         largest = _tokens(settings[-1].budget)
         seen = (-compared[-1]).positive
-        return f"a loss could be seen even at {largest}" if seen else f"too few to tell if {largest} lose something"
-    where = "at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on"
+        said = f"a loss could be seen even at {largest}" if seen else f"too few to tell if {largest} lose something"
+        return _Found(f"{text}: {said}.", tells, None)
+    said = "no loss could be seen " + ("at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on")
     if compared[first].n == 1:
-        return f"no loss could be seen {where}, but a single one shows nothing"
-    unseen = max(0.0, -100 * compared[first].low)
-    return f"no loss could be seen {where}, where one of up to {unseen:.1f} {unit} could go unseen"
+        said += ", but a single one shows nothing"
+    else:
+        said += f", where one of up to {max(0.0, -100 * compared[first].low):.1f} {unit} could go unseen"
+    return _Found(f"{text}: {said}.", tells, settings[first].budget)
 
 
 def _together(answers: _Found, texts: _Found, sweep: Sweep) -> str:

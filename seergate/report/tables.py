@@ -140,7 +140,6 @@ PROXIES: Columns = {
 }
 """The cheap proxies beside the accuracy."""
 
-
 TEXTS: Columns = {
     "method": lambda _, s: s.marked,
     "budget": lambda _, s: scaled(s.budget, 1, 0),
@@ -198,7 +197,6 @@ def table_beside(
     """Our accuracy beside a paper's, for finished runs of the paper's settings; empty without any.
 
     Args:
-        sweep: the runs.
         theirs: a setting's published accuracy in percent, if it has one.
         unlike: a setting's differences from the paper, in words.
     """
@@ -224,13 +222,12 @@ EQUAL_BYTES_NOTE = (
 
 def equal_bytes(sweep: Sweep) -> list[tuple[str, str]]:
     """Heading and Markdown of each comparison at equal bytes among a sweep's settings."""
-    found = []
-    for measure, metric in MEASURES.items():
-        for root in sorted({s.directory.parent for s in sweep.settings}):
-            record = read_json(record_path(root, measure))
-            if record is not None:
-                found.append((f"At equal {BYTES_WORDS[measure]}", _matched(sweep, root, record["matches"], metric)))
-    return found
+    return [
+        (f"At equal {BYTES_WORDS[measure]}", _matched(sweep, root, record["matches"], metric))
+        for measure, metric in MEASURES.items()
+        for root in sorted({s.directory.parent for s in sweep.settings})
+        if (record := read_json(record_path(root, measure))) is not None
+    ]
 
 
 def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: str) -> str:

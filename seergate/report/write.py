@@ -19,7 +19,7 @@ from seergate.eval.environment import GRADES_WITH
 from seergate.eval.stats import correlation
 from seergate.eval.store import flatten, write_text
 from seergate.report.findings import cautions, findings, verdict
-from seergate.report.load import Setting, Sweep, apart, load_sweeps
+from seergate.report.load import Sweep, apart, grouped, load_sweeps
 from seergate.report.plots import accuracy_plot, bytes_plot, depth_plot, length_plot, recall_plot, text_plot
 from seergate.report.published import deviations, published
 from seergate.report.tables import (
@@ -165,11 +165,8 @@ SHOWN = 6
 
 def _sample_answers(sweep: Sweep) -> list[str]:
     """The end of each setting's first answer to the problem that settings agree on least, folded."""
-    shown: dict[str, Setting] = {}
-    for s in sweep.settings:
-        shown.setdefault(s.series, s)  # each series at its smallest budget
     first: dict[str, dict[str, dict[str, Any]]] = {}
-    for s in list(shown.values())[:SHOWN]:
+    for s, *_ in list(grouped(sweep.settings, lambda s: s.series).values())[:SHOWN]:  # each at its smallest budget
         for sample in s.samples:
             first.setdefault(str(sample["problem_id"]), {}).setdefault(s.label, sample)
     shared = [answers for answers in first.values() if len(answers) == max(map(len, first.values()))]
@@ -218,8 +215,6 @@ _COST_NOTE = (
     "blocks in use. *tokens/s* is what the batch as a whole delivered on the machine below, and depends on what else "
     "ran there."
 )
-
-
 _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
     "*published* is its repository, of Quest its Table 1. The repository's loop samples with temperature and top-p "

@@ -69,7 +69,7 @@ def test_too_short_a_time_is_refused_with_one_that_is_enough(hours: float, step:
     ("arguments", "said"),
     [
         (["--hours", "0"], "hours is 0.0; it must be a positive number"),
-        (["--hours", "1", "--threads", "0"], "threads is 0; it must be a positive number"),
+        (["--hours", "1", "--threads", "0"], "threads is 0; it must be a whole number, 1 or greater"),
         (["--hours", "1", "--data", "nowhere.jsonl"], "data is 'nowhere.jsonl'; there is no such file or directory"),
         (["--hours", "1", "--budget", "32"], "budget is 32; it must be at least 48, which is 3 blocks, and below 384"),
         (["--hours", "1", "--budget", "400"], "budget is 400; it must be at least 48"),

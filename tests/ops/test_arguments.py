@@ -198,7 +198,7 @@ COMPRESSION = [
         {"compressed": torch.zeros(2, K, 6, E, dtype=torch.float16)},
         "compressed has dtype torch.float16; it must have weight's, torch.float32",
     ),
-    ({"weight": torch.zeros(K, D, E, device="meta")}, "compressed is on cpu; it must be on weight's device, meta"),
+    ({"weight": torch.zeros(K, D, E, device="meta")}, "weight is on meta; it must be on k's device, cpu"),
     ({"norm_weight": torch.zeros(D)}, r"norm_weight has shape \[8\]; it must be \[6\]"),
     ({"inv_freq": torch.zeros(E)}, r"inv_freq has shape \[6\]; it must be \[3\]"),
     (

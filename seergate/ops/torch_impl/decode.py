@@ -19,8 +19,8 @@ from seergate.ops.decode import DecodeInputs
 from seergate.ops.paging import has_rows_of, rows_of, unpaged
 
 GATHER_BYTES_CPU = 2**21
-"""How much each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again, costs
-less than the memory traffic and the fresh pages of a large one."""
+"""Bytes that each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again,
+costs less than the memory traffic and the fresh pages of a large one."""
 
 
 @torch.no_grad()
@@ -108,16 +108,17 @@ def _probabilities(
     sinks_PG: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """Softmax of each pair's group over its selected tokens, ``[P, G, S]``, in fp32 or wider."""
+    """Softmax of each pair's group over its tokens, ``[P, G, S]``, in fp32 or wider; P may be several dimensions."""
     wide = torch.promote_types(q_PGD.dtype, torch.float32)
-    scores_PGS = (q_PGD.to(wide) * sm_scale) @ k_PSD.to(wide).transpose(1, 2)
+    scores_PGS = (q_PGD.to(wide) * sm_scale) @ k_PSD.to(wide).transpose(-1, -2)
     if softcap is not None:
         scores_PGS.div_(softcap).tanh_().mul_(softcap)
     if hidden_P1S is not None:
         scores_PGS.masked_fill_(hidden_P1S, -torch.inf)
     if sinks_PG is None:
         return scores_PGS.softmax(-1)
-    return torch.cat((scores_PGS, sinks_PG[..., None].to(wide)), dim=-1).softmax(-1)[..., :-1]
+    sinks_PG1 = sinks_PG.to(wide).expand(scores_PGS.shape[:-1])[..., None]
+    return torch.cat((scores_PGS, sinks_PG1), dim=-1).softmax(-1)[..., :-1]
 
 
 @torch.no_grad()
@@ -152,18 +153,10 @@ def _attend(
     if sinks_H is None and softcap is None:
         found = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_B11S, scale=sm_scale)
         return found.flatten(1, 2)
-    wide = torch.promote_types(q_BKGD.dtype, torch.float32)
-    scores_BKGS = (q_BKGD.to(wide) * sm_scale) @ k_BKSD.to(wide).transpose(-1, -2)
-    if softcap is not None:
-        scores_BKGS = softcap * torch.tanh(scores_BKGS / softcap)
-    if mask_B11S is not None:
-        scores_BKGS = scores_BKGS.masked_fill(~mask_B11S, -torch.inf)
-    if sinks_H is not None:
-        sink_BKG1 = sinks_H.to(wide).view(k_BKSD.shape[1], -1, 1).expand(*scores_BKGS.shape[:-1], 1)
-        probs_BKGS = torch.cat((scores_BKGS, sink_BKG1), -1).softmax(-1)[..., :-1]
-    else:
-        probs_BKGS = scores_BKGS.softmax(-1)
-    return (probs_BKGS @ v_BKSD.to(wide)).to(q_BHD.dtype).flatten(1, 2)
+    hidden_B11S = None if mask_B11S is None else ~mask_B11S
+    sinks_KG = None if sinks_H is None else sinks_H.view(k_BKSD.shape[1], -1)
+    probs_BKGS = _probabilities(q_BKGD, k_BKSD, hidden_B11S, sm_scale, sinks_KG, softcap)
+    return (probs_BKGS @ v_BKSD.to(probs_BKGS.dtype)).to(q_BHD.dtype).flatten(1, 2)
 
 
 def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:

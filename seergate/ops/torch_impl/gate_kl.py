@@ -8,14 +8,14 @@ Shape suffixes: see `seergate.ops.torch_impl.teacher`; E gate dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.gate_kl import GateKLStats, LossOptions, counted_rows, refuse_second_order
+from seergate.ops.gate_kl import GateKLStats, LossOptions, RowRule, counted_rows, refuse_second_order
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
 
 
@@ -26,7 +26,8 @@ def gate_kl(
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
     teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
     spans = segments(pack.cu_seqlens)
-    total, counted, weights = rows_and_weights(spans, block_size, teacher.kv_heads, options)
+    how = block_size, teacher.kv_heads, options.reduction, options.row_rule
+    total, counted, weights = rows_and_weights([end - start for start, end in spans], *how)
     plans = [teacher.chunks(rows) for rows in counted]
     past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
     qg_TKE, kg_MKE = qg.detach(), kg.detach()
@@ -71,29 +72,17 @@ def gate_kl(
 
 
 def rows_and_weights(
-    spans: list[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
+    lengths: Sequence[int], block_size: int, kv_heads: int, reduction: str, rule: RowRule
 ) -> tuple[int, list[range], list[float]]:
-    """How many rows count in all; by segment, which, and the weight of a row and KV head in the loss."""
-    row_start, reduction, _, sink_blocks, row_stride, row_shift, _ = options
-    lengths = [end - start for start, end in spans]
-    rows = counted_rows(lengths, block_size, row_start, sink_blocks, row_stride, row_shift)
-    total, weights = row_weights(lengths, rows, row_start, block_size, kv_heads, reduction)
-    return total, rows, weights
-
-
-def row_weights(
-    lengths: list[int], rows: list[range], row_start: float, block_size: int, kv_heads: int, reduction: str
-) -> tuple[int, list[float]]:
-    """How many rows count in all; by segment, the weight of a row and KV head in the loss."""
+    """The number of rows that count; by segment, these rows, and the weight of a row and KV head in the loss."""
+    rows = counted_rows(lengths, block_size, *rule)
     counted = sum(map(len, rows))
     if reduction == "row_mean":
-        return counted, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
+        return counted, rows, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
     filled = sum(length > 0 for length in lengths)
     widest = max(-(-length // block_size) for length in lengths)
-    return counted, [
-        1.0 / (filled * kv_heads * (length - int(length * row_start)) * widest) if length else 0.0
-        for length in lengths
-    ]
+    rest = (length - int(length * rule[0]) for length in lengths)
+    return counted, rows, [1.0 / (filled * kv_heads * count * widest) if count else 0.0 for count in rest]
 
 
 Outcome = tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]

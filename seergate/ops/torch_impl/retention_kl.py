@@ -52,11 +52,11 @@ def received_attention(teacher: Teacher, cu_seqlens: Tensor, distance: int, row_
         for head in range(teacher.kv_heads if plan else 0):
             keys_SD = teacher.head_keys(start, stop, head)
             for chunk in plan:
-                scores_SX, _ = teacher.scores(keys_SD, start, chunk, head, scratch)
+                scores_SX, block_max_NX = teacher.scores(keys_SD, start, chunk, head, scratch)
                 far_SX = scores_SX[: chunk.stop - distance]  # no row of the chunk counts for later tokens
                 rows_X = torch.arange(chunk.start, chunk.stop, device=device).repeat(teacher.group)
                 tokens_S1 = torch.arange(len(far_SX), device=device)[:, None]
-                far_SX.sub_(teacher.known_lse(start, chunk, head))
+                far_SX.sub_(teacher.lse(scores_SX, block_max_NX, start, chunk, head))
                 best_S = far_SX.masked_fill_(tokens_S1 > rows_X - distance, -torch.inf).amax(1).exp_()
                 found_S = found_TK[start : start + len(far_SX), head]
                 torch.maximum(found_S, best_S, out=found_S)

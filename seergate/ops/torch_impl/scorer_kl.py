@@ -33,7 +33,8 @@ def scorer_kl(
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
     spans = segments(pack.cu_seqlens)
-    total, rows, weights = rows_and_weights(spans, block_size, teacher.kv_heads, options)
+    how = block_size, teacher.kv_heads, options.reduction, options.row_rule
+    total, rows, weights = rows_and_weights([end - start for start, end in spans], *how)
     per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
     plans = [teacher.chunks(some, per_token) for some in rows]
     past_blocks = [max(0, budget // block_size - always) for budget in options.recall_budgets]
@@ -85,11 +86,8 @@ def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head:
     """
     scores_SX, block_max_NX = teacher.scores(keys_SD, start, rows, head, scratch)
     in_blocks = scores_SX[: len(block_max_NX) * teacher.block_size].view(-1, teacher.block_size, scores_SX.shape[1])
-    block_lse_NX = in_blocks.logsumexp(1)
-    if teacher.lse_TH is None:
-        lse_X, _ = teacher.normaliser(scores_SX, block_max_NX, head)
-    else:
-        lse_X = teacher.known_lse(start, rows, head)
+    block_lse_NX = in_blocks.logsumexp(1)  # before `lse`, which may overwrite the scores
+    lse_X = teacher.lse(scores_SX, block_max_NX, start, rows, head)
     u_NR = (block_lse_NX[teacher.sink_blocks :] - lse_X).view(-1, teacher.group, len(rows)).logsumexp(1)
     return u_NR.masked_fill_(teacher.not_past(rows), MASKED)
 

@@ -48,7 +48,7 @@ def row_chunks(rows: range, area: int) -> Iterator[range]:
 
 
 def in_pack(start: int, rows: range) -> slice:
-    """Where rows of a segment that starts at ``start`` lie in the pack."""
+    """The place in the pack of rows of the segment that starts at ``start``."""
     return slice(start + rows.start, start + rows[-1] + 1, rows.step)
 
 
@@ -56,8 +56,6 @@ class Teacher:
     """Block targets in log domain, chunk by chunk, of one pack.
 
     Args:
-        pack: queries and keys.
-        block_size: tokens per block.
         dtype: to compute in.
         lse: ``[T, H]`` log-sum-exp of every row, if it is known already.
         sink_blocks: first blocks of a segment that are left out of the targets.
@@ -104,15 +102,13 @@ class Teacher:
             scratch: from `scratch`; overwritten.
         """
         scores_SX, block_max_NX = self.scores(keys_SD, start, rows, head, scratch)
-        if self.lse_TH is None:
-            lse_X, _ = self.normaliser(scores_SX, block_max_NX, head)
-        else:
-            lse_X = self.known_lse(start, rows, head)
+        lse_X = self.lse(scores_SX, block_max_NX, start, rows, head)
         return self.group_max(block_max_NX[self.sink_blocks :], lse_X, rows)
 
-    def known_lse(self, start: int, rows: range, head: int) -> Tensor:
-        """The log-sum-exp of the chunk's rows, ``[X]``."""
-        assert self.lse_TH is not None
+    def lse(self, scores_SX: Tensor, block_max_NX: Tensor, start: int, rows: range, head: int) -> Tensor:
+        """The log-sum-exp of the chunk's rows, ``[X]``; overwrites the scores unless it is known."""
+        if self.lse_TH is None:
+            return self.normaliser(scores_SX, block_max_NX, head)[0]
         group = slice(head * self.group, (head + 1) * self.group)
         return self.lse_TH[in_pack(start, rows), group].T.reshape(-1).to(self.dtype)
 

@@ -24,7 +24,7 @@ CHUNK = 32
 """Dimensions of the keys per turn of the loop: 64 bytes of each key in 16 bits."""
 
 THREADS = 256
-"""Of a program: with half as many, registers spill on a B200; with twice as many, none loads 16 bytes at a time."""
+"""Threads of a program. With half as many, registers spill on a B200; with twice as many, loads are narrower."""
 
 TURN = 1024
 """Numbers per turn of the loop, for the 32 threads of a program: each keeps 32 maxima, minima and sums. With one warp,

@@ -15,7 +15,7 @@ from seergate.ops.triton_impl.launch import DTYPES, decode_launch, padded
 
 LOG2_E = math.log2(math.e)
 MAX_ROW_BYTES = 512
-"""Of a key or value: head dimension 256 in 16 bits, 128 in fp32. The registers hold no more."""
+"""Size of the largest key or value that registers hold: head dimension 256 in 16 bits, 128 in fp32."""
 
 
 def supports(q: Tensor, v: Tensor) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.checks import check_shape
-from seergate.ops.gate_kl import GateKLStats, LossOptions, counted_rows, refuse_second_order
+from seergate.ops.gate_kl import GateKLStats, LossOptions, RowRule, refuse_second_order
 from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
@@ -97,9 +97,9 @@ def evaluate(
     teacher = Teacher(Pack(q, k, cu_seqlens, sm_scale, sinks, softcap), block_size)
     gate = Gate(qg, kg, block_size, gate_scale, teacher, row_stride, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
-    chosen = row_start, sink_blocks, row_stride, row_shift
+    rule = row_start, sink_blocks, row_stride, row_shift
     rows, chunks, tables, row_weight = cut_up(
-        tuple(spans), block_size, chosen, kv_heads, reduction, sizes, CHUNK_BYTES, device
+        tuple(spans), block_size, rule, kv_heads, reduction, sizes, CHUNK_BYTES, device
     )
     tiles = iter(tables)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
@@ -138,27 +138,22 @@ def evaluate(
 def cut_up(
     spans: tuple[tuple[int, int], ...],
     block_size: int,
-    chosen: tuple[float, int, int, int],
+    rule: RowRule,
     kv_heads: int,
     reduction: str,
     sizes: tuple[int, int, int],
     chunk_bytes: int,
     device: torch.device,
 ) -> tuple[int, list[packs.Chunk], list[packs.Tiles], Tensor]:
-    """How a pack is cut up, which is the same in all layers: it is made for the first one.
-
-    Args:
-        chosen: which rows count, and for how many first blocks they do not: see `counted_rows`.
+    """The chunks and tiles of a pack, which are the same in all layers and made for the first one.
 
     Returns:
         How many rows count, the chunks, for each chunk the three kernels' tiles on the device, and what each row of
         the pack counts for in the loss, float64 ``[T]`` on the device.
     """
     lengths = [end - start for start, end in spans]
-    row_start, sink_blocks, _, _ = chosen
-    counted = counted_rows(lengths, block_size, *chosen)
-    rows, weights = torch_impl.row_weights(lengths, counted, row_start, block_size, kv_heads, reduction)
-    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks)
+    rows, counted, weights = torch_impl.rows_and_weights(lengths, block_size, kv_heads, reduction, rule)
+    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks=rule[1])
     chunks = packs.chunks(pieces, block_size, chunk_bytes // (4 * kv_heads))
     parts = [
         part
@@ -178,8 +173,6 @@ class Gate:
 
     Args:
         qg, kg, block_size, gate_scale, row_stride: as in `seergate.ops.gate_kl`.
-        teacher: the other side.
-        want_dqg, want_dkg: which gradients are wanted.
         budgets: at how many budgets recall is measured.
     """
 

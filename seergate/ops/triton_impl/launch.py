@@ -18,7 +18,7 @@ import torch
 from seergate.ops.triton_impl.gpus import Gpu
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Of the numbers that the kernels take; float64 is left to the torch backend."""
+"""Dtypes that the kernels take; float64 is left to the torch backend."""
 
 STAGE_BYTES = 32 << 10
 """Keys and values of one turn of the loop, at most."""
@@ -62,7 +62,6 @@ def decode_launch(pairs: int, tokens: int, head_dim: int, value_dim: int, elemen
         tokens: the most that a pair may read: capacity, or selected blocks times block size.
         head_dim, value_dim: of keys and values.
         element_size: bytes of a number.
-        gpu: where it runs.
     """
     row = (padded(head_dim) + padded(value_dim)) * element_size
     tile, num_warps = min(64, 1 << (max(16, STAGE_BYTES // row).bit_length() - 1)), 4

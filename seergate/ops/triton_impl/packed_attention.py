@@ -11,7 +11,7 @@ from seergate.ops.triton_impl import packs
 from seergate.ops.triton_impl.teacher import Teacher, runs_here
 
 BLOCK_SIZE = 64
-"""Of no consequence without targets."""
+"""Any that the kernels take: without targets there are no blocks."""
 
 
 @torch.no_grad()

@@ -16,10 +16,10 @@ from seergate.ops.triton_impl.launch import TeacherLaunch, padded, precision, te
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
-"""By dtype. What else there is runs in the torch backend."""
+"""Widest vectors by dtype; wider ones, and other dtypes, run in the torch backend."""
 
 SCRATCH_BYTES = 256 * 2**20
-"""What `attention_kernel` may use of device memory at a time: two programs per processor at 32k tokens in blocks of
+"""Device memory that `attention_kernel` may use at a time: two programs per processor at 32k tokens in blocks of
 16. Where not even one per processor fits, targets take two passes, without scratch."""
 
 
@@ -27,8 +27,6 @@ class Teacher:
     """The teacher's side of one pack.
 
     Args:
-        pack: queries and keys.
-        block_size: tokens per block.
         v: values, if the attention's output is wanted.
         window: as in `seergate.ops.packed_attention`; targets are made without one.
     """
