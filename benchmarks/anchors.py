@@ -55,7 +55,7 @@ def solved(count: int, variables: int, seed: int) -> list[str]:
 
 
 class Bench:
-    """A model with its gates, the texts, and dense attention's distributions on them."""
+    """A model with its gates, the texts, and dense attention's log-probabilities on them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, path = options, model_path(options.model)
@@ -65,9 +65,7 @@ class Bench:
         self.model, self.tokenizer = load_model(path, "float32", "cpu"), load_tokenizer(path)
         lengths = [options.lengths[i % len(options.lengths)] for i in range(options.texts)]
         self.texts = self._texts(options.data, 1, lengths)
-        self.dense = [
-            seergate.score(self.model, ids, start=self._start(ids), logits=True).logits for ids in self.texts
-        ]
+        self.dense = [self._log_probs(ids) for ids in self.texts]
         self.known: dict[str, dict[str, Any]] = {}
 
     def _texts(self, data: str | None, seed: int, lengths: Sequence[int]) -> list[Tensor]:
@@ -81,8 +79,12 @@ class Bench:
         assert len(found) == len(lengths), f"{len(found)} texts are long enough; {len(lengths)} are needed"
         return found
 
-    def _start(self, ids: Tensor) -> int:
-        return ids.shape[1] - self.options.scored - SETTLING
+    def _log_probs(self, ids: Tensor) -> Tensor:
+        """Log-probabilities ``[N, V]`` of all words at the scored tokens, under what is attached."""
+        start = ids.shape[1] - self.options.scored - SETTLING
+        logits = seergate.score(self.model, ids, start=start, logits=True).logits
+        assert logits is not None
+        return logits[0, SETTLING:].float().log_softmax(-1)
 
     def method(self, name: str, rule: dict[str, Any], anchors: Sequence[int] = ()) -> methods.SelectingMethod:
         """A method with a rule of how much is read; all have the gates' blocks and sinks."""
@@ -101,10 +103,7 @@ class Bench:
             kls = list[float]()
             with seergate.attached(self.model, method) as handle:
                 for ids, dense in list(zip(self.texts, self.dense, strict=True))[:texts]:
-                    logits = seergate.score(self.model, ids, start=self._start(ids), logits=True).logits
-                    assert logits is not None and dense is not None
-                    want, found = (x[0, SETTLING:].double().log_softmax(-1) for x in (dense, logits))
-                    kls.append(float((want.exp() * (want - found)).sum(-1).mean()))
+                    kls.append(float((dense.exp() * (dense - self._log_probs(ids))).double().sum(-1).mean()))
                 stats = handle.stats()
             each = torch.tensor(kls, dtype=torch.float64)
             error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else None

@@ -39,7 +39,7 @@ class SelectingMethod(Method):
     """Keeps the whole cache and reads some of its blocks at each step.
 
     Attributes:
-        token_budget, budget_share, budget_min, budget_max, threshold, top_p: the rule, see `DecodeConfig`.
+        token_budget, budget_share, budget_min, budget_max, threshold, top_p: see `DecodeConfig`.
         sink_blocks, dense_layers, anchors, dense_below: see `DecodeConfig`.
         block_size: tokens per block.
     """
