@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--name", default="anchors", help="of the file of results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with torch.inference_mode():
+    with torch.no_grad():
         bench = Bench(options)
         plans, rows = plans_of(bench)
         print(json.dumps(rows), flush=True)

@@ -57,7 +57,8 @@ def test_a_layers_own_recall_is_that_of_a_decode_step(deep, name):
     options = {"bank": bank} if name == "gate" else {"block_size": BLOCK}
     method = methods.make_method(name, token_budget=3 * BLOCK, dense_layers=(), **options)
     ids, length = prompt(90, 2), 3 * BLOCK + 1
-    found = shared_recall(deep, method, [ids[0]], rows=1)
+    with torch.inference_mode():
+        found = shared_recall(deep, method, [ids[0]], rows=1)
     assert found.layers == (0, 1, 2, 3) and found.rows == 1
     for layer in range(4):
         dense = tuple(other for other in range(4) if other != layer)

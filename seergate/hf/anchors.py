@@ -25,6 +25,7 @@ from seergate.errors import SeergateError
 from seergate.hf.break_even import layer_spec
 from seergate.hf.resolving import check_dense_layers
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
+from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.models import families
@@ -87,6 +88,7 @@ class SharedRecall:
         return float(self.recall[own, range(len(own))].mean())
 
 
+@outside_inference_mode
 @torch.no_grad()
 def shared_recall(
     model: PreTrainedModel, method: SelectingMethod, texts: Iterable[Tensor], rows: int = 64
