@@ -73,8 +73,10 @@ class Bench:
         every = solved(4 * len(lengths), 75, seed) if data is None else texts_of(data)
         found = list[Tensor]()
         for text in every:
+            if len(found) == len(lengths):
+                break
             ids = self.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-            if len(found) < len(lengths) and ids.shape[1] >= lengths[len(found)]:
+            if ids.shape[1] >= lengths[len(found)]:
                 found.append(ids[:, : lengths[len(found)]])
         assert len(found) == len(lengths), f"{len(found)} texts are long enough; {len(lengths)} are needed"
         return found
@@ -165,7 +167,7 @@ def sharing(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, A
     return [dense, *({**row, "step_ms": times[f"{row['method']} {row['anchors']}"]} for row in rows)]
 
 
-def rules(bench: Bench) -> list[dict[str, Any]]:
+def rules(bench: Bench, _: Any) -> list[dict[str, Any]]:
     """Part 3: the share and the threshold whose bytes, over one text of each length, are nearest to the budget's."""
     texts, rows = len(bench.options.lengths), list[dict[str, Any]]()
     budget = {"token_budget": bench.options.budget}
@@ -187,6 +189,8 @@ def rules(bench: Bench) -> list[dict[str, Any]]:
 
 def needles(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
     """Part 4."""
+    if not bench.options.needles:
+        return []
     options, size = bench.options, bench.bank.config.block_size
     task = make_task("needle", problems=options.needles, length=tuple(options.lengths))
     texts = [f"gate:anchors={'+'.join(map(str, anchors))}" for anchors in plans.values()]
@@ -217,16 +221,16 @@ def main() -> None:
     parser.add_argument("--name", default="anchors", help="of the file of results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with torch.no_grad():
-        bench = Bench(options)
-        plans, rows = plans_of(bench)
-        print(json.dumps(rows), flush=True)
-        rows += sharing(bench, plans) + rules(bench)
-    rows += needles(bench, plans) if options.needles else []
     asked = {key: value for key, value in vars(options).items() if key not in ("output", "runs", "name")}
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name
-    print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output))
+    with torch.no_grad():
+        bench = Bench(options)
+        plans, rows = plans_of(bench)
+        for part in (sharing, rules, needles):
+            print(json.dumps(rows), flush=True)
+            rows += part(bench, plans)
+            print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output), flush=True)
 
 
 if __name__ == "__main__":
