@@ -198,11 +198,12 @@ def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]
 
 
 def _series(settings: list[Setting]) -> dict[str, list[Setting]]:
-    """Line -> its points: budgets or thresholds of a series, or variants of a method that has neither."""
+    """Line -> its points: budgets, shares or thresholds of a series, or variants of a method that has neither."""
     lines: dict[str, list[Setting]] = {}
     for s in settings:
-        by_threshold = s.method if s.threshold is None else f"{s.series}, thresholds"
-        lines.setdefault(by_threshold if s.budget is None else s.series, []).append(s)
+        rule = "shares" if s.share is not None else "thresholds" if s.threshold is not None else ""
+        without_budget = f"{s.series}, {rule}" if rule else s.method
+        lines.setdefault(without_budget if s.budget is None else s.series, []).append(s)
     return lines
 
 
