@@ -158,7 +158,8 @@ class BlockLoss(LayerwiseLoss):
             if layer not in self.gated and layer not in decode.dense_layers and anchor in self.bank.geometry.layers:
                 self.source[layer], self.gated[layer] = anchor, attention
         self.source = dict(sorted(self.source.items()))
-        self.chooser: TeacherCall | None = None  # the newest layer with a gate
+        self.last_reader = {gate: layer for layer, gate in self.source.items()}
+        self.inputs: tuple[Tensor, Tensor] | None = None  # of the gate that more layers will learn with
         self.options: dict[str, Any] = {
             "row_start": spec.row_start,
             "reduction": spec.reduction,
@@ -202,15 +203,19 @@ class BlockLoss(LayerwiseLoss):
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """Compute the loss of a layer's gate, and its gradients if they are wanted."""
-        gate = self.bank.gate(self.source[call.layer])
-        self.chooser = call if self.source[call.layer] == call.layer else self.chooser
-        assert self.chooser is not None
-        q_pre_BHSD, k_pre_BKSD = self.chooser.q_pre_BHSD, self.chooser.k_pre_BKSD
-        assert q_pre_BHSD is not None and k_pre_BKSD is not None
+        source = self.source[call.layer]
+        gate = self.bank.gate(source)
+        if source == call.layer:
+            assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
+            self.inputs = call.q_pre_BHSD, call.k_pre_BKSD
+        assert self.inputs is not None
+        q_pre_BHSD, k_pre_BKSD = self.inputs
+        if self.last_reader[source] == call.layer:
+            self.inputs = None
         if q_pre_BHSD.device != call.query_BHSD.device:
             raise SeergateError(
-                f"layers {self.chooser.layer} and {call.layer} lie on different devices; the gate of an anchor learns "
-                "from layers on its own device"
+                f"layers {source} and {call.layer} lie on different devices; the gate of an anchor learns from layers "
+                "on its own device"
             )
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
