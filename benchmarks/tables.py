@@ -199,7 +199,7 @@ def needles() -> list[Sequence[str]]:
 
 
 def anchors() -> list[Sequence[str]]:
-    """What layers lose that read the choice of others: the tiny reasoner, and what a step of its gates reads and takes."""
+    """What the tiny reasoner loses where layers read the choice of others, and what a step of its gates takes."""
     found = rows_of("anchors")
     plans = {row["anchors"]: row for row in found if row["part"] == "plan"}
     by_name = {(row["method"], row.get("anchors")): row for row in found if row["part"] == "anchors"}
