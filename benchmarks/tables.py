@@ -198,6 +198,37 @@ def needles() -> list[Sequence[str]]:
     return lines
 
 
+def anchors() -> list[Sequence[str]]:
+    """What the tiny reasoner loses where layers read the choice of others, and what a step of its gates takes."""
+    found = rows_of("anchors")
+    plans = {row["anchors"]: row for row in found if row["part"] == "plan"}
+    by_name = {(row["method"], row.get("anchors")): row for row in found if row["part"] == "anchors"}
+    dense = by_name["dense", None]["step_ms"]["median"]
+    names = ("gate", "quest", "oracle")
+    lines: list[Sequence[str]] = [
+        ("anchors", "recall", *(f"KL, {code(name)}" for name in names), "KiB read", "to choose", "step, ms")
+    ]
+    for count, plan in plans.items():
+        gate = by_name["gate", count]
+        layers = "all" if count == max(plans) else " and ".join(map(str, plan["layers"]))
+        kls = [f"{by_name[name, count]['kl']:.3f} ± {by_name[name, count]['kl_se']:.3f}" for name in names]
+        sizes = [f"{gate[key] / 1024:.1f}" for key in ("bytes_read_per_step", "bytes_scored_per_step")]
+        lines.append((layers, f"{plan['gate_recall']:.3f}", *kls, *sizes, f"{gate['step_ms']['median']:.2f}"))
+    return [*lines, ("dense attention", "", "", "", "", "", "", f"{dense:.2f}")]
+
+
+def rules() -> list[Sequence[str]]:
+    """A budget, a share of the context and a threshold at equal bytes."""
+    lines: list[Sequence[str]] = [("rule", "KL", "KiB read", "tokens per KV head")]
+    for row in rows_of("anchors"):
+        if row["part"] == "rules":
+            heads = [head for layer in row["tokens_per_head"] for head in layer]
+            kl = f"{row['kl']:.3f} ± {row['kl_se']:.3f}"
+            rule, kib = code(f"{row['rule']}={row['value']}"), f"{row['bytes_read_per_step'] / 1024:.1f}"
+            lines.append((rule, kl, kib, f"{sum(heads) / len(heads):.0f}"))
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "budgets": budgets,
     "methods": methods,
@@ -212,6 +243,8 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "decoding": decoding,
     "texts": texts,
     "needles": needles,
+    "anchors": anchors,
+    "rules": rules,
 }
 
 

@@ -5,8 +5,9 @@ time), and corrections of the errors of sparse steps (`Lossless`, `Rectify`).
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from typing import Any, Literal
 
 from seergate.checks import check, check_choice, check_count, check_counts, check_flags, check_one_of, is_int
@@ -214,15 +215,36 @@ class GateConfig:
         return cls(**{key: value for key, value in values.items() if key in known})
 
 
+RULES: dict[str, tuple[str, ...]] = {
+    "token_budget": (),
+    "budget_share": ("budget_min", "budget_max"),
+    "threshold": (),
+    "top_p": (),
+}
+"""The rules of which one decides how many blocks are read -> further options that go with it alone."""
+
+
+def without_rules(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a `DecodeConfig` without those that decide how many blocks are read."""
+    of_rules = {*RULES, *chain(*RULES.values())}
+    return {name: value for name, value in options.items() if name not in of_rules}
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """How to decode with a selecting method (SeerAttention-R, section 3.1).
 
-    Exactly one of the three rules decides how many blocks each KV head reads; without any, ``token_budget=4096``.
+    Exactly one of four rules decides how many blocks each KV head reads: ``token_budget``, ``budget_share``,
+    ``threshold`` or ``top_p``; without any, ``token_budget=4096``.
 
     Attributes:
         token_budget: tokens per KV head and step, the current block included; rounded down to whole blocks, of which
             there must be two at least.
+        budget_share: share of a row's blocks that is read, in (0, 1], rounded up to whole blocks, the current one
+            included; so the budget grows with the context. A row decides by its own length. Shares count as they are
+            written in decimals.
+        budget_min, budget_max: tokens that ``budget_share`` reads at least (while a row has them) and at most; rounded
+            down to whole blocks. Without a minimum the current block, the sinks and one more are read.
         threshold: read the past blocks whose softmax score exceeds this, in (0, 1).
         top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
         sink_blocks: number of first blocks that are always read. They count in the budget, which must hold one block
@@ -241,6 +263,9 @@ class DecodeConfig:
     """
 
     token_budget: int | None = None
+    budget_share: float | None = None
+    budget_min: int | None = None
+    budget_max: int | None = None
     threshold: float | None = None
     top_p: float | None = None
     sink_blocks: int | None = None
@@ -260,13 +285,21 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
         options: has them as attributes.
         block_size: tokens per block, if known: a budget must hold the current block, the sinks and a past block.
     """
-    rules = {name: getattr(options, name) for name in ("token_budget", "threshold", "top_p")}
-    given = {name: value for name, value in rules.items() if value is not None}
+    given = [name for name in RULES if getattr(options, name) is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(rules)} must be")
+        raise ValueError(f"{' and '.join(given)} are both given; exactly one of {', '.join(RULES)} must be")
     if not given:
         object.__setattr__(options, "token_budget", 4096)
-    check_counts(options, optional=True, token_budget=1, sink_blocks=0)
+    for rule, others in RULES.items():
+        for name in others:
+            if getattr(options, name) is not None and getattr(options, rule) is None:
+                raise ValueError(f"{name} is {getattr(options, name)!r} without {rule}, which it goes with")
+    check_counts(options, optional=True, token_budget=1, budget_min=1, budget_max=1, sink_blocks=0)
+    share, least, most = options.budget_share, options.budget_min, options.budget_max
+    right = share is None or (isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1)
+    check("budget_share", share, right, "a number greater than 0 and at most 1")
+    if least is not None and most is not None:
+        check("budget_max", most, most >= least, f"at least budget_min ({least})")
     check_counts(options, dense_below=0)
     for name in ("threshold", "top_p"):
         value = getattr(options, name)
@@ -284,19 +317,21 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
         raise ValueError(f"anchors names {both}, which are in dense_layers, too; a dense layer chooses nothing")
     compat = getattr(options, "compat", None)  # of gates only
     check_one_of("compat", compat, (None, "published", "gates"))
-    if compat == "published" and (options.top_p is not None or sinks or options.dense_below):
+    others = (share, options.top_p) != (None, None) or sinks or options.dense_below
+    if compat == "published" and others:
         raise ValueError(
-            'compat is "published", whose code has neither top_p nor sink_blocks nor dense_below; leave them out, '
-            "or pass compat=None"
+            'compat is "published", whose code has neither budget_share nor top_p nor sink_blocks nor dense_below; '
+            "leave them out, or pass compat=None"
         )
     past = compat == "published" or getattr(options, "min_pages", 1) > 1  # read beside a budget of the current block
     fewest = 1 if past else 2 + sinks
-    if block_size and options.token_budget is not None and options.token_budget < fewest * block_size:
-        raise ValueError(
-            f"token_budget is {options.token_budget}; with block_size {block_size} and {sinks} sink "
-            f"blocks it must be at least {fewest * block_size}, as one block is the current one and others are to be "
-            "read beside it"
-        )
+    for name in ("token_budget", "budget_min", "budget_max"):
+        value = getattr(options, name)
+        if block_size and value is not None and value < fewest * block_size:
+            raise ValueError(
+                f"{name} is {value}; with block_size {block_size} and {sinks} sink blocks it must be at least "
+                f"{fewest * block_size}, as one block is the current one and others are to be read beside it"
+            )
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ SMALL = {
     "variants": f"{HEADS} --heads 4 --hidden-size 32 --length 256 --rounds 1 --variants 1 3",
 }
 LONG = {
+    "anchors": "--threads 1 --texts 2 --lengths 300 400 --scored 32 --calibration-texts 1 --rows 16 --rounds 2 "
+    "--steps 2",
     "oracle_gap": "--threads 1 --steps 1 --held-out 1 --only attn_gate indexer",
     "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
     "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",

@@ -35,6 +35,7 @@ from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod
 from seergate.ops import Selection
+from seergate.ops.selection import UNBOUNDED
 
 
 @dataclass(frozen=True)
@@ -254,11 +255,12 @@ class Offloaded(DynamicStorage):
         """
         heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
         method, sharers = self.offload.method, self.offload.sharers
-        each, budget = self.block_size * width * self.dtype.itemsize, method.budget
+        each, budget = self.block_size * width * self.dtype.itemsize, method.block_budget
         if not sharers:
             return 0
         slots = self.offload.memory_bytes // (each * sharers)
-        needed = rows * heads * (1 if budget is None else budget // self.block_size)
+        most = 1 if budget is None else budget.least if budget.most == UNBOUNDED else budget.most
+        needed = rows * heads * most
         if slots < needed:
             raise SeergateError(
                 f"memory_bytes is {self.offload.memory_bytes}, which is {slots} blocks in each of {sharers} "

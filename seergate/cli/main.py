@@ -17,6 +17,7 @@ from types import ModuleType
 
 from seergate.cli import (
     adapters,
+    anchors,
     break_even,
     calibrate,
     demo,
@@ -55,6 +56,7 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "sweep": evaluation.SWEEP,
     "regrade": runs.REGRADE,
     "calibrate": calibrate,
+    "anchors": anchors,
     "break-even": break_even,
     "doctor": doctor,
     "info": adapters.INFO,

@@ -130,7 +130,7 @@ def run_plan(plan: SweepPlan) -> Path:
     listed = banks.values() if isinstance(banks, Mapping) else [] if banks is None else [banks]
     sizes = sorted({gates.config.block_size for gates in listed if not gates.config.retention})
     specs = with_each(plan.specs(task, sizes), banks)
-    check_auto(specs)
+    check_auto(specs, plan.match != MATCHES[0])
     if plan.engine != "transformers":
         _check_served(plan, specs, banks)
     if plan.match != MATCHES[0]:

@@ -323,8 +323,9 @@ class _Run:
     def _expected_share(self) -> float:
         """The share of keys and values that a draft is expected to read: from the budget, or a guess."""
         lengths = [max(layer.rows.resident) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
-        budget, longest = self.lossless.method.budget, max(lengths, default=1)
-        return GUESSED_SHARE if budget is None else min(1.0, budget / longest)
+        method, longest = self.lossless.method, max(lengths, default=1)
+        budget, size = method.block_budget, method.block_size
+        return GUESSED_SHARE if budget is None else min(1.0, size * budget.read(-(-longest // size)) / longest)
 
     def _draft(self, length: int, held: int) -> tuple[Tensor, dict[str, Any], Tensor | None, float]:
         """Decode ``length`` tokens sparsely, and crop their keys and values from the cache.

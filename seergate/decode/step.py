@@ -138,9 +138,10 @@ class GatedAttention:
         if not self.context.on_host:
             self.stats.record_compiled(layer.layer, step, selection)
             return attended.output
-        recall = (
-            _recall(step, selection, size) if self.measure_recall and isinstance(method, SelectingMethod) else None
-        )
+        recall: Tensor | None = None
+        if self.measure_recall and isinstance(method, SelectingMethod):
+            whole = torch.ones(len(step.starts), device=step.lengths.device)
+            recall = whole if selection is None else recall_of(block_probabilities(step, size), selection)
         seen = [
             total - held + end
             for total, held, end in zip(layer.rows.total, layer.rows.resident, step.ends, strict=True)
@@ -241,14 +242,16 @@ def newest_tokens_attention(step: Step) -> Tensor:
     return output_BKRD.unflatten(2, (group, new)).flatten(1, 2).transpose(1, 2)
 
 
-def _recall(step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> Tensor:
-    """Share of dense attention's probability on the tokens read, mean over query heads: ``[B]``."""
-    if selection is None:
-        return torch.ones(len(step.starts), device=step.lengths.device)
+def block_probabilities(step: Step, block_size: int) -> Tensor:
+    """Dense attention's probability of each block, for each query head: ``[B, K, G, N]``."""
     probabilities = log_probabilities(step).exp()
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # an attention sink's share is not a token's
     missing = -probabilities.shape[-1] % block_size
-    blocks_BKGN = nn.functional.pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
+    return nn.functional.pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
+
+
+def recall_of(blocks_BKGN: Tensor, selection: Selection | PerHeadSelection) -> Tensor:
+    """Share of the blocks' probability on those that are read, mean over query heads: ``[B]``."""
     indices = selection.heads.indices if isinstance(selection, PerHeadSelection) else selection.indices
     chosen = indices.unflatten(1, (blocks_BKGN.shape[1], -1)).expand(-1, -1, blocks_BKGN.shape[2], -1)
     read = blocks_BKGN.gather(-1, chosen.clamp(min=0).long()) * (chosen >= 0)

@@ -17,6 +17,7 @@ from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
+from seergate.gates.merging import with_anchors
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.models.families import (
@@ -55,6 +56,8 @@ def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
 def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
     """Fresh gates of the run, as its ``init`` says."""
     bank = GateBank.for_model(model, gate_config(config, model))
+    if config.anchors:
+        bank = with_anchors(bank, config.anchors)
     if config.init == "model":
         for _, gate in bank:
             gate.begin_as_model()
@@ -66,6 +69,8 @@ def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
     if config.init_gates is None:
         return None
     known, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"
+    if config.anchors and set(config.anchors) <= set(known.geometry.layers):
+        known = known.subset(config.anchors)
     if problems := known.geometry.mismatches(fresh.geometry):
         raise SeergateError(f"{named} are for another model: {'; '.join(problems)}")
     here, there = ({**vars(one.config), "layers": one.geometry.layers} for one in (fresh, known))

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
-from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, scorer_kind
+from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_retention, scorer_kind
 from seergate.errors import SeergateError, did_you_mean
 from seergate.paths import GGUF, is_local_model, shipped
 from seergate.yaml_file import read_yaml
@@ -115,6 +115,9 @@ class GateOptions:
     )
     sink_blocks: int = _option(
         0, "first blocks of a text that the gates leave out of what they learn; decoding always reads them"
+    )
+    anchors: tuple[int, ...] = _option(
+        (), "train gates of these layers alone, each also for the layers above it up to the next [all layers]"
     )
     init: Literal["random", "model"] = _option(
         "random",
@@ -236,6 +239,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("weight_decay", lambda decay: 0 <= decay < math.inf, "0 or a positive number"),
     ("max_grad_norm", lambda norm: 0 <= norm < math.inf, "0 (off) or a positive number"),
     ("row_start eval_row_start", lambda share: 0 <= share < 1, "at least 0 and below 1"),
+    ("anchors", lambda layers: all(layer >= 0 for layer in layers), "layers, 0 or greater"),
     ("model", bool, "a preset, a Hub id (org/name) or a directory"),
     ("init_gates", bool, "a directory or Hub id"),
     ("data", bool, "a Hub id, a local path or chain_sum"),
@@ -288,6 +292,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         fresh = self.init_gates is None and scorer_kind(self.scorer).begins_as_model
         able = ", ".join(name for name, kind in SCORERS.items() if kind.begins_as_model)
         self._must("init", fresh or self.init == "random", f"random with init_gates or a scorer other than {able}")
+        retention = is_retention(self.scorer)
+        self._must("anchors", not (retention and self.anchors), f"left out with scorer {self.scorer!r}, which evicts")
         unread = (1 + self.sink_blocks) * self.block_size
         self._must("max_length", self.max_length > unread, f"larger than {unread}: the sink blocks and one block more")
         peak = self.learning_rate

@@ -25,7 +25,7 @@ from seergate.eval.task import Task, contents_hash
 from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import METHODS, Method
-from seergate.methods.registry import keeping_class
+from seergate.methods.registry import keeping_class, reading_class
 
 Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
@@ -36,11 +36,22 @@ FRESH = 4
 """Number of problems that are answered where the task can make others."""
 
 
-def check_auto(specs: Sequence[MethodSpec]) -> None:
-    """Refuse ``auto`` for an option that cannot be measured."""
+def check_auto(specs: Sequence[MethodSpec], matched: bool = False) -> None:
+    """Refuse ``auto`` for an option that cannot be measured.
+
+    Args:
+        matched: if the settings are made equal in bytes, which finds the options of `Method.searched_values`.
+    """
     for spec in specs:
+        searched = reading_class(spec.name).searched_values()
         for option in spec.uncalibrated:
-            if option not in keeping_class(spec.name).calibrates:
+            if option in searched:
+                if not matched:
+                    raise SeergateError(
+                        f"{spec.name}:{option} is 'auto', which finds a value of equal bytes; add --match read, or "
+                        "give a value"
+                    )
+            elif option not in keeping_class(spec.name).calibrates:
                 can = ", ".join(f"{name}:{known}" for name, known in calibrated_options())
                 raise SeergateError(
                     f"{spec.name}:{option} is 'auto', which only these can be: {can}; give it a value of its own"

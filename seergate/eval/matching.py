@@ -1,7 +1,8 @@
 """Budgets under which methods are equal in bytes: resident ones, or bytes read per step.
 
 A token budget of 1024 means something else for every method. Here a budget of C means as many bytes as C tokens of the
-dense cache take, and each method gets the token budget (or other `Method.budget_option`) under which it comes nearest.
+dense cache take, and each method gets the token budget (or other `Method.budget_option`) under which it comes nearest;
+with ``gate:budget_share=auto`` and ``gate:threshold=auto`` it is a share or a threshold (`Method.searched_values`).
 How many bytes that are is measured, not computed: one of dense's own answers, of average length, is replayed token by
 token. A method whose bytes do not depend on a budget (``kv4bit``), or that was given one of its own
 (``quest:token_budget=256``), is run as it is, and the others are matched to it as well.
@@ -26,6 +27,7 @@ from seergate.eval.settings import MethodSpec, limits_of
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense, LongPromptWarning, method_class
+from seergate.methods.registry import reading_class
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
 """Quantities that can be made equal -> their figure of a sample. Neither depends on the batch of the sample."""
@@ -121,19 +123,21 @@ def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
 def budget_option_of(spec: MethodSpec) -> str | None:
     """The option that decides how many bytes a method takes; ``None`` if it has none, or if it has been given."""
     option, limits = method_class(spec.name).budget_option, limits_of(spec.name)
+    for searched in reading_class(spec.name).searched_values().keys() & limits & set(spec.uncalibrated):
+        return searched
     if option != "token_budget":
         return None if option in spec.options else option
     return None if spec.own_budget or option not in limits or limits & set(spec.options) else option
 
 
-def with_budget(spec: MethodSpec, budget_option: str, value: int) -> MethodSpec:
+def with_budget(spec: MethodSpec, budget_option: str, value: float) -> MethodSpec:
     """The setting with its budget option at a value."""
     if budget_option == "token_budget":
-        return replace(spec, token_budget=value)
+        return replace(spec, token_budget=int(value))
     return replace(spec, options={**spec.options, budget_option: value})
 
 
-def nearest(values: Sequence[int], measure: Callable[[int], float], target: float) -> int:
+def nearest(values: Sequence[float], measure: Callable[[float], float], target: float) -> float:
     """The value whose measure comes nearest to a target. The measure must not fall as values go on."""
     low, high = 0, len(values) - 1
     at_low, at_high = measure(values[low]), measure(values[high])
@@ -179,7 +183,7 @@ def match(
             continue
         values = _values(spec, budget_option, replay.length, prepare, bank)
 
-        def measure(value: int, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:
+        def measure(value: float, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:
             return replay.bytes(prepare(with_budget(spec, budget_option, value)), bank(spec))
 
         said = []
@@ -212,10 +216,10 @@ def _values(
     length: int,
     prepare: Callable[[MethodSpec], MethodSpec],
     bank: Callable[[MethodSpec], GateBank | None],
-) -> list[int]:
+) -> list[float]:
     """Values of the budget option, from fewest bytes to most."""
 
-    def accepted(value: int) -> bool:
+    def accepted(value: float) -> bool:
         try:
             prepare(with_budget(spec, budget_option, value)).method(bank(spec))
         except ValueError:
@@ -225,7 +229,8 @@ def _values(
     gates = getattr(bank(spec), "config", None) if spec.has_gates else None
     own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)
     step = own or 1 if gates is None else 1 if gates.retention else gates.block_size
-    values = method_class(spec.name).budget_values(length, step)
+    known = reading_class(spec.name).searched_values()
+    values = known.get(budget_option) or method_class(spec.name).budget_values(length, step)
     if not (taken := list(dropwhile(lambda value: not accepted(value), values))):
         option = budget_option.replace("_", " ")
         raise SeergateError(

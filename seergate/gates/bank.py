@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from seergate.config import SCORERS, DecodeConfig, GateConfig, class_of
+from seergate.config import RULES, SCORERS, DecodeConfig, GateConfig, class_of, without_rules
 from seergate.errors import SeergateError, first_line
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
@@ -94,10 +94,9 @@ class Gates(nn.Module):
     def decode_config(self, **given: Any) -> DecodeConfig:
         """The decode configuration of these gates: their `decode_defaults`, overruled by ``given``.
 
-        A rule that is given (budget, threshold or top-p) takes the place of theirs.
+        A rule that is given (one of `seergate.config.RULES`) takes the place of theirs.
         """
-        rules = {"token_budget", "threshold", "top_p"}
-        kept = {key: value for key, value in self.decode_defaults.items() if not (key in rules and rules & set(given))}
+        kept = without_rules(self.decode_defaults) if RULES.keys() & given.keys() else self.decode_defaults
         return DecodeConfig(**{**kept, **given})
 
     def record(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from seergate.config import SCORERS, GateConfig
+from seergate.config import RULES, SCORERS, GateConfig
 from seergate.gates.bank import Gates
 from seergate.gates.record import portable_base
 from seergate.paths import directory_here, is_hub_id
@@ -76,7 +76,7 @@ def has_own_text(card: str) -> bool:
 def usage(bank: Gates, source: Source) -> str:
     """Complete Python code that loads the gates and generates with them."""
     base = portable_base(bank.geometry.base_model)
-    own_rule = {"threshold", "top_p", "token_budget"} & set(bank.decode_defaults)
+    own_rule = RULES.keys() & bank.decode_defaults.keys()
     rule = "" if own_rule else f", token_budget={_budget(bank)}"
     if base is None:
         return (

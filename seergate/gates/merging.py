@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -97,6 +97,16 @@ def subset(bank: G, layers: Iterable[int]) -> G:
         raise SeergateError(f"layers is {absent or wanted}; it must name some of {list(bank.geometry.layers)}")
     tensors = {name: x for name, x in bank.state_dict().items() if int(name.split(".")[1]) in wanted}
     return bank.derived(tensors, geometry=replace(bank.geometry, layers=tuple(wanted)), results=())
+
+
+def with_anchors(bank: G, anchors: Sequence[int], **training: Any) -> G:
+    """The gates of the anchors alone, which choose for the layers above them wherever the gates are loaded.
+
+    Args:
+        training: added to the record of how the gates were made.
+    """
+    defaults = {**bank.decode_defaults, "anchors": list(anchors)}
+    return subset(bank, anchors).derived(decode_defaults=defaults, training={**bank.training_record, **training})
 
 
 def cast(bank: G, dtype: torch.dtype) -> G:

@@ -55,10 +55,7 @@ def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
     config = families.text_config(model)
     for layer, attention in families.full_attention_modules(model):
         module: Any = attention
-        heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
-        rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
-        kv_heads = heads // int(module.num_key_value_groups)
-        spec = LayerSpec(layer, 1, heads, kv_heads, int(module.head_dim), model.dtype, model.device, rotary)
+        spec = layer_spec(model, layer, attention)
         if method.selects_in(layer) and isinstance(method.new_state(spec), SelectingState):
             extras = {
                 "sinks": getattr(module, "sinks", None),
@@ -66,6 +63,15 @@ def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
             }
             return step_times(method, spec, extras, int(getattr(config, "max_position_embeddings", 1 << 20)))
     return []
+
+
+def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
+    """What a state of one row in a layer of a model is made for."""
+    config = families.text_config(model)
+    heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+    kv_heads = heads // int(attention.num_key_value_groups)
+    return LayerSpec(layer, 1, heads, kv_heads, int(attention.head_dim), model.dtype, model.device, rotary)
 
 
 @torch.no_grad()

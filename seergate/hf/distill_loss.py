@@ -79,7 +79,7 @@ class DistillLoss(ABC):
     """The loss of gates on one pack, accumulated layer by layer in the frozen model's forward.
 
     Attributes:
-        gated: layer -> attention module, of those that have a gate.
+        gated: layer -> attention module, of those that a gate learns from.
         losses, stats: loss and statistics of each of these layers so far.
         gradients: gradients of the gates' parameters.
     """
@@ -126,14 +126,27 @@ class DistillLoss(ABC):
 
 
 class LayerwiseLoss(DistillLoss):
-    """A loss that each layer's gate has by itself."""
+    """A loss that each layer's gate has by itself.
+
+    Attributes:
+        source: layer -> the layer whose gate learns from it: itself where it has one.
+    """
+
+    def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
+        super().__init__(spec, model, cu_seqlens)
+        self.source = {layer: layer for layer in self.gated}
 
     def result(self) -> DistillOutput:
-        home = self.losses[0].device
-        kl_per_layer = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
-        recall = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
+        home, sources = self.losses[0].device, list(self.source.values())  # ascending, as the layers were
+        places = {gate: sources.index(gate) for gate in self.source if gate in sources}
+        parts = [slice(first, first + sources.count(gate)) for gate, first in places.items()]
+        kls = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
+        recalls = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
+        kl_per_layer = torch.stack([kls[part].mean() for part in parts])
+        recall = torch.stack([recalls[:, part].mean(1) for part in parts], dim=1)
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
-        far = torch.stack([sums.to(home) for sums in self.far]) if self.far else None
+        sums = torch.stack([sums.to(home) for sums in self.far]) if self.far else None
+        far = None if sums is None else torch.stack([sums[part].sum(0) for part in parts])
         return DistillOutput(self.total(share), kl_per_layer, recall, self.stats[0].rows, far)
 
 

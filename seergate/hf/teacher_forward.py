@@ -144,10 +144,22 @@ class Places(NamedTuple):
 
 
 class BlockLoss(LayerwiseLoss):
-    """Loss of block scorers against the attention that each block gets."""
+    """Loss of block scorers against the attention that each block gets.
+
+    The gate of an anchor (`DecodeConfig.anchors`) learns from every layer that reads its choice, with its own layer's
+    queries and keys. The mean of these losses differs by a constant from the loss against the mean of their targets.
+    """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         super().__init__(spec, model, cu_seqlens)
+        decode = self.bank.decode_config()
+        for layer, attention in families.full_attention_modules(model):
+            anchor = max((each for each in decode.anchors if each <= layer), default=layer)
+            if layer not in self.gated and layer not in decode.dense_layers and anchor in self.bank.geometry.layers:
+                self.source[layer], self.gated[layer] = anchor, attention
+        self.source = dict(sorted(self.source.items()))
+        self.last_reader = {gate: layer for layer, gate in self.source.items()}
+        self.inputs: tuple[Tensor, Tensor] | None = None  # of the gate that more layers will learn with
         self.options: dict[str, Any] = {
             "row_start": spec.row_start,
             "reduction": spec.reduction,
@@ -161,7 +173,7 @@ class BlockLoss(LayerwiseLoss):
     def places(self, device: torch.device) -> Places:
         """The pack's indices, copied to the device once."""
         if device not in self._places:
-            step = self.bank.gate(next(iter(self.gated))).entry_tokens
+            step = self.bank.gate(next(iter(self.bank.geometry.layers))).entry_tokens
             positions = positions_of(self.cu_seqlens)
             entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
             ends = [a + step * -(-(b - a) // step) for a, b in self.segments]
@@ -191,13 +203,25 @@ class BlockLoss(LayerwiseLoss):
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """Compute the loss of a layer's gate, and its gradients if they are wanted."""
-        gate = self.bank.gate(call.layer)
-        assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
+        source = self.source[call.layer]
+        gate = self.bank.gate(source)
+        if source == call.layer:
+            assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
+            self.inputs = call.q_pre_BHSD, call.k_pre_BKSD
+        assert self.inputs is not None
+        q_pre_BHSD, k_pre_BKSD = self.inputs
+        if self.last_reader[source] == call.layer:
+            self.inputs = None
+        if q_pre_BHSD.device != call.query_BHSD.device:
+            raise SeergateError(
+                f"layers {source} and {call.layer} lie on different devices; the gate of an anchor learns from layers "
+                "on its own device"
+            )
         parameters = [p for p in gate.parameters() if p.requires_grad]
         wants_gradient = self.wants_gradients and bool(parameters)
         positions, tiles, entries, pooled = self.places(call.query_BHSD.device)
         with torch.set_grad_enabled(wants_gradient and len(tiles) == 1):
-            parts = [_queries(gate, call.q_pre_BHSD, positions, rows) for rows in tiles]
+            parts = [_queries(gate, q_pre_BHSD, positions, rows) for rows in tiles]
         with torch.no_grad():
             counted = torch.cat(parts)
             qg_TKE = counted.new_empty(len(positions), *counted.shape[1:])  # no other row is read
@@ -206,7 +230,7 @@ class BlockLoss(LayerwiseLoss):
             del counted, parts
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
-            kg_NKE = gate.keys(gate.pool(call.k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
+            kg_NKE = gate.keys(gate.pool(k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
             loss, stats = loss_of(gate, self.spec.target, self.spec.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
@@ -221,11 +245,11 @@ class BlockLoss(LayerwiseLoss):
                 **self.options,
             )
             if wants_gradient:
-                self.gradients.update({p: torch.zeros_like(p) for p in parameters})
+                self.gradients.update({p: torch.zeros_like(p) for p in parameters if p not in self.gradients})
                 dqg_TKE, dkg_NKE = torch.autograd.grad(loss, (qg_TKE, kg_NKE), materialize_grads=True)
                 self._add_gradients(kg_NKE, dkg_NKE, parameters)
                 for rows in tiles:
-                    made = _queries(gate, call.q_pre_BHSD, positions, rows) if kept is None else kept
+                    made = _queries(gate, q_pre_BHSD, positions, rows) if kept is None else kept
                     self._add_gradients(made, dqg_TKE[rows], parameters)
         if self.spec.far:
             self.far.append(

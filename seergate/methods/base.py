@@ -299,6 +299,13 @@ class Method(ABC):
         """
         return range(step, -(-tokens // step) * step + 1, step)
 
+    @classmethod
+    def searched_values(cls) -> dict[str, Sequence[float]]:
+        """Further options by which methods can be made equal in bytes, where they are ``auto``: their values, from
+        fewest bytes to most.
+        """
+        return {}
+
     @property
     def stores_pre_rope(self) -> bool:
         """True if the cache should hold keys before RoPE (the method rotates them itself)."""

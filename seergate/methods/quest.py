@@ -6,18 +6,17 @@ every selecting method can do. Here is how ReSA's own code selects.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
-from seergate.config import Correction, Rectify
+from seergate.config import RULES, Correction, Rectify
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
-from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState, with_all_blocks
+from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
 
 
@@ -187,7 +186,7 @@ class ReSA(SelectingMethod):
     rectify_every: int | None = 32
 
     def __post_init__(self) -> None:
-        if self.token_budget is None or self.threshold is not None or self.top_p is not None:
+        if [rule for rule in RULES if getattr(self, rule) is not None] != ["token_budget"]:
             raise ValueError("resa reads a share of the blocks and at least token_budget tokens; it has no other rule")
         super().__post_init__()
         check_share(self, "share")
@@ -198,21 +197,15 @@ class ReSA(SelectingMethod):
         return None if self.rectify_every is None else Rectify(self.rectify_every)
 
     @property
+    def rule(self) -> dict[str, Any]:
+        return {"budget_share": self.share, "budget_min": self.token_budget}
+
+    @property
     def nominal(self) -> str:
         return f"{self.token_budget} or {100 * self.share:g} %"
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         return QuestState(spec, self, "mean_query")
-
-    def select(self, state: SelectingState, step: Step) -> Selection | None:
-        """How many blocks a row reads depends on its own length only."""
-        if state.spec.layer in self.dense_layers or self.covers(step.max_length):
-            return None
-        assert self.token_budget is not None
-        blocks, least = [-(-end // self.block_size) for end in step.ends], self.token_budget // self.block_size
-        counts = [min(count, max(least, math.ceil(count * self.share))) for count in blocks]
-        selection = best_blocks(state.scores(step), blocks, counts, self.sink_blocks)
-        return with_all_blocks(selection, step.ends, self.block_size, self.dense_below)
 
 
 def union(selection: Selection, kv_heads: int) -> Selection:
@@ -225,25 +218,3 @@ def union(selection: Selection, kv_heads: int) -> Selection:
     ranked = ranked.sort(-1).values
     counts = (ranked < last).sum(-1, dtype=torch.int32)
     return Selection(ranked.masked_fill(ranked == last, -1)[..., : int(counts.max())], counts)
-
-
-def best_blocks(scores_BKN: Tensor, blocks: list[int], counts: list[int], sinks: int = 0) -> Selection:
-    """The best blocks of each row, its newest one and its first ``sinks`` always among them.
-
-    Args:
-        scores_BKN: higher is better; ties go to the lower block, NaN counts as lowest.
-        blocks: how many blocks each row has.
-        counts: how many of them it reads, at least one and the sinks.
-        sinks: first blocks that are always read.
-    """
-    device, width = scores_BKN.device, max(blocks)
-    places = torch.arange(width, device=device)
-    used_B, wanted_B = (torch.tensor(numbers, device=device)[:, None] for numbers in (blocks, counts))
-    forced_BN = (places == used_B - 1) | (places < sinks)
-    scores = scores_BKN[..., :width].float().nan_to_num(nan=-torch.finfo(torch.float32).max)
-    scores = scores.masked_fill(forced_BN[:, None], torch.inf).masked_fill((places >= used_B)[:, None], -torch.inf)
-    ranked = scores.sort(dim=-1, descending=True, stable=True).indices[..., : max(counts)]
-    kept = torch.arange(ranked.shape[-1], device=device) < wanted_B
-    indices = torch.where(kept[:, None], ranked, width).sort(-1).values
-    chosen = torch.where(indices == width, -1, indices)
-    return Selection(chosen.int(), wanted_B.expand(-1, scores.shape[1]).int())

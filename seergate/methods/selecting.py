@@ -6,6 +6,7 @@ Shape suffixes: see `seergate.methods.base`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -14,9 +15,10 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_counts
-from seergate.config import check_rule
+from seergate.config import RULES, check_rule
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
+from seergate.ops.selection import BlockBudget
 
 
 class PerHeadSelection(NamedTuple):
@@ -37,12 +39,16 @@ class SelectingMethod(Method):
     """Keeps the whole cache and reads some of its blocks at each step.
 
     Attributes:
-        token_budget, threshold, top_p, sink_blocks, dense_layers, anchors, dense_below: see `DecodeConfig`.
+        token_budget, budget_share, budget_min, budget_max, threshold, top_p: see `DecodeConfig`.
+        sink_blocks, dense_layers, anchors, dense_below: see `DecodeConfig`.
         block_size: tokens per block.
     """
 
-    limits: ClassVar[tuple[str, ...]] = ("token_budget", "threshold", "top_p")
+    limits: ClassVar[tuple[str, ...]] = tuple(RULES)
     token_budget: int | None = None
+    budget_share: float | None = None
+    budget_min: int | None = None
+    budget_max: int | None = None
     threshold: float | None = None
     top_p: float | None = None
     sink_blocks: int = 0
@@ -57,8 +63,36 @@ class SelectingMethod(Method):
 
     @property
     def budget(self) -> int | None:
-        """Tokens that each KV head may read at a step; ``None`` if a threshold or top-p decides."""
+        """Tokens that each KV head may read at a step; ``None`` if another rule decides."""
         return self.token_budget
+
+    @property
+    def rule(self) -> dict[str, Any]:
+        """The rule, as `seergate.ops.select_blocks` takes it."""
+        if self.budget_share is None:
+            return {"token_budget": self.budget, "threshold": self.threshold, "top_p": self.top_p}
+        least = (2 + self.sink_blocks) * self.block_size if self.budget_min is None else self.budget_min
+        return {"budget_share": self.budget_share, "budget_min": least, "budget_max": self.budget_max}
+
+    @property
+    def block_budget(self) -> BlockBudget | None:
+        """How many blocks a row reads, where its length decides; ``None`` with a threshold or top-p."""
+        of_length = {name: value for name, value in self.rule.items() if name not in ("threshold", "top_p")}
+        return BlockBudget.of(self.block_size, self.sink_blocks, **of_length)
+
+    @property
+    def nominal(self) -> str:
+        if self.budget_share is None:
+            return super().nominal
+        least = "" if self.budget_min is None else f", at least {self.budget_min}"
+        most = "" if self.budget_max is None else f", at most {self.budget_max}"
+        return f"{100 * self.budget_share:g} %{least}{most}"
+
+    @classmethod
+    def searched_values(cls) -> dict[str, Sequence[float]]:
+        shares = [count / 500 for count in range(1, 501)]
+        thresholds = [float(f"{0.97**power / 2:.4g}") for power in range(500)]  # 0.5 to 1.3e-7
+        return {"budget_share": shares, "threshold": thresholds}
 
     def selects_in(self, layer: int) -> bool:
         """True if steps of this layer may read less than everything."""
@@ -83,10 +117,8 @@ class SelectingMethod(Method):
             scores_BKN,
             lengths,
             block_size=self.block_size,
-            token_budget=self.budget,
-            threshold=self.threshold,
-            top_p=self.top_p,
             sink_blocks=self.sink_blocks,
+            **self.rule,
         )
 
     @property
@@ -97,9 +129,8 @@ class SelectingMethod(Method):
     @property
     def covered_tokens(self) -> int:
         """The longest row that the budget has room for, in tokens; -1 without one or if always selecting."""
-        if self.budget is None or self.always_selects:
-            return -1
-        return self.budget // self.block_size * self.block_size
+        budget = self.block_budget
+        return -1 if budget is None or self.always_selects else budget.covered * self.block_size
 
     def covers(self, length: int) -> bool:
         """True if the budget has room for every block of ``length`` tokens."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -418,6 +419,9 @@ def select_blocks(
     *,
     block_size: int,
     token_budget: int | None = None,
+    budget_share: float | None = None,
+    budget_min: int | None = None,
+    budget_max: int | None = None,
     threshold: float | None = None,
     top_p: float | None = None,
     sink_blocks: int = 0,
@@ -433,9 +437,14 @@ def select_blocks(
             ranked = past_scores.sort(descending=True, stable=True).indices.tolist()  # ties: lower index first
             always = {current, *range(min(sink_blocks, current))}
             picked: set[int]
-            if token_budget is not None:
-                free = token_budget // block_size - len(always)
-                picked = set([j for j in ranked if j not in always][: max(free, 0)])
+            if token_budget is not None or budget_share is not None:
+                if budget_share is None:
+                    wanted = token_budget // block_size  # type: ignore[operator]
+                else:
+                    wanted = math.ceil((current + 1) * Fraction(str(budget_share)).limit_denominator(1_000_000))
+                    wanted = max(wanted, (budget_min or 0) // block_size)
+                    wanted = wanted if budget_max is None else min(wanted, budget_max // block_size)
+                picked = set([j for j in ranked if j not in always][: max(wanted - len(always), 0)])
             else:
                 first = min(sink_blocks, current)
                 probs = [0.0] * first + past_scores[first:].softmax(0).tolist()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -54,6 +56,10 @@ def score_blocks(
     )
 
 
+UNBOUNDED = 2**31 - 1
+"""More blocks than any row has."""
+
+
 class Selection(NamedTuple):
     """The blocks to read.
 
@@ -66,17 +72,82 @@ class Selection(NamedTuple):
     counts: Tensor
 
 
+Blocks = TypeVar("Blocks", int, Tensor)
+
+
+@dataclass(frozen=True)
+class BlockBudget:
+    """How many blocks each KV head of a row reads, where that follows from how many the row has: a share of them,
+    rounded up, but no fewer than ``least`` and no more than ``most``.
+
+    Attributes:
+        least, most: blocks; equal for a budget that is a number of tokens.
+        numerator, denominator: of the share, whole numbers, so that hosts and devices round alike.
+    """
+
+    least: int
+    most: int
+    numerator: int = 0
+    denominator: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        block_size: int,
+        sink_blocks: int = 0,
+        *,
+        token_budget: int | None = None,
+        budget_share: float | None = None,
+        budget_min: int | None = None,
+        budget_max: int | None = None,
+    ) -> BlockBudget | None:
+        """The budget that these arguments of `select_blocks` give; ``None`` if another rule is meant."""
+        if token_budget is not None:
+            return cls(token_budget // block_size, token_budget // block_size)
+        if budget_share is None:
+            return None
+        least = max(1 + sink_blocks, (budget_min or 0) // block_size)
+        most = UNBOUNDED if budget_max is None else budget_max // block_size
+        return cls(least, most, *_as_written(budget_share))
+
+    def read(self, blocks: Blocks) -> Blocks:
+        """How many of a row's blocks are read, the current one included: a number, or an int64 tensor of numbers."""
+        share = -(-blocks * self.numerator // self.denominator)
+        if isinstance(blocks, Tensor):
+            return share.clamp(self.least, self.most).minimum(blocks)
+        return min(blocks, self.most, max(self.least, share))
+
+    @property
+    def covered(self) -> int:
+        """The most blocks that a row may have of which it reads all."""
+        unread = self.denominator - self.numerator  # a row of n blocks reads all if n * unread < denominator
+        all_of = (self.denominator - 1) // unread if unread else UNBOUNDED
+        return min(self.most, max(self.least, all_of))
+
+
+def _as_written(share: float) -> tuple[int, int]:
+    """Numerator and denominator of 0.1 as it is written, not of the nearest binary number; a product fits int64."""
+    fraction = Fraction(str(share)).limit_denominator(10**6)
+    return fraction.numerator, fraction.denominator
+
+
+_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a graph holds the two numbers
+
+
 def select_blocks(
     scores: Tensor,
     lengths: Tensor,
     *,
     block_size: int,
     token_budget: int | None = None,
+    budget_share: float | None = None,
+    budget_min: int | None = None,
+    budget_max: int | None = None,
     threshold: float | None = None,
     top_p: float | None = None,
     sink_blocks: int = 0,
 ) -> Selection:
-    """Choose blocks for one decode step, by exactly one of three rules.
+    """Choose blocks for one decode step, by exactly one of four rules.
 
     The current block, ``(length - 1) // block_size``, is always in; it is never scored. So are the first
     ``sink_blocks``. Scores of the sinks, of the current block and of later ones are ignored, whatever they are. Scores
@@ -87,6 +158,9 @@ def select_blocks(
         lengths: int ``[B]``, 1..NB * block_size: tokens of each row, the current one included.
         block_size: tokens per block.
         token_budget: read ``token_budget // block_size`` blocks, the current one and the sinks included.
+        budget_share: read this share of the row's blocks, rounded up, in (0, 1]; the current one and the sinks
+            included. It is taken as it is written in decimals, or as the nearest fraction of a denominator up to 10^6.
+        budget_min, budget_max: tokens that are read at least, and at most, by a share; each is rounded down to blocks.
         threshold: read the past blocks whose softmax probability (over past blocks but the sinks) is greater than
             this.
         top_p: read the fewest past blocks whose probabilities sum to at least this.
@@ -94,27 +168,35 @@ def select_blocks(
             choose among the rest.
 
     Returns:
-        `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``; it is static on accelerators,
-        where nothing waits for the result.
+        `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``, or what a share of NB blocks is;
+        it is static on accelerators, where nothing waits for the result.
     """
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
     check_block_size(block_size)
     check_lengths(lengths, scores.shape[0], scores.shape[2] * block_size, "NB * block_size", on=("scores", scores))
-    rules = {"token_budget": token_budget, "threshold": threshold, "top_p": top_p}
+    rules = {"token_budget": token_budget, "budget_share": budget_share, "threshold": threshold, "top_p": top_p}
     given = [name for name, value in rules.items() if value is not None]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise ValueError(f"the rules given are {found}; exactly one of {', '.join(rules)} must be")
     check("sink_blocks", sink_blocks, is_int(sink_blocks) and sink_blocks >= 0, "0 or a positive integer")
-    if token_budget is not None:
-        needed = (1 + sink_blocks) * block_size
-        if not is_int(token_budget) or token_budget < needed:
+    bounds = {"budget_min": budget_min, "budget_max": budget_max}
+    needed = (1 + sink_blocks) * block_size
+    for name, value in ({"token_budget": token_budget} | bounds).items():
+        if value is not None and (not is_int(value) or value < needed):
             raise ValueError(
-                f"token_budget is {token_budget!r}; with block_size {block_size} and {sink_blocks} sink blocks it "
+                f"{name} is {value!r}; with block_size {block_size} and {sink_blocks} sink blocks it "
                 f"must be an integer of at least {needed}"
             )
-    else:
+    if budget_share is None and any(value is not None for value in bounds.values()):
+        raise ValueError(f"budget_min is {budget_min!r} and budget_max {budget_max!r} without a budget_share")
+    if budget_share is not None:
+        right = isinstance(budget_share, (int, float)) and 0 <= budget_share <= 1
+        check("budget_share", budget_share, right, "a number in 0..1")
+        if None not in bounds.values() and budget_max < budget_min:  # type: ignore[operator]
+            raise ValueError(f"budget_max is {budget_max}; it must be at least budget_min ({budget_min})")
+    elif token_budget is None:
         check_fraction(given[0], rules[given[0]])
     return implementation("select_blocks", scores.device)(
-        scores=scores, lengths=lengths, block_size=block_size, sink_blocks=sink_blocks, **rules
+        scores=scores, lengths=lengths, block_size=block_size, sink_blocks=sink_blocks, **rules, **bounds
     )

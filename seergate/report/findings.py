@@ -81,7 +81,8 @@ def idle(sweep: Sweep) -> list[str]:
     for s in sweep.settings:
         if s.method == "dense":
             continue
-        limited, density = s.budget is not None or s.threshold is not None, s.metrics.get("density") or 0.0
+        limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
+        density = s.metrics.get("density") or 0.0
         if limited and density > 1 - 1e-6:
             lines.append(f"{s.label} read everything at every step, so it shows nothing of sparsity.")
         elif sweep.dense is not None and (said := _said(s)) and said == _said(sweep.dense):
@@ -103,7 +104,7 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
     difference = sweep.difference(setting, dense)
     if setting.method == dense.method or not difference.n:
         return None
-    if setting.threshold is not None:
+    if setting.threshold is not None or setting.share is not None:
         density = setting.metrics["density"]
         read = "" if density is None else f", and reads {_percent(density)} of the context"
         return f"{setting.label} is {in_points(difference)} points from dense{read}."

@@ -16,7 +16,7 @@ from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
 
-SAID_OTHERWISE = ("name", "nominal", "token_budget", "threshold", "block_size", "dense_layers")
+SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold", "block_size", "dense_layers")
 """Options that do not distinguish series, as they are shown beside them or elsewhere in their names."""
 
 NEEDED = {
@@ -62,10 +62,12 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Its name with the budget or threshold, for sentences and legends."""
+        """Its name with the budget, share or threshold, for sentences and legends."""
         name = self.series or self.method
         if self.budget is not None:
             return f"{name} at {self.budget}"
+        if self.share is not None:
+            return f"{name}, {100 * self.share:g} % of the context"
         return name if self.threshold is None else f"{name}, threshold {self.threshold:g}"
 
     @property
@@ -87,6 +89,11 @@ class Setting:
     def threshold(self) -> float | None:
         """Threshold on the gate's probabilities, if there is one."""
         return self._of("threshold")
+
+    @property
+    def share(self) -> float | None:
+        """Share of the context that is read, if that is its budget."""
+        return self._of("budget_share")
 
     @property
     def block_size(self) -> int | None:
@@ -344,7 +351,7 @@ def _named(settings: list[Setting]) -> list[Setting]:
         named.append(replace(setting, series=name))
     seen: dict[Any, Setting] = {}
     for s in named:
-        first = seen.setdefault((s.series, s.budget, s.threshold, s.gates), s)
+        first = seen.setdefault((s.series, s.budget, s.share, s.threshold, s.gates), s)
         if first is not s and s.method != "dense":
             raise SeergateError(
                 f"{first.directory} and {s.directory} are runs of the same setting; report on one of them"
@@ -366,7 +373,7 @@ def _telling(fingerprints: Collection[str]) -> int:
 def _distinguishing(settings: list[Setting]) -> list[str]:
     """The options in which settings of one method differ although the rest of their names is the same."""
     found: dict[str, None] = {}
-    for group in grouped(settings, lambda s: (s.budget, s.threshold, s.block_size, s.dense_layers)).values():
+    for group in grouped(settings, lambda s: (s.budget, s.share, s.threshold, s.block_size, s.dense_layers)).values():
         options = [s.own_options() for s in group]
         keys = dict.fromkeys(key for own in options for key in own)
         found |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
@@ -376,5 +383,6 @@ def _distinguishing(settings: list[Setting]) -> list[str]:
 def _rank(setting: Setting) -> tuple[Any, ...]:
     name = setting.method.partition("+")[0]
     known = list(METHODS).index(name) if name in METHODS and METHODS[name].plot_style else len(METHODS)
-    kept = setting.block_size or 0, setting.dense_layers, setting.budget or 10**9, setting.threshold or 0.0
+    limits = setting.budget or 10**9, setting.share or 0.0, setting.threshold or 0.0
+    kept = setting.block_size or 0, setting.dense_layers, *limits
     return known, setting.method, *kept, setting.metrics.get("resident_bytes_mean") or 0.0

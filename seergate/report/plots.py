@@ -194,10 +194,11 @@ def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]
 
 
 def _line_of(s: Setting) -> str:
-    """The line on which a setting lies: the budgets or thresholds of a series, or all variants of a method."""
+    """The line on which a setting lies: the budgets, shares or thresholds of a series, or all variants of a method."""
     if s.budget is not None:
         return s.series
-    return s.method if s.threshold is None else f"{s.series}, thresholds"
+    rule = "shares" if s.share is not None else "thresholds" if s.threshold is not None else ""
+    return f"{s.series}, {rule}" if rule else s.method
 
 
 def text_plot(sweep: Sweep, path: Path) -> Path | None:

@@ -135,7 +135,7 @@ def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
         *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
         *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
     ]
-    if any(s.evicts or s.threshold is not None for s in sweep.settings) and (
+    if any(s.evicts or (s.share, s.threshold) != (None, None) for s in sweep.settings) and (
         drawn := plot(bytes_plot, "bytes", "Accuracy against bytes held and bytes read")
     ):
         blocks += ["## Accuracy against bytes", *drawn]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from seergate import config
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates.bank import Gates
 from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, method_class
 
 KEY = "seergate"
-RULES = ("token_budget", "threshold", "top_p", "dense_layers")
+RULES = (*config.RULES, "budget_min", "budget_max", "dense_layers")
 """Options of a method that can be given inside a server."""
 
 
@@ -35,7 +36,9 @@ class Settings:
         gates: adapter directory or Hub repository; for a method with gates and no other.
         revision: of the repository.
         method: a method with `Method.serving_scores`.
-        token_budget, threshold, top_p: at most one of them, see `DecodeConfig`; by default what the gates ask for.
+        token_budget, budget_share, threshold, top_p: at most one of them, see `DecodeConfig`; by default that of the
+            gates.
+        budget_min, budget_max: bounds of ``budget_share``.
         dense_layers: layers that read everything; by default the method's own.
 
     Raises:
@@ -46,6 +49,9 @@ class Settings:
     revision: str | None = None
     method: str = "gate"
     token_budget: int | None = None
+    budget_share: float | None = None
+    budget_min: int | None = None
+    budget_max: int | None = None
     threshold: float | None = None
     top_p: float | None = None
     dense_layers: tuple[int, ...] | None = None

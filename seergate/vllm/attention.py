@@ -140,7 +140,7 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
 
     Args:
         metadata: vLLM's for the layers' kernel.
-        method: with a token budget.
+        method: with a budget, of tokens or as a share.
         page: tokens per page.
     """
     size = method.block_size
@@ -269,7 +269,7 @@ class SparseAttention:
         if metadata is None:
             return self._dense(layer, query, key, value, cache, metadata, output, *scales, **named)
         pages = self.kind(self, layer, cache)
-        if metadata.plan is None and self.scoring.in_kernels(cache.device):
+        if metadata.plan is None and self.method.budget is not None and self.scoring.in_kernels(cache.device):
             metadata.plan = plan_in_kernels(metadata)
         elif metadata.plan is None:
             metadata.plan = plan_of_decodes(metadata, self.method, pages.size)

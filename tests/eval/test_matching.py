@@ -116,6 +116,20 @@ def test_what_is_matched_reads_so_many_bytes(tmp_path):
     assert budgets["gate"] < 96 and budgets["quest"] < budgets["gate"], "what is read to decide is paid for"
 
 
+def test_shares_and_thresholds_are_found_at_equal_bytes(tmp_path):
+    """With ``auto``, of any method that selects; the sweep then runs the value that is nearest in bytes."""
+    texts = ["gate", "gate:budget_share=auto", "gate:threshold=auto", "quest:budget_share=auto"]
+    results, chosen, records = run(tmp_path, "read", texts, [96])
+    assert [record["knob"] for record in records] == ["token_budget", "budget_share", "threshold", "budget_share"]
+    for record in records:
+        assert record["matched"] and record["bytes"] == pytest.approx(record["target_bytes"], rel=FAR)
+        measured = results[record["label"]]["bytes_read_per_step"]
+        assert measured == pytest.approx(96 * TOKENS, rel=FAR + 0.1), record["label"]
+    share, threshold = (record["value"] for record in records[1:3])
+    assert 0 < share < 1 and 0 < threshold < 0.5
+    assert {f"gate-budget_share={share}", f"gate-threshold={threshold}"} < {spec.label for spec in chosen}
+
+
 @pytest.fixture
 def command(tmp_path):
     """A matched evaluation but for what it compares."""

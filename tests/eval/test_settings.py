@@ -19,11 +19,12 @@ from seergate.eval.engine import Limit
 from seergate.eval.method_text import read_method, value_text
 from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling
-from seergate.eval.served import generate_by_server, served_from
+from seergate.eval.served import generate_by_server, plugin_settings, served_from
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
 from seergate.hf.attach import attached
 from seergate.report import load_sweeps
+from seergate.serving.settings import Settings
 from tests.eval import support
 
 
@@ -136,6 +137,8 @@ def test_what_a_method_is_given_is_said_in_words():
         ("rpc:ratio=8", "1/8 of the answer"),
         ("h2o", "64"),
         ("oracle:threshold=0.01", "p > 0.01"),
+        ("gate:budget_share=0.1", "10 %"),
+        ("quest:budget_share=0.125:budget_min=64:budget_max=512", "12.5 %, at least 64, at most 512"),
         ("reason_cache", "all"),
         ("reason_cache+gate", "64"),
         ("random_sharing+gate:threshold=0.02", "p > 0.02"),
@@ -279,6 +282,27 @@ def test_what_cannot_be_measured_is_refused(text):
     plan = SweepPlan(method=[text], budget=[64])
     with pytest.raises(SeergateError, match="only these can be: lazy_eviction:window, tri_attention:centres"):
         check_auto(plan.specs(plan.make_task(), []))
+
+
+def test_auto_finds_shares_and_thresholds_where_bytes_are_made_equal():
+    for text in ("gate:budget_share=auto", "quest:threshold=auto"):
+        specs = grid([text], [64], 8)
+        check_auto(specs, matched=True)
+        with pytest.raises(SeergateError, match="is 'auto', which finds a value of equal bytes; add --match read"):
+            check_auto(specs)
+    with pytest.raises(SeergateError, match="only these can be"):
+        check_auto(grid(["gate:top_p=auto"], [64], 8), matched=True)
+
+
+def test_a_share_runs_once_whatever_the_budgets():
+    specs = grid(["gate", "gate:budget_share=0.1:budget_min=24", "quest:budget_share=0.1"], [64, 128], 8)
+    labels = ["gate-64", "gate-128", "gate-budget_min=24-budget_share=0.1", "quest-budget_share=0.1"]
+    assert [spec.label for spec in specs] == labels
+    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
+    assert specs[2].method(bank).block_budget.read(100) == 10 and specs[2].token_budget is None
+    served = plugin_settings(specs[2], "org/gates")
+    assert served == {"method": "gate", "gates": "org/gates", "budget_share": 0.1, "budget_min": 24}
+    assert Settings(**served).selector(bank, 8).rule == specs[2].method(bank).rule
 
 
 def test_a_server_reads_no_other_gates_than_these(tmp_path):

@@ -233,3 +233,81 @@ def test_a_choice_goes_to_the_device_of_the_layer_that_reads_it():
         assert type(moved) is type(selection) and moved.indices.is_meta and moved.counts.is_meta
     assert moved.heads.indices.is_meta
     assert on_device(heads, torch.device("cpu")) is heads and on_device(None, torch.device("cpu")) is None
+
+
+def test_a_pass_that_ends_between_an_anchor_and_its_reader_leaves_nothing_behind(deep, bank):
+    """The next pass reads what its own anchor chooses, and a new cache begins as if nothing had been."""
+    ids = prompt(60, 6)
+    reader = deep.model.layers[3].mlp
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
+        want = deep.generate(ids, max_new_tokens=12)
+        cache = DynamicCache()
+        deep(ids, past_key_values=cache)
+        hook = deep.model.layers[2].mlp.register_forward_hook(interrupt)  # layer 2 has chosen, layer 3 has not read
+        with pytest.raises(KeyboardInterrupt):
+            deep(prompt(1, 7), past_key_values=cache)
+        hook.remove()
+        assert cache.layers[2].chosen, "the choice waits for its reader"
+        assert torch.equal(deep.generate(ids, max_new_tokens=12), want)
+        hook = reader.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            deep.generate(ids, max_new_tokens=12)
+        hook.remove()
+        assert torch.equal(deep.generate(ids, max_new_tokens=12), want)
+
+
+def test_cropped_and_reordered_caches(deep, bank):
+    """As rows that were never longer, and never in another order."""
+    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
+    ids = torch.cat([prompt(60, 8), prompt(60, 9)])
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
+        plain, other = DynamicCache(), DynamicCache()
+        deep(ids, past_key_values=plain)
+        deep(ids, past_key_values=other)
+        deep(torch.cat([prompt(3, 1), prompt(3, 2)]), past_key_values=other)
+        other.crop(-3)
+        other.reorder_cache(torch.tensor([1, 0]))
+        for seed in range(4):
+            token = torch.cat([prompt(1, seed), prompt(1, seed + 9)])
+            want = deep(token, past_key_values=plain).logits
+            found = deep(token.flip(0), past_key_values=other).logits
+            torch.testing.assert_close(found.flip(0), want)
+        other.batch_select_indices(torch.tensor([1]))
+        want = deep(token, past_key_values=plain).logits[:1]
+        torch.testing.assert_close(deep(token[:1], past_key_values=other).logits, want)
+
+
+def test_beams_share_choices_too(deep, bank):
+    """Each beam of a prompt reads as a row of its own: one that is alone finds the same text."""
+    rows = [prompt(40, 1), prompt(52, 2)]
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
+        beams = [deep.generate(row, max_new_tokens=8, num_beams=3)[0, -8:] for row in rows]
+        together = deep.generate(**left_padded(rows), max_new_tokens=8, num_beams=3)[:, -8:]
+    assert torch.equal(together, torch.stack(beams))
+
+
+def test_what_inductor_compiles(deep, bank):
+    torch._dynamo.reset()
+    options = {"cache_implementation": "static", "compile_config": compiled("inductor")}
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
+        want = deep.generate(**batch(), max_new_tokens=8)
+        assert torch.equal(deep.generate(**batch(), max_new_tokens=8, **options), want)
+
+
+def test_stored_anchors_that_do_not_fit_the_model_are_refused(deep, bank, tmp_path):
+    """Anchors of another model, and anchors whose gates are not in the adapter."""
+    for anchors, said in (
+        ([7], r"anchors names \[7\]; the layers with"),
+        ([0, 1], r"\[1\], for which there are no gates"),
+    ):
+        part = bank.subset(PLAN).derived(decode_defaults={"anchors": anchors})
+        part.save_pretrained(tmp_path / str(anchors))
+        read = GateBank.from_pretrained(tmp_path / str(anchors))
+        with pytest.raises(SeergateError, match=said):
+            seergate.attach(deep, read)
+        with seergate.attached(deep, read, anchors=()):
+            pass

@@ -9,7 +9,6 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.methods.quest import best_blocks
 from tests.methods.test_methods import fed
 from tests.models import left_padded, prompt
 
@@ -50,14 +49,6 @@ def test_rows_of_any_length_against_loops(group):
             best = sorted(range(blocks - 1), key=lambda b: -bounds[b])[: count - 1]
             assert [b for b in found.indices[row, head].tolist() if b >= 0] == sorted([*best, blocks - 1])
             assert found.counts[row, head] == count
-
-
-def test_best_blocks_by_hand():
-    scores = torch.tensor([[[5.0, 1.0, 5.0, 9.0]], [[float("nan"), 2.0, float("inf"), 7.0]]])
-    found = best_blocks(scores, [4, 3], [3, 2])
-    assert found.indices.tolist() == [[[0, 2, 3]], [[1, 2, -1]]] and found.counts.tolist() == [[3], [2]]
-    assert best_blocks(scores, [4, 3], [2, 2]).indices.tolist() == [[[0, 3]], [[1, 2]]], "ties go to the lower block"
-    assert best_blocks(scores, [4, 3], [3, 3], sinks=2).indices.tolist() == [[[0, 1, 3]], [[0, 1, 2]]]
 
 
 def test_resa_decodes_and_rectifies(model):

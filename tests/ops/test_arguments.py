@@ -135,7 +135,10 @@ SELECTION = [
     ({"lengths": torch.tensor([0, 48])}, r"lengths is \[0, 48\]; each must be in 1..48 \(NB \* block_size\)"),
     ({"lengths": torch.tensor([20, 49])}, r"lengths is \[20, 49\]; each must be in 1..48"),
     ({"block_size": -1}, "block_size is -1"),
-    ({"token_budget": None}, "the rules given are none; exactly one of token_budget, threshold, top_p must be"),
+    (
+        {"token_budget": None},
+        "the rules given are none; exactly one of token_budget, budget_share, threshold, top_p",
+    ),
     ({"threshold": 0.1}, "the rules given are token_budget and threshold; exactly one"),
     (
         {"token_budget": 7},
@@ -148,6 +151,14 @@ SELECTION = [
     ({"token_budget": None, "top_p": 1.5}, "top_p is 1.5; it must be strictly between 0 and 1"),
     ({"token_budget": None, "top_p": math.nan}, "top_p is nan"),
     ({"sink_blocks": -1}, "sink_blocks is -1; it must be 0 or a positive integer"),
+    ({"budget_share": 0.1}, "the rules given are token_budget and budget_share; exactly one"),
+    ({"budget_min": 16}, "budget_min is 16 and budget_max None without a budget_share"),
+    ({"token_budget": None, "budget_share": 1.1}, "budget_share is 1.1; it must be a number in 0..1"),
+    ({"token_budget": None, "budget_share": 0.5, "budget_max": 7}, "budget_max is 7; with block_size 8 and 0 sink"),
+    (
+        {"token_budget": None, "budget_share": 0.5, "budget_min": 32, "budget_max": 24},
+        r"budget_max is 24; it must be at least budget_min \(32\)",
+    ),
 ]
 DECODE = [
     ({"q": torch.zeros(2, 1, H, D)}, r"q has shape \[2, 1, 4, 8\]; it must be \[B, H, d\]"),
@@ -246,11 +257,13 @@ def on_meta(arguments):
     return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
 
 
-@pytest.mark.parametrize("rule", [{"token_budget": 16}, {"threshold": 0.1}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [{"token_budget": 16}, {"budget_share": 0.3}, {"threshold": 0.1}, {"top_p": 0.5}], ids=str
+)
 def test_selection_reads_no_value_from_a_device(rule):
     """On meta tensors reading a value is an error, as it is a stall on an accelerator."""
     chosen = ops.select_blocks(**on_meta(selection(**{"token_budget": None} | rule)))
-    assert chosen.indices.shape == (2, K, 2 if "token_budget" in rule else 6)
+    assert chosen.indices.shape == (2, K, 6 if {"threshold", "top_p"} & rule.keys() else 2)
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": torch.zeros(H), "softcap": 2.0}], ids=["plain", "sinks and softcap"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
+from seergate.ops.selection import BlockBudget
 from tests.ops.helpers import examples
 
 BOTH = pytest.mark.parametrize(
@@ -50,6 +52,13 @@ LOGITS = [
         ({"token_budget": 6, "sink_blocks": 2}, [0, 1, 4]),
         ({"token_budget": 8, "sink_blocks": 2}, [0, 1, 3, 4]),
         ({"token_budget": 100}, [0, 1, 2, 3, 4]),
+        ({"budget_share": 0.2}, [4]),
+        ({"budget_share": 0.4}, [1, 4]),
+        ({"budget_share": 0.41}, [1, 3, 4]),
+        ({"budget_share": 0.2, "budget_min": 5}, [1, 4]),
+        ({"budget_share": 0.2, "sink_blocks": 2}, [0, 1, 4]),
+        ({"budget_share": 1.0, "budget_max": 7}, [1, 3, 4]),
+        ({"budget_share": 1}, [0, 1, 2, 3, 4]),
         ({"threshold": 0.1}, [0, 1, 3, 4]),
         ({"threshold": 0.14}, [1, 3, 4]),  # with the current block in the softmax, 0 would be out at .1256 already
         ({"threshold": 0.13}, [0, 1, 3, 4]),
@@ -92,7 +101,7 @@ def test_ties_go_to_the_lower_index(select_blocks):
 
 
 @BOTH
-@pytest.mark.parametrize("rule", [{"token_budget": 24}, {"threshold": 0.2}, {"top_p": 0.8}])
+@pytest.mark.parametrize("rule", [{"token_budget": 24}, {"budget_share": 0.3}, {"threshold": 0.2}, {"top_p": 0.8}])
 def test_scores_of_current_and_later_blocks_are_ignored(select_blocks, rule):
     scores, lengths = torch.randn(3, 2, 9), torch.tensor([1, 33, 72])
     clean = blocks(select_blocks(scores, lengths, block_size=8, **rule))
@@ -117,6 +126,7 @@ def test_infinite_and_nan_scores_of_past_blocks(select_blocks):
 
 RULES = st.one_of(
     st.tuples(st.just("token_budget"), st.integers(1, 60)),
+    st.tuples(st.just("budget_share"), st.integers(0, 1000).map(lambda thousandths: thousandths / 1000)),
     st.tuples(st.just("threshold"), st.floats(1e-4, 0.999)),
     st.tuples(st.just("top_p"), st.floats(1e-3, 0.999)),
 )
@@ -129,9 +139,10 @@ RULES = st.one_of(
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
     sinks=st.integers(0, 3),
     rule=RULES,
+    bounds=st.lists(st.integers(1, 60), max_size=2).map(sorted),
     seed=st.integers(0, 10**6),
 )
-def test_equals_reference(block_size, capacity, dtype, sinks, rule, seed):
+def test_equals_reference(block_size, capacity, dtype, sinks, rule, bounds, seed):
     rng = torch.Generator().manual_seed(seed)
     scores = (torch.randn(3, 2, capacity, generator=rng) * 2).round(decimals=1).to(dtype)  # rounded: many ties
     lengths = torch.randint(1, capacity * block_size + 1, (3,), generator=rng)
@@ -139,6 +150,9 @@ def test_equals_reference(block_size, capacity, dtype, sinks, rule, seed):
     if name == "token_budget":
         value = max(value, (1 + sinks) * block_size)
     options = {"block_size": block_size, name: value, "sink_blocks": sinks}
+    if name == "budget_share":
+        names = ("budget_min", "budget_max")
+        options |= {key: max(n, (1 + sinks) * block_size) for key, n in zip(names, bounds, strict=False)}
     got, want = ops.select_blocks(scores, lengths, **options), reference.select_blocks(scores, lengths, **options)
     assert blocks(got) == blocks(want)
     current = ((lengths - 1) // block_size).tolist()
@@ -155,18 +169,46 @@ def test_width_is_static_for_a_token_budget():
         assert selection.indices.shape == (2, 2, 8)
 
 
-def test_int32_lengths():
-    scores = torch.randn(2, 2, 50)
+@pytest.mark.parametrize("rule", [{"token_budget": 64}, {"budget_share": 0.123457}])
+def test_int32_lengths(rule):
+    scores = torch.randn(2, 2, 50_000)
     a, b = (
-        ops.select_blocks(scores, torch.tensor([77, 400], dtype=dtype), block_size=8, token_budget=64)
+        ops.select_blocks(scores, torch.tensor([77, 400_000], dtype=dtype), block_size=8, **rule)
         for dtype in (torch.int32, torch.int64)
     )
-    assert torch.equal(a.indices, b.indices)
+    assert torch.equal(a.indices, b.indices) and torch.equal(a.counts, b.counts)
+
+
+@pytest.mark.parametrize("share", [1, 1.0, 0.5, 0.1, 0.3, 0.07, 0.95, 1 / 3, 0.000001])
+@pytest.mark.parametrize(("least", "most"), [(None, None), (5, None), (None, 40), (7, 30)])
+def test_a_share_of_the_blocks(share, least, most):
+    """In float64 and loops, the share as it is written in decimals: 3 of 30 blocks at 0.1, not 4 as in binary; in rows
+    of one token, of odd lengths, with room that is not used, and in a batch of none.
+    """
+    size, lengths = 3, [1, 2, 3, 4, 9, 10, 61, 88, 89, 90, 91, 151]
+    scores = torch.randn(len(lengths), 2, 60, dtype=torch.float64)
+    bounds = {"budget_min": least and least * size + 1, "budget_max": most and most * size + 2}
+    found = ops.select_blocks(scores, torch.tensor(lengths), block_size=size, budget_share=share, **bounds)
+    covered = set()
+    for row, length in enumerate(lengths):
+        used = math.ceil(length / size)
+        wanted = math.ceil(used / 3 - 1e-9) if share == 1 / 3 else math.ceil(used * Decimal(str(share)))
+        wanted = min(used, max(1, least or 1, wanted), most or used)
+        for head, chosen in enumerate(blocks(found)[row]):
+            best = sorted(range(used - 1), key=lambda j, row=row, head=head: -float(scores[row, head, j]))
+            assert chosen == sorted([*best[: wanted - 1], used - 1])
+        covered |= {used} if wanted == used else set()
+    budget = BlockBudget.of(size, budget_share=share, **bounds)
+    assert [used <= budget.covered for used in range(1, 31)] == [budget.read(used) == used for used in range(1, 31)]
+    assert covered == {-(-length // size) for length in lengths if -(-length // size) <= budget.covered}
+    assert torch.equal(budget.read(torch.arange(1, 61)), torch.tensor([budget.read(n) for n in range(1, 61)]))
+    empty = ops.select_blocks(scores[:0], torch.tensor([], dtype=torch.int64), block_size=size, budget_share=share)
+    assert empty.indices.shape[:2] == empty.counts.shape == (0, 2)
 
 
 def test_a_row_is_selected_alike_alone_and_in_a_batch():
     scores, lengths = torch.randn(4, 2, 40), torch.tensor([3, 100, 317, 320])
-    for rule in ({"token_budget": 80}, {"threshold": 0.03}, {"top_p": 0.7}):
+    for rule in ({"token_budget": 80}, {"budget_share": 0.3}, {"threshold": 0.03}, {"top_p": 0.7}):
         together = blocks(ops.select_blocks(scores, lengths, block_size=8, **rule))
         for row in range(4):
             used = -(-int(lengths[row]) // 8)  # no spare capacity either

@@ -57,6 +57,21 @@ def test_thresholds_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
     assert "differences to dense below 27 points may be chance" in report.markdown.read_text()
 
 
+def test_shares_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
+    """Each with its share in its name."""
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    for share in (0.1, 0.25):
+        config = write_run(tmp_path, "gate", None, lambda i: i < 12) / "config.yaml"
+        config.write_text(config.read_text().replace("name: gate", f"name: gate\n  budget_share: {share}"))
+        config.parent.rename(tmp_path / f"gate-{share}")
+    report = write_report(tmp_path)
+    assert report.findings[1:3] == [
+        f"gate, {share} % of the context is -30.0 (-52 to -3) points from dense, and reads 100 % of the context."
+        for share in (10, 25)
+    ]
+    assert [plot.name for plot in report.plots] == ["bytes.png"]
+
+
 def test_few_problems_prove_little(tmp_path):
     """Three problems and one more of each, all alike: t(4) sqrt(2 / 20) = 87.8. Two lost: -40 + t(4) * 40 = 71.1."""
     write_run(tmp_path, "dense", None, lambda i: True, n=3)

@@ -50,6 +50,20 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
 
 
+def test_a_share_of_the_context_is_that_of_transformers() -> None:
+    """Rows of different lengths in one batch, each with its own share."""
+    rule: dict[str, Any] = {"budget_share": 0.3, "budget_min": 96}
+    prompts, said = questions(20, 8, 24), []
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
+    for ids in prompts:
+        with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
+            out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
+            said.append(out[0, len(ids) :].tolist())
+            assert handle.stats()["density"] < 1
+    with engine(seergate={"gates": GATES, **rule}) as llm:
+        assert answers(llm, prompts, 100) == said
+
+
 def test_gates_follow_the_model_to_its_device(llm: Any) -> None:
     part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"), torch.bfloat16)
     assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
@@ -61,6 +75,7 @@ def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     assert fits_graphs(make_method("quest", token_budget=64))
+    assert fits_graphs(make_method("quest", budget_share=0.1, budget_max=2048))
     for name, rule in (("quest", {"dense_below": 512}), ("quest", {"top_p": 0.9}), ("oracle", {"token_budget": 128})):
         assert not fits_graphs(make_method(name, **rule))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from seergate.ops.checks import readable
 from seergate.ops.compression import Branch
 from seergate.ops.gate_math import block_scores, branch_end, projected_queries
-from seergate.ops.selection import Selection
+from seergate.ops.selection import BlockBudget, Selection
 
 
 @torch.no_grad()
@@ -36,6 +36,9 @@ def select_blocks(
     *,
     block_size: int,
     token_budget: int | None,
+    budget_share: float | None,
+    budget_min: int | None,
+    budget_max: int | None,
     threshold: float | None,
     top_p: float | None,
     sink_blocks: int,
@@ -47,15 +50,28 @@ def select_blocks(
     current_B11 = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None, None]
     past_B1N = blocks_N < current_B11
 
-    if token_budget is not None:
-        # What is always in comes first; what is not in the past last, and is left out again below.
-        keys_BKN = _keys(scores_BKN, blocks_N).masked_fill_(~past_B1N, torch.iinfo(torch.int64).min)
+    budget = BlockBudget.of(
+        block_size,
+        sink_blocks,
+        token_budget=token_budget,
+        budget_share=budget_share,
+        budget_min=budget_min,
+        budget_max=budget_max,
+    )
+    if budget is not None:
+        # What is always in comes first, what is not in the past last.
+        keys_BKN = _keys(scores_BKN, blocks_N)
         keys_BKN[..., :sink_blocks] = torch.iinfo(torch.int64).max
+        keys_BKN.masked_fill_(~past_B1N, torch.iinfo(torch.int64).min)
         keys_BKN.scatter_(-1, current_B11.expand(-1, scores.shape[1], -1), torch.iinfo(torch.int64).max)
-        kept = min(len(blocks_N), token_budget // block_size)
-        best_BKX = keys_BKN.topk(kept, dim=-1, sorted=False).indices.int().sort(dim=-1).values
-        extra_BKX = best_BKX > current_B11  # picked only where there are too few past blocks; they sort to the end
-        return Selection(best_BKX.masked_fill_(extra_BKX, -1), kept - extra_BKX.sum(-1, dtype=torch.int32))
+        wanted_B11 = budget.read(current_B11.long() + 1)
+        fewer = token_budget is None and readable(wanted_B11) and wanted_B11.numel()
+        kept = int(wanted_B11.max()) if fewer else budget.read(len(blocks_N))
+        ranked_BKX = keys_BKN.topk(kept, dim=-1).indices.int()
+        surplus_X = torch.arange(kept, device=scores.device) >= wanted_B11
+        best_BKX = ranked_BKX.masked_fill_(surplus_X, len(blocks_N)).sort(dim=-1).values
+        counts_BK = wanted_B11[..., 0].int().expand(-1, scores.shape[1])
+        return Selection(best_BKX.masked_fill_(best_BKX == len(blocks_N), -1), counts_BK.contiguous())
 
     always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
     free_B1N = past_B1N & ~always_B1N

@@ -180,9 +180,15 @@ def select_kernel(  # type: ignore[no-untyped-def]
 
 
 @torch.no_grad()
-def select_blocks(scores: Tensor, **others: Any) -> Selection:
-    """The op on checked arguments; more than `MAX_BLOCKS` are left to the torch backend."""
-    return Selection(*select(scores=scores, **others)) if scores.shape[2] <= MAX_BLOCKS else NotImplemented
+def select_blocks(
+    scores: Tensor, *, budget_share: float | None, budget_min: int | None, budget_max: int | None, **others: Any
+) -> Selection:
+    """The op on checked arguments; more than `MAX_BLOCKS`, and budgets that are a share, are left to the torch
+    backend.
+    """
+    if scores.shape[2] > MAX_BLOCKS or budget_share is not None:
+        return NotImplemented
+    return Selection(*select(scores=scores, **others))
 
 
 def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:

@@ -1,0 +1,239 @@
+r"""What is lost where layers read the choice of others, and under which rule budgets are spent best.
+
+    python benchmarks/anchors.py --threads 1
+    python benchmarks/anchors.py --threads 1 --model models/smollm2 --gates checkpoints/smollm2-135m \
+        --data held_out.jsonl --calibration train.jsonl --lengths 640 1280 2560 --budget 256 --name anchors_smollm2
+
+1. ``plan``: the anchors that `seergate anchors` finds for every number of them, with the recall of the gates' choices
+   and of the oracle's.
+2. ``anchors``: gate, Quest and oracle, each with these anchors: the KL from dense attention's distribution of the next
+   token on texts that the plan was not measured on, the bytes that a step reads and what of them serves to choose,
+   and the time of a step. The oracle's loss is that of sharing alone.
+3. ``rules``: the gate with a token budget, with a share of the context and with a threshold, made equal in bytes read
+   over texts of different lengths.
+4. ``needles``, with ``--needles``: right answers of the gate with these anchors.
+
+Without ``--data`` texts are problems of chain_sum with their solutions, which the tiny reasoner knows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from collect import rows_of
+from common import arguments, save, timed_in_turns
+from torch import Tensor
+from transformers import DynamicCache
+
+import seergate
+from seergate import GateBank, methods
+from seergate.chain_sum import make_problem
+from seergate.cli.models import TINY, bank_for, load_model, model_path
+from seergate.eval import RunOptions, make_task, sweep
+from seergate.eval.matching import nearest
+from seergate.eval.retrieval import SETTLING, texts_of
+from seergate.eval.settings import grid
+from seergate.hf.anchors import SharedRecall, shared_recall
+from seergate.hf.loading import load_tokenizer
+from seergate.report.load import load_sweeps
+
+METHODS = ("gate", "quest", "oracle")
+FIGURES = ("bytes_read_per_step", "bytes_scored_per_step", "state_bytes", "tokens_per_head")
+
+
+def solved(count: int, variables: int, seed: int) -> list[str]:
+    """Problems of chain_sum with their solutions."""
+    made = (make_problem(variables, random.Random(f"{seed}/{number}")) for number in range(count))
+    return [f"{problem.question} {problem.solution}" for problem in made]
+
+
+class Bench:
+    """A model with its gates, the texts, and dense attention's log-probabilities on them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, path = options, model_path(options.model)
+        bank = bank_for(options.model, options.gates)
+        assert bank is not None, "--gates names no gates"
+        self.bank: GateBank = bank
+        self.model, self.tokenizer = load_model(path, "float32", "cpu"), load_tokenizer(path)
+        lengths = [options.lengths[i % len(options.lengths)] for i in range(options.texts)]
+        self.texts = self._texts(options.data, 1, lengths)
+        self.dense = [self._log_probs(ids) for ids in self.texts]
+        self.known: dict[str, dict[str, Any]] = {}
+
+    def _texts(self, data: str | None, seed: int, lengths: Sequence[int]) -> list[Tensor]:
+        """Token ids ``[1, S]`` of different texts, the n-th cut to the n-th length."""
+        every = solved(4 * len(lengths), 75, seed) if data is None else texts_of(data)
+        found = list[Tensor]()
+        for text in every:
+            if len(found) == len(lengths):
+                break
+            ids = self.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
+            if ids.shape[1] >= lengths[len(found)]:
+                found.append(ids[:, : lengths[len(found)]])
+        assert len(found) == len(lengths), f"{len(found)} texts are long enough; {len(lengths)} are needed"
+        return found
+
+    def _log_probs(self, ids: Tensor) -> Tensor:
+        """Log-probabilities ``[N, V]`` of all words at the scored tokens, under what is attached."""
+        start = ids.shape[1] - self.options.scored - SETTLING
+        logits = seergate.score(self.model, ids, start=start, logits=True).logits
+        assert logits is not None
+        return logits[0, SETTLING:].float().log_softmax(-1)
+
+    def method(self, name: str, rule: dict[str, Any], anchors: Sequence[int] = ()) -> methods.SelectingMethod:
+        """A method with a rule of how much is read; all have the gates' blocks and sinks."""
+        if name == "gate":
+            return methods.Gate(bank=self.bank, anchors=tuple(anchors), **rule)
+        size, sinks = self.bank.config.block_size, self.bank.config.sink_blocks
+        options = {"block_size": size, "sink_blocks": sinks, "dense_layers": (), "anchors": tuple(anchors)}
+        method = methods.make_method(name, **options, **rule)
+        assert isinstance(method, methods.SelectingMethod)
+        return method
+
+    def measured(self, method: methods.SelectingMethod, texts: int | None = None) -> dict[str, Any]:
+        """KL in nats per token and its standard error over texts, and the figures of a step, on the first texts."""
+        key = f"{method} {texts}"
+        if key not in self.known:
+            kls = list[float]()
+            with seergate.attached(self.model, method) as handle:
+                for ids, dense in list(zip(self.texts, self.dense, strict=True))[:texts]:
+                    kls.append(float((dense.exp() * (dense - self._log_probs(ids))).double().sum(-1).mean()))
+                stats = handle.stats()
+            each = torch.tensor(kls, dtype=torch.float64)
+            error = float(each.std() / len(each) ** 0.5) if len(each) > 1 else None
+            self.known[key] = {"kl": float(each.mean()), "kl_se": error, **{name: stats[name] for name in FIGURES}}
+        return self.known[key]
+
+    def recall(self, name: str) -> SharedRecall:
+        """Of a method's choices, on texts of their own."""
+        options = self.options
+        texts = self._texts(options.calibration, 2, [max(options.lengths)] * options.calibration_texts)
+        rule = {"token_budget": options.budget}
+        return shared_recall(self.model, self.method(name, rule), [ids[0] for ids in texts], options.rows)
+
+
+def step_times(bench: Bench, settings: dict[str, methods.Method]) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step of one row behind the longest text, settings in turn."""
+    model, ids = bench.model, max(bench.texts, key=lambda ids: ids.shape[1])
+    caches = {name: DynamicCache(config=model.config) for name in settings}
+
+    def steps(name: str, count: int, given: Tensor) -> None:
+        with seergate.attached(model, settings[name]):
+            for _ in range(count):
+                model(given, past_key_values=caches[name], use_cache=True, logits_to_keep=1)
+
+    for name in settings:
+        steps(name, 1, ids)
+        steps(name, 1, ids[:, :1])
+    runs = {name: partial(steps, name, bench.options.steps, ids[:, :1]) for name in settings}
+    found = timed_in_turns(runs, bench.options.rounds, torch.device("cpu"))
+    return {name: {key: value / bench.options.steps for key, value in times.items()} for name, times in found.items()}
+
+
+def plans_of(bench: Bench) -> tuple[dict[int, tuple[int, ...]], list[dict[str, Any]]]:
+    """Part 1: the anchors for all, a half, a quarter and an eighth of the layers."""
+    recalls = {name: bench.recall(name) for name in ("gate", "oracle")}
+    gates = recalls["gate"]
+    counts = dict.fromkeys(-(-len(gates.layers) // part) for part in (1, 2, 4, 8))
+    plans = {count: gates.anchors(count) for count in counts}
+    rows = [
+        {"part": "plan", "anchors": count, "layers": list(anchors)}
+        | {f"{name}_recall": found.mean(anchors) for name, found in recalls.items()}
+        for count, anchors in plans.items()
+    ]
+    return plans, rows
+
+
+def sharing(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Part 2."""
+    settings: dict[str, methods.Method] = {"dense": methods.Dense()}
+    rows = list[dict[str, Any]]()
+    for name in METHODS:
+        for count, anchors in plans.items():
+            method = bench.method(name, {"token_budget": bench.options.budget}, anchors)
+            if name in bench.options.timed:
+                settings[f"{name} {count}"] = method
+            rows.append({"part": "anchors", "method": name, "anchors": count, **bench.measured(method)})
+            print(rows[-1], flush=True)
+    times = step_times(bench, settings)
+    dense = {"part": "anchors", "method": "dense", "step_ms": times["dense"]}
+    return [dense, *({**row, "step_ms": times.get(f"{row['method']} {row['anchors']}")} for row in rows)]
+
+
+def rules(bench: Bench, _: Any) -> list[dict[str, Any]]:
+    """Part 3: the share and the threshold whose bytes, over one text of each length, are nearest to the budget's."""
+    texts, rows = len(bench.options.lengths), list[dict[str, Any]]()
+    budget = {"token_budget": bench.options.budget}
+    target = bench.measured(bench.method("gate", budget), texts)["bytes_read_per_step"]
+    for option in (*budget, *methods.Gate.searched_values()):
+
+        def bytes_of(value: float, option: str = option) -> float:
+            return float(bench.measured(bench.method("gate", {option: value}), texts)["bytes_read_per_step"])
+
+        values = methods.Gate.searched_values().get(option)
+        # neither ends of the range, which take as long as dense attention, nor more than a few in between
+        middle = values and values[len(values) // 50 : len(values) * 2 // 3]
+        value = nearest(middle, bytes_of, target) if middle else bench.options.budget
+        found = bench.measured(bench.method("gate", {option: value}))
+        rows.append({"part": "rules", "rule": option, "value": value, **found})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def needles(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
+    """Part 4."""
+    if not bench.options.needles:
+        return []
+    options, size = bench.options, bench.bank.config.block_size
+    task = make_task("needle", problems=options.needles, length=tuple(options.lengths))
+    texts = [f"gate:anchors={'+'.join(map(str, anchors))}" for anchors in plans.values()]
+    specs = grid(["dense", *texts], [options.budget], size)
+    out = Path(options.runs) / options.name
+    sweep(bench.model, bench.tokenizer, task, specs, out, RunOptions(batch_size=1), gates=bench.bank)
+    (found,) = load_sweeps(out)
+    return [{"part": "needles", **row} for row in rows_of(found)]
+
+
+def main() -> None:
+    """Parse the command line, measure, print, save."""
+    parser = arguments(__doc__)
+    parser.add_argument("--model", default=TINY, help="preset, directory or Hub id [%(default)s]")
+    parser.add_argument("--gates", help="directory or Hub id [gates/ of the model]")
+    parser.add_argument("--data", help=".jsonl of texts to measure on [chain_sum]")
+    parser.add_argument("--calibration", help=".jsonl of texts to find anchors on [chain_sum]")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[400, 700, 1000], help="tokens of texts, in turn")
+    parser.add_argument("--texts", type=int, default=6)
+    parser.add_argument("--scored", type=int, default=128, help="last tokens of each text")
+    parser.add_argument("--calibration-texts", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=64, help="tokens of each of them that choose")
+    parser.add_argument("--budget", type=int, default=64)
+    parser.add_argument("--timed", nargs="*", choices=METHODS, default=METHODS, help="methods whose steps are timed")
+    parser.add_argument("--rounds", type=int, default=5, help="of the times")
+    parser.add_argument("--steps", type=int, default=8, help="of each setting in a round")
+    parser.add_argument("--needles", type=int, default=0, help="problems; 0 for none")
+    parser.add_argument("--runs", default="runs/anchors", help="of the needles")
+    parser.add_argument("--name", default="anchors", help="of the file of results")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    asked = {key: value for key, value in vars(options).items() if key not in ("output", "runs", "name")}
+    for key in ("model", "gates", "data", "calibration"):
+        asked[key] = asked[key] and Path(asked[key]).name
+    with torch.no_grad():
+        bench = Bench(options)
+        plans, rows = plans_of(bench)
+        for part in (sharing, rules, needles):
+            print(json.dumps(rows), flush=True)
+            rows += part(bench, plans)
+            print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output), flush=True)
+
+
+if __name__ == "__main__":
+    main()

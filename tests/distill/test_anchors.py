@@ -1,0 +1,103 @@
+"""Gates of anchors learn from the attention of every layer that reads their choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from seergate import GateBank, SeergateError
+from seergate.distill.base_model import fresh_gates, given_gates
+from seergate.distill.config import TrainConfig
+from seergate.gates.merging import with_anchors
+from seergate.hf.teacher_forward import DistillSpec, distill_steps
+from seergate.hf.teacher_pass import intercepted_attention
+from seergate.models import families
+from seergate.ops import packed_attention, reference
+from tests.host.test_decode import BLOCK, gates
+from tests.models import prompt, tiny_model
+
+LENGTHS = (40, 61)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return tiny_model("qwen3", num_hidden_layers=4).double()
+
+
+def pack():
+    ids = torch.cat([prompt(length, length) for length in LENGTHS], 1)
+    return ids, torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
+
+
+def losses_by_hand(model, bank, source):
+    """Layer -> the KL from its target of the gate of ``source[layer]``, with queries and keys of the gate's layer."""
+    ids, ends = pack()
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    calls, found = {}, {}
+
+    def attend(call):
+        calls[call.layer] = call
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        return packed_attention(q, k, v, ends, call.sm_scale).output[None]
+
+    with intercepted_attention(model, dict(families.full_attention_modules(model)), attend), torch.no_grad():
+        model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
+    for layer, anchor in source.items():
+        gate, its, call = bank.gate(anchor), calls[anchor], calls[layer]
+        queries = gate.queries(its.q_pre_BHSD, positions)[0].transpose(0, 1)
+        keys = []
+        for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+            pooled = gate.pool(its.k_pre_BKSD[:, :, a:b])
+            keys.append(gate.keys(pooled, torch.arange(0, b - a, BLOCK))[0].transpose(0, 1))
+        q, k = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
+        loss, _ = reference.gate_kl(q, k, queries, torch.cat(keys), ends, BLOCK, row_start=0.5, sm_scale=call.sm_scale)
+        found[layer] = loss
+    return found
+
+
+@pytest.mark.parametrize(
+    ("anchors", "source"), [((0, 2), [0, 0, 2, 2]), ((0,), [0, 0, 0, 0]), ((1, 3), [None, 1, 1, 3])]
+)
+def test_loss_and_gradients_are_those_of_all_layers_served(deep, anchors, source):
+    bank = with_anchors(gates(deep), anchors).double()
+    served = {layer: gate for layer, gate in enumerate(source) if gate is not None}
+    ids, ends = pack()
+    (out,) = distill_steps([DistillSpec(bank, recall_budgets=(2 * BLOCK,))], deep, ids, ends)
+    out.loss.backward()
+    want = losses_by_hand(deep, bank, served)
+    torch.testing.assert_close(out.loss, (sum(want.values()) / len(want)).float(), rtol=1e-5, atol=1e-6)
+    mean = [sum(want[layer] for layer in served if served[layer] == gate) / source.count(gate) for gate in anchors]
+    torch.testing.assert_close(out.kl_per_layer, torch.stack(mean).detach().float(), rtol=1e-5, atol=1e-6)
+    assert out.recall.shape[:2] == (1, len(anchors))
+    parameters = list(bank.parameters())
+    by_hand = torch.autograd.grad(sum(want.values()) / len(want), parameters)
+    for parameter, gradient in zip(parameters, by_hand, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-8)
+
+
+def test_gates_of_every_layer_learn_from_their_own(deep):
+    """Whatever anchors they decode with by default."""
+    bank = gates(deep).double()
+    named = bank.derived(decode_defaults={"anchors": [0]})
+    ids, ends = pack()
+    plain, found = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, ids, ends)
+    assert torch.equal(plain.loss, found.loss) and torch.equal(plain.kl_per_layer, found.kl_per_layer)
+
+
+def test_a_run_trains_the_gates_of_its_anchors_alone(tmp_path):
+    """Fresh ones, or those of a bank that has more; other layers are refused."""
+    model = tiny_model("qwen3", num_hidden_layers=4)
+    config = TrainConfig(model="x", block_size=BLOCK, anchors=(0, 2), gate_dim=16)
+    fresh = fresh_gates(config, model)
+    assert fresh.geometry.layers == (0, 2) and fresh.decode_config().anchors == (0, 2)
+    whole = GateBank.for_model(model, config.gates(16))
+    whole.save_pretrained(tmp_path)
+    known = given_gates(TrainConfig(**{**vars(config), "init_gates": str(tmp_path)}), fresh)
+    assert known.geometry.layers == (0, 2)
+    assert all(torch.equal(known.state_dict()[name], whole.state_dict()[name]) for name in known.state_dict())
+    with pytest.raises(SeergateError, match=r"layers is \[9\]; it must name some of"):
+        fresh_gates(TrainConfig(model="x", block_size=BLOCK, anchors=(0, 9), gate_dim=16), model)
+    with pytest.raises(ValueError, match=r"anchors is \(-1,\); it must be layers, 0 or greater"):
+        TrainConfig(model="x", anchors=(-1,))
+    with pytest.raises(ValueError, match="anchors is .*; it must be left out with scorer 'trim_kv', which evicts"):
+        TrainConfig(model="x", scorer="trim_kv", anchors=(0,), target_budget=64)
