@@ -1,0 +1,48 @@
+"""The texts that the recommended recipe trains on."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from seergate.distill.long_text import FACTS, referring_back, with_facts
+
+WORDS = "some words of a text that says nothing in particular and goes on and on ".split()
+
+
+def plain(characters: int) -> str:
+    rng = random.Random(0)
+    return " ".join(rng.choice(WORDS) for _ in range(characters // 4))[:characters]
+
+
+def found(text: str, which: int) -> list[tuple[int, str, str]]:
+    """(place, name, value) of the statements (0) or the repetitions (1) of facts."""
+    places = []
+    for wordings in FACTS:
+        pattern = re.escape(wordings[which]).replace(r"\{name\}", "(?P<name>[a-z]+)", 1)
+        pattern = pattern.replace(r"\{name\}", "(?P=name)").replace(r"\{value\}", "(?P<value>[A-Z0-9]+|[a-z]+ [a-z]+)")
+        places += [(m.start(), m["name"], m["value"]) for m in re.finditer(pattern, text)]
+    return places
+
+
+@pytest.mark.parametrize(("characters", "facts", "repetitions"), [(16_000, 24, 89), (4_000, 6, 22), (300, 4, 1)])
+def test_every_repetition_is_of_a_fact_stated_far_before_it(characters: int, facts: int, repetitions: int) -> None:
+    text = with_facts(plain(characters), random.Random(1))
+    stated, repeated = found(text, 0), found(text, 1)
+    assert len({(name, value) for _, name, value in stated}) == facts
+    assert len(repeated) == repetitions
+    last = max(place for place, _, _ in stated)
+    for place, name, value in repeated:
+        assert place > last and (name, value) in {(n, v) for _, n, v in stated}
+    if characters >= 4_000:  # a pack that is cut at the window's length still has its repetitions
+        assert 0.8 * characters < len(text) <= 1.1 * characters
+
+
+def test_of_six_texts_four_have_facts_and_one_quotes() -> None:
+    made = list(referring_back([plain(4_000)] * 12, random.Random(0)))
+    assert [bool(found(text, 1)) for text in made] == [True, True, False, True, True, False] * 2
+    assert ["As quoted above" in text for text in made] == [False] * 5 + [True] + [False] * 5 + [True]
+    assert made[2] == plain(4_000)
+    assert made == list(referring_back([plain(4_000)] * 12, random.Random(0)))
