@@ -71,7 +71,6 @@ def test_blocks_of_a_budget_are_the_methods(sinks: int) -> None:
 def test_rows_are_divided_in_order_and_compute_once() -> None:
     rows = rows_of(5, 6, 7, 8, 9)
     assert [part.lengths_R.tolist() for part in divided(rows, 2)] == [[5, 6], [7, 8], [9]]
-    assert divided(rows, 5) == [rows]
     parts = rows.once(divided, 2)
     assert rows.once(divided, 2) is parts and rows.once(divided, 3) is not parts
     assert all(part.kept == rows.kept for part in parts)

@@ -42,7 +42,5 @@ class Rows:
 
 def divided(rows: Rows, most: int) -> list[Rows]:
     """The rows in groups of at most ``most``."""
-    if len(rows) <= most:
-        return [rows]
     parts = zip(rows.lengths_R.split(most), rows.table_RNr.split(most), strict=True)
     return [Rows(lengths_R, table_RNr, rows.kept) for lengths_R, table_RNr in parts]

@@ -272,9 +272,9 @@ class SparseAttention:
         """Attend, as `AttentionImpl.forward` of vLLM; the new keys and values are in the cache already."""
         if metadata is None:
             return self._dense(layer, query, key, value, cache, metadata, output, *scales, **named)
-        if cache not in self.pages:
-            self.pages[cache] = self.kind(self, layer, cache, self.scoring.width)
-        pages = self.pages[cache]
+        pages = self.pages.get(cache)
+        if pages is None:
+            pages = self.pages[cache] = self.kind(self, layer, cache, self.scoring.width)
         if metadata.plan is None and self.scoring.in_kernels(cache.device):
             metadata.plan = plan_in_kernels(metadata)
         elif metadata.plan is None:
@@ -367,16 +367,16 @@ class SparseAttention:
         """Scores ``[R, K, N]``, of as many rows at a time as `SCORED_BYTES` allow."""
         blocks = rows.table_RNr.shape[1]
         most = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
-        parts = rows.once(divided, most)
 
         def of(query_RHD: Tensor, rows: Rows) -> Tensor:
-            table_RNr = rows.table_RNr
             summary_RKNW = pages.read_summaries(rows)
-            return self.scoring.scores(query_RHD, rows, summary_RKNW, lambda: self._keys(pages, table_RNr.flatten(1)))
+            return self.scoring.scores(
+                query_RHD, rows, summary_RKNW, lambda: self._keys(pages, rows.table_RNr.flatten(1))
+            )
 
-        if len(parts) == 1:
+        if len(rows) <= most:
             return of(query_RHD, rows)
-        return torch.cat([of(*part) for part in zip(query_RHD.split(most), parts, strict=True)])
+        return torch.cat([of(*part) for part in zip(query_RHD.split(most), rows.once(divided, most), strict=True)])
 
 
 def candidates_in(rows: Rows, blocks: int, block_size: int, sink_blocks: int) -> Candidates:

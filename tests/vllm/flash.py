@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,18 +52,28 @@ def flash_attn_varlen_func(
     assert all(x.is_contiguous() for x in (cu_seqlens_q, seqused_k, block_table)) and q.stride(-1) == 1
     for cache in (k, v):
         assert cache.stride(-1) == 1 and not any(step * cache.element_size() % 16 for step in cache.stride()[:-1])
-    group = q.shape[1] // k.shape[2]
-    for row, (first, end) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q[1:].tolist(), strict=False)):
-        length, queries = int(seqused_k[row]), end - first
-        assert queries <= max_seqlen_q and length <= max_seqlen_k <= block_table.shape[1] * k.shape[1]
-        keys, values = (
-            x[block_table[row].long()].flatten(0, 1)[:length].float().repeat_interleave(group, 1).transpose(0, 1)
-            for x in (k, v)
-        )  # [H, T, D]
-        scores = (q[first:end].float().transpose(0, 1) @ keys.transpose(1, 2)) * softmax_scale
-        seen = torch.arange(length) <= torch.arange(length - queries, length)[:, None]
-        attended = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-        out[first:end] = attended.transpose(0, 1).to(out.dtype)
+    assert max_seqlen_k <= block_table.shape[1] * k.shape[1]
+    if max_seqlen_q == 1:  # nothing is read back, as in a graph
+        out.copy_(attended(q[:, None], k, v, block_table, seqused_k, softmax_scale)[:, 0])
+        return
+    for row, (first, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        assert end - first <= max_seqlen_q and int(seqused_k[row]) <= max_seqlen_k
+        here = slice(row, row + 1)
+        out[first:end] = attended(q[first:end][None], k, v, block_table[here], seqused_k[here], softmax_scale)[0]
+
+
+def attended(query: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Attention of the last queries ``[Q, S, H, D]`` of sequences of ``lengths [Q]`` tokens."""
+    group, queries = query.shape[2] // k.shape[2], query.shape[1]
+    keys, values = (
+        x[table.long()].flatten(1, 2).float().repeat_interleave(group, 2).transpose(1, 2) for x in (k, v)
+    )  # [Q, H, T, D]
+    last = lengths[:, None] - queries + torch.arange(queries)
+    seen = torch.arange(keys.shape[2]) <= last[..., None]
+    scores = (query.float().transpose(1, 2) @ keys.transpose(2, 3)) * scale
+    values = values.masked_fill(~seen[:, -1, :, None][:, None], 0)
+    shares = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    return (shares @ values).transpose(1, 2).to(query.dtype)
 
 
 def get_scheduler_metadata(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, compute_layout_strides, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
 from benchmarks.estimates import LAUNCHES
@@ -311,14 +317,32 @@ def decode_state(seed: int, rows: int, width: int, page: int, size: int) -> dict
     }
 
 
+def captured(method: SelectingMethod, page: int, rows: int, width: int) -> Any:
+    """The metadata that vLLM's second model runner captures a graph with: of a dummy batch, in buffers that stay."""
+    cpu, made = torch.device("cpu"), builder(method, page)
+    buffers, tables = InputBuffers(rows, rows, cpu), BlockTables([page], rows, rows, [width], cpu)
+    group = AttentionGroup(Backend, ["layer"], made.kv_cache_spec, 0, metadata_builders=[made])
+    state: Any = SimpleNamespace(max_model_len=width * page, supports_mm_inputs=False, encoder_cache=None)
+    state.prepare_attn = partial(DefaultModelState.prepare_attn, state)
+    groups: Any = SimpleNamespace(kv_cache_groups=[group])
+    given = rows, rows, state, buffers, tables, [[group]], groups
+    metadata = prepare_inputs_to_capture(*given, full_cudagraph=True, max_query_len=1).attn_metadata["layer"]
+    assert metadata.plan is None  # the first layer makes it, so that the graph has it
+    assert metadata.seq_lens.data_ptr() == buffers.seq_lens.data_ptr()
+    assert metadata.block_table.data_ptr() == tables.input_block_tables[0].data_ptr()
+    return metadata
+
+
 @pytest.mark.parametrize("page", [32, 16])
+@pytest.mark.usefixtures("on_gpu")
 def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other lengths, tables, caches and padding than those it was recorded with, to the last bit. No row may change
-    the summary of a block that is another's.
+    """Recorded with vLLM's dummy batch, replayed with other lengths, tables, caches and padding: the same to the last
+    bit. No row may change the summary of a block that is another's.
     """
     from seergate.ops import checks
 
     monkeypatch.setattr(checks, "readable", lambda x: False)  # as for tensors on a GPU
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # it wants pinned memory
     size, rows, width = 32, 5, 6 * 32 // page
     method, rotary = make_method("quest", token_budget=3 * size, block_size=size), Rotary(width * page)
     layers = [gated_layer(method, GateScores(gate(size), Unrotation(rotary))) for _ in range(2)]
@@ -335,7 +359,9 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytes
         return {name: [y.clone() for y in x] if isinstance(x, list) else x.clone() for name, x in state.items()}
 
     with torch.no_grad():
-        graph = make_fx(step)(copied(decode_state(1, rows, width, page, size)))
+        dummy = captured(method, page, rows, width)
+        recorded = decode_state(1, rows, width, page, size) | {"lengths": dummy.seq_lens, "table": dummy.block_table}
+        graph = make_fx(step)(recorded)
         for seed in range(2, 8):
             state = decode_state(seed, rows, width, page, size)
             replayed, eager = copied(state), copied(state)
