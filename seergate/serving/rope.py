@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
+
+
+class Angles(NamedTuple):
+    """A rotation of pairs of channels: ``x * cos + partner * sin``.
+
+    Attributes:
+        cos, sin: ``[..., d]`` of each channel; the sine of one channel of a pair is negated.
+        neox: whether the channels of a pair are ``d / 2`` apart, and not neighbours.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    neox: bool = True
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """``x [..., d]`` rotated."""
+        half = x.shape[-1] // 2
+        partner = x.roll(half, -1) if self.neox else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+        return (x * self.cos).add_(partner * self.sin)
 
 
 class Unrotation:
@@ -25,6 +44,29 @@ class Unrotation:
             )
         self.rotary = rotary
 
+    def at(self, positions: Tensor) -> tuple[Angles, Tensor] | None:
+        """The inverse rotation at int64 positions, and what it must be divided by; ``None`` without RoPE."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary.cos_sin_cache[positions].float().chunk(2, -1)
+        square = cos.square() + sin.square()  # the squared attention factor: 1 without YaRN
+        pairs = torch.stack((cos, cos, sin, -sin, square, square), -2).unflatten(-2, (3, 2))  # [..., 3, 2, d / 2]
+        channels = pairs if self.rotary.is_neox_style else pairs.transpose(-1, -2)
+        cos, sin, square = channels.flatten(-2).unbind(-2)
+        return Angles(cos, sin, self.rotary.is_neox_style), square
+
+    @staticmethod
+    def undo(x: Tensor, inverse: tuple[Angles, Tensor] | None) -> Tensor:
+        """``x [..., D]`` before RoPE, in float32; ``inverse`` from `at`, broadcast to ``x``."""
+        x = x.float()
+        if inverse is None:
+            return x
+        angles, square = inverse
+        width = square.shape[-1]
+        if width == x.shape[-1]:
+            return angles.rotate(x).div_(square)
+        return torch.cat((angles.rotate(x[..., :width]).div_(square), x[..., width:]), -1)
+
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """``x [..., D]`` before RoPE, in float32.
 
@@ -32,13 +74,4 @@ class Unrotation:
             x: after RoPE.
             positions: int64, broadcast to ``x.shape[:-1]``.
         """
-        x = x.float()
-        if self.rotary is None:
-            return x
-        cos, sin = self.rotary.cos_sin_cache[positions].float().chunk(2, -1)
-        turned, rest = x.split((2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]), -1)
-        first, second = turned.chunk(2, -1) if self.rotary.is_neox_style else (turned[..., ::2], turned[..., 1::2])
-        square = cos.square() + sin.square()  # the squared attention factor: 1 without YaRN
-        pair = (first * cos + second * sin) / square, (second * cos - first * sin) / square
-        plain = torch.cat(pair, -1) if self.rotary.is_neox_style else torch.stack(pair, -1).flatten(-2)
-        return torch.cat((plain, rest), -1) if rest.shape[-1] else plain
+        return self.undo(x, self.at(positions))

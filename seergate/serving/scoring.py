@@ -19,7 +19,9 @@ from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
 from seergate.ops.compression import Branch
-from seergate.serving.rope import Unrotation
+from seergate.ops.gate_math import block_scores, projected_queries, rms_norm
+from seergate.serving.rope import Angles, Unrotation
+from seergate.serving.rows import Rows
 
 Keys = Callable[[], Tensor]
 """Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``: what a method needs that has no summaries."""
@@ -53,8 +55,8 @@ class Scores(ABC):
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
 
     @abstractmethod
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        """Scores ``[R, K, N]`` of the blocks for queries at positions ``last_R``."""
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
 
     def in_kernels(self, device: torch.device) -> bool:
         """Whether kernels do a step in which all rows decode, so that a graph of it is small."""
@@ -85,13 +87,27 @@ class GateScores(Scores):
         pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        return self.gate.step_scores(self.unrotate(query_RHD, last_R[:, None]), last_R + 1, summary_RKNW)
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        gate = self.gate
+        query_RHD = self.unrotate.undo(query_RHD, rows.once(inverse_rope, self.unrotate.rotary))
+        if choose(query_RHD.device) != "torch" or not self._one_query_per_head:
+            return gate.step_scores(query_RHD, rows.lengths_R, summary_RKNW)
+        # The op's arithmetic, with angles that all layers share.
+        weight, norm_weight, inv_freq, attention_scaling = self._branch("q")
+        qg_RK1E = projected_queries(query_RHD[:, :, None], weight)
+        if norm_weight is not None:
+            qg_RK1E = rms_norm(qg_RK1E, norm_weight)
+        if inv_freq is not None:
+            angles = rows.once(gate_angles, inv_freq, attention_scaling)
+            qg_RK1E = angles.rotate(qg_RK1E.float()).to(qg_RK1E.dtype)
+        return block_scores(qg_RK1E, summary_RKNW)[:, :, 0]
+
+    @property
+    def _one_query_per_head(self) -> bool:
+        return isinstance(self.gate, AttnGate) and self.gate.config.q_pooling == "proj"
 
     def in_kernels(self, device: torch.device) -> bool:
-        gate = self.gate
-        known = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj" and self.dtype.itemsize <= 4
-        return known and choose(device) == "triton"
+        return self._one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
 
     def close_in_kernel(
         self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
@@ -123,6 +139,18 @@ class GateScores(Scores):
         return Rotation(None, True) if rotary is None else Rotation(rotary.cos_sin_cache, rotary.is_neox_style)
 
 
+def inverse_rope(rows: Rows, rotary: Any) -> tuple[Angles, Tensor] | None:
+    """The inverse RoPE of each row's newest query, see `Unrotation.at`."""
+    return Unrotation(rotary).at(rows.lengths_R[:, None] - 1)
+
+
+def gate_angles(rows: Rows, inv_freq: Tensor, attention_scaling: float) -> Angles:
+    """The gate's RoPE ``[R, 1, 1, E]`` of each row's newest query, as in `seergate.ops.gate_math.rotate`."""
+    angles = (rows.lengths_R - 1).float()[:, None, None, None] * inv_freq
+    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
+    return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
 class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the largest and the smallest key per channel.
 
@@ -143,7 +171,7 @@ class QuestScores(Scores):
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
         high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
         return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction)
 
@@ -172,12 +200,13 @@ class OracleScores(Scores):
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
 
-    def scores(self, query_RHD: Tensor, last_R: Tensor, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
         keys_RKTD = read().float()
         query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
         logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        held_RT = torch.arange(keys_RKTD.shape[2], device=last_R.device) <= last_R[:, None]
+        lengths_R = rows.lengths_R
+        held_RT = torch.arange(keys_RKTD.shape[2], device=lengths_R.device) < lengths_R[:, None]
         logp_RKGT = F.log_softmax(logits.masked_fill(~held_RT[:, None, None], -torch.inf), -1)
         return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

@@ -27,6 +27,7 @@ from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
 from seergate.serving.checks import rope_kinds
 from seergate.serving.rope import Unrotation
+from seergate.serving.rows import Rows
 from seergate.serving.scoring import Scores
 from seergate.serving.statistics import statistics
 from seergate.sglang.checks import settings_of
@@ -174,7 +175,8 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             keys_NKTD = self._keys(table_RNr.flatten(0, 1), layer)
             return keys_NKTD.unflatten(0, table_RNr.shape[:2]).transpose(1, 2).flatten(2, 3)
 
-        scores_RKN = self.scores[layer.layer_id].scores(query_RHD, lengths_R - 1, summary_RKNW, keys_RKTD)
+        scoring = self.scores[layer.layer_id]
+        scores_RKN = scoring.scores(query_RHD, Rows(lengths_R, table_RNr), summary_RKNW, keys_RKTD)
         indices_RKX, counts_RK = self.method.choose(scores_RKN, lengths_R)
         each = torch.arange(len(rows), device=rows.device)[:, None, None]
         slots_RKT = self._slots(table_RNr[each, indices_RKX.clamp(min=0).long()])

@@ -17,9 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
+from seergate.ops.backend import choose
+from seergate.ops.torch_impl.selection import Candidates, candidates_of, ranked_blocks
+from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
 
@@ -48,8 +52,8 @@ class Plan:
 
     Attributes:
         closed_Cr: pages of the blocks that it completes; ``starts_C`` the positions of their first tokens.
-        rows_R: which rows read less than everything; ``tokens_R`` their places in the batch of tokens, ``lengths_R``
-            their tokens so far, ``table_RNr`` the pages of their blocks.
+        rows_R: which rows read less than everything; ``tokens_R`` their places in the batch of tokens; ``rows`` their
+            lengths and pages.
         dense: vLLM's metadata with as good as nothing to do for those rows; ``None`` if there are no others.
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
         shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
@@ -60,8 +64,7 @@ class Plan:
     starts_C: Tensor
     rows_R: Tensor
     tokens_R: Tensor
-    lengths_R: Tensor
-    table_RNr: Tensor
+    rows: Rows
     dense: Any
     held: int | Tensor
     read_all: int | Tensor
@@ -116,14 +119,14 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
     rows = np.flatnonzero(decodes & (lengths > max(method.covered_tokens, method.dense_below)))
     longest = int(lengths[rows].max(initial=0))
     rows_R = here(rows)
+    kept = method.budget // size if method.budget is not None and same_in_all_layers(method) else None
     held = int(lengths[decodes].sum())
     return Plan(
         closed_Cr=closed_Cr,
         starts_C=here(blocks * size),
         rows_R=rows_R,
         tokens_R=here(starts[rows]),
-        lengths_R=here(lengths[rows]),
-        table_RNr=by_block(table[rows_R], -(-longest // size), run),
+        rows=Rows(here(lengths[rows]), by_block(table[rows_R], -(-longest // size), run), kept),
         dense=metadata,
         held=held,
         read_all=held - int(lengths[rows].sum()),
@@ -157,8 +160,7 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
         starts_C=newest_R * size,
         rows_R=rows_R,
         tokens_R=rows_R,
-        lengths_R=lengths_R,
-        table_RNr=table_RNr,
+        rows=Rows(lengths_R, table_RNr),
         dense=None,
         held=held,
         read_all=-padding,  # their one token each is counted as read
@@ -238,12 +240,14 @@ class SparseAttention:
         method: turns scores into blocks.
         scoring: makes summaries of blocks, and scores them.
         counts: statistics of this layer and of those that read as much.
+        pages: the layer's cache -> its `Pages`. It keeps no cache alive that vLLM has replaced.
     """
 
     kind: type[Pages]
     method: SelectingMethod
     scoring: Scores
     counts: Counts
+    pages: WeakTensorKeyDictionary
     num_kv_heads: int
 
     @property
@@ -268,7 +272,9 @@ class SparseAttention:
         """Attend, as `AttentionImpl.forward` of vLLM; the new keys and values are in the cache already."""
         if metadata is None:
             return self._dense(layer, query, key, value, cache, metadata, output, *scales, **named)
-        pages = self.kind(self, layer, cache)
+        pages = self.pages.get(cache)
+        if pages is None:
+            pages = self.pages[cache] = self.kind(self, layer, cache, self.scoring.width)
         if metadata.plan is None and self.method.budget is not None and self.scoring.in_kernels(cache.device):
             metadata.plan = plan_in_kernels(metadata)
         elif metadata.plan is None:
@@ -279,8 +285,7 @@ class SparseAttention:
             return output
         if len(plan.starts_C):
             keys_CKSD = self._keys(pages, plan.closed_Cr)
-            summary_CKW = self.scoring.summary(keys_CKSD, plan.starts_C)
-            pages.summaries(self.scoring.width)[plan.closed_Cr[:, -1]] = summary_CKW
+            pages.summary_PKW[plan.closed_Cr[:, -1]] = self.scoring.summary(keys_CKSD, plan.starts_C)
         if plan.dense is not None:
             self._dense(layer, query, key, value, cache, plan.dense, output, *scales, **named)
         rows = len(plan.rows_R)
@@ -305,10 +310,9 @@ class SparseAttention:
 
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
         rows, size, rule = len(plan.lengths_R), self.method.block_size, (self.method.budget, self.method.sink_blocks)
-        summaries = pages.summaries(self.scoring.width)
         given = plan.table_RP, plan.lengths_R, size
-        self.scoring.close_in_kernel(pages.cache, summaries, *given)
-        scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], summaries, *given, pages.size)
+        self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
+        scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
         steps = pages.page_step, pages.head_step
         table_QX, lengths_Q = chosen_places(scores_RKN, *given, pages.size, *rule, *steps)
         if plan.shared is None:
@@ -332,18 +336,14 @@ class SparseAttention:
         return keys.transpose(1, 2).flatten(2, 3)
 
     def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor, output_RHD: Tensor) -> None:
-        size, run = self.method.block_size, plan.table_RNr.shape[2]
+        rows, size = plan.rows, self.method.block_size
         query_RHD = query_RHD.view(len(query_RHD), -1, pages.dim)
-        indices_RKX, counts_RK = self.method.choose(self._scores(pages, plan, query_RHD), plan.lengths_R)
-        device = query_RHD.device
-        rows_R11 = torch.arange(len(query_RHD), device=device)[:, None, None]
-        table_RKXr = plan.table_RNr[rows_R11, indices_RKX.clamp(min=0).long()] * pages.page_step
-        table_RKXr += torch.arange(0, pages.heads * pages.head_step, pages.head_step, device=device)[:, None, None]
-        query_QGD = query_RHD.contiguous().view(len(query_RHD) * pages.heads, -1, pages.dim)
-        table_QX = table_RKXr.view(len(query_QGD), indices_RKX.shape[2] * run).int()
+        indices_RKX, counts = self._chosen(self._scores(pages, rows, query_RHD), rows)
+        table_QX = pages.table(rows, indices_RKX)
+        query_QGD = query_RHD.contiguous().view(len(table_QX), -1, pages.dim)
         if plan.shared is None:
-            current_R = (plan.lengths_R - 1) % size + 1  # tokens of the block that is still open, or just closed
-            lengths_Q = ((counts_RK - 1) * size + current_R[:, None]).flatten().int()
+            current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens of the block still open, or just closed
+            lengths_Q = ((counts - 1) * size + current_R1).expand(-1, pages.heads).flatten().int()
             shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
             if same_in_all_layers(self.method):
                 plan.shared = shared
@@ -353,23 +353,35 @@ class SparseAttention:
         self._count(plan, pages, lengths_Q)
         pages.attend(query_QGD, table_QX, lengths_Q, schedule, output_RHD.view_as(query_QGD))
 
-    def _scores(self, pages: Pages, plan: Plan, query_RHD: Tensor) -> Tensor:
-        """Scores ``[R, K, N]``, of as many rows at a time as `SCORED_BYTES` allow."""
-        blocks = plan.table_RNr.shape[1]
-        rows = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
+    def _chosen(self, scores_RKN: Tensor, rows: Rows) -> tuple[Tensor, Tensor | int]:
+        """The blocks ``[R, K, X]``, int64, and how many of them each head reads, ``[R, K]`` or a number for all."""
+        method = self.method
+        if rows.kept is not None and choose(scores_RKN.device) == "torch":
+            # The method's own choice, with what does not depend on scores computed once.
+            candidates = rows.once(candidates_in, scores_RKN.shape[2], method.block_size, method.sink_blocks)
+            return ranked_blocks(scores_RKN, candidates, rows.kept).sort(dim=-1).values, rows.kept
+        indices_RKX, counts_RK = method.choose(scores_RKN, rows.lengths_R)
+        return indices_RKX.clamp(min=0).long(), counts_RK
 
-        def of(first: int) -> Tensor:
-            here = slice(first, first + rows)
-            table_RNr = plan.table_RNr[here]
+    def _scores(self, pages: Pages, rows: Rows, query_RHD: Tensor) -> Tensor:
+        """Scores ``[R, K, N]``, of as many rows at a time as `SCORED_BYTES` allow."""
+        blocks = rows.table_RNr.shape[1]
+        most = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
+
+        def of(query_RHD: Tensor, rows: Rows) -> Tensor:
+            summary_RKNW = pages.read_summaries(rows)
             return self.scoring.scores(
-                query_RHD[here],
-                plan.lengths_R[here] - 1,
-                pages.read_summaries(self.scoring.width, table_RNr[..., -1]),
-                lambda: self._keys(pages, table_RNr.flatten(1)),
+                query_RHD, rows, summary_RKNW, lambda: self._keys(pages, rows.table_RNr.flatten(1))
             )
 
-        parts = [of(first) for first in range(0, len(query_RHD), rows)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(rows) <= most:
+            return of(query_RHD, rows)
+        return torch.cat([of(*part) for part in zip(query_RHD.split(most), rows.once(divided, most), strict=True)])
+
+
+def candidates_in(rows: Rows, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
+    """See `candidates_of`."""
+    return candidates_of(rows.lengths_R, blocks, block_size, sink_blocks)
 
 
 class SparseBackend:

@@ -46,10 +46,10 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
         engine_args.block_size = bank.config.block_size if bank is not None else default_page()
     check_page(bank, engine_args.block_size)
     config = create()
+    check_engine(config)
     page = config.cache_config.block_size
     check_page(bank, page)
     selector = settings.selector(bank, page)
-    check_engine(config)
     check_model(config.model_config.hf_config, bank, selector.dense_layers)
     choose_backend(config.attention_config)
     worker = config.parallel_config.worker_cls
@@ -107,8 +107,10 @@ def check_engine(config: Any) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import uses_fa4_hd256_kernel
 
-    model, parallel = config.model_config, config.parallel_config
+    model, parallel, drafts = config.model_config, config.parallel_config, config.speculative_config
     dtype = config.cache_config.cache_dtype
+    if dtype == "auto" and getattr(config.quant_config, "kv_cache_scheme", None) is not None:
+        dtype = "fp8"  # as vLLM sets it when it makes the layers
     context = max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
     refusals = {
         f"its runner is {model.runner_type!r}": model.runner_type != "generate",
@@ -120,10 +122,14 @@ def check_engine(config: Any) -> None:
             parallel.tensor_parallel_size > model.get_total_num_kv_heads()
         ),
         "drafts are verified asynchronously (async_scheduling), and only a GPU knows which tokens of a row count": (
-            config.speculative_config is not None and config.scheduler_config.async_scheduling
+            drafts is not None and config.scheduler_config.async_scheduling
         ),
-        "its model has state-space layers, whose cache sets the page size": model.is_hybrid,
-        "its model has positions with several axes": model.uses_mrope,
+        "only a GPU knows how many drafts are verified (enable_adaptive_verification)": (
+            drafts is not None and drafts.enable_adaptive_verification
+        ),
+        "its model has linear-attention or state-space layers, whose states set how many tokens a page of the cache "
+        "has, more than a block": model.is_hybrid,
+        "its model has positions of several axes, and RoPE is undone by the number of the token": model.uses_mrope,
         "its GPU is none of NVIDIA's": not (current_platform.is_cpu() or current_platform.is_cuda()),
         "FlashAttention takes other pages on this GPU for heads of 256 channels (flash_attn_version=2 does not)": (
             current_platform.is_cuda()

@@ -4,7 +4,8 @@ Every KV head is a sequence of its own for the stock kernel, with a block table 
 cache with one head has page ``p`` of head ``k`` at place ``p * page_step + k * head_step``, whatever the layout. Keys
 carry their RoPE already, so the order of pages does not matter; the current one comes last, because it is not full.
 
-Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, R rows, Q sequences (R * K), X pages read.
+Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, W width of a block's summary, R rows, N
+blocks, r pages of a block, Q sequences (R * K), X pages read.
 """
 
 from __future__ import annotations
@@ -18,54 +19,63 @@ import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
+from seergate.serving.rows import Rows
 
 
 class Pages(ABC):
-    """The cache of a layer, ``[P, K, S, 2 * D]``. Made anew at each step: one that is kept would keep a cache alive
-    that vLLM has replaced.
+    """The cache of a layer, ``[P, K, S, 2 * D]``.
 
     Args:
         impl: the stock attention of the layer.
         layer: vLLM's module around it.
         cache: the layer's.
+        width: W; 0 without summaries.
 
     Attributes:
-        pages, heads, size, dim: how many pages and KV heads there are, S and D.
+        heads, size, dim: how many KV heads there are, S and D.
         page_step, head_step: see above.
         unit, places: the distance of neighbouring places, in numbers, and how many places there are.
+        summary_PKW: summaries of blocks, in the cache's memory, behind the keys and values of each page.
+        summary_rows, summary_steps: the same memory as rows of W numbers, and its steps from page to page and from
+            head to head.
 
     Raises:
         SeergateError: if the places cannot be counted in int32, as the kernels' block tables do.
     """
 
-    def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
-        self.impl, self.layer, self.cache = impl, layer, cache
-        self.pages, self.heads, self.size, twice = cache.shape
+    def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
+        # A view: the cache itself is the key that this object is kept by.
+        self.impl, self.layer, self.cache = impl, layer, cache.view(cache.shape)
+        pages, self.heads, self.size, twice = cache.shape
         self.dim = twice // 2
         page, head = cache.stride()[:2]
         self.unit = math.gcd(page, head)
         self.page_step, self.head_step = page // self.unit, head // self.unit
-        self.places = (self.pages - 1) * self.page_step + (self.heads - 1) * self.head_step + 1
+        self.places = (pages - 1) * self.page_step + (self.heads - 1) * self.head_step + 1
         if self.places >= 2**31:
             raise SeergateError(
                 f"the cache of a layer has {self.places} places of pages; a block table holds numbers below 2^31: "
                 "lower num_gpu_blocks_override or set VLLM_KV_CACHE_LAYOUT=LBHNC"
             )
+        start = cache.storage_offset() + self.heads * self.size * twice
+        self.summary_PKW = cache.as_strided((pages, self.heads, width), (page, width, 1), start)
+        # Rows may overlap where a page is not a multiple of W.
+        unit = math.gcd(page, width)
+        self.summary_steps = page // unit, width // unit
+        rows = (pages - 1) * self.summary_steps[0] + (self.heads - 1) * self.summary_steps[1] + 1
+        self.summary_rows = cache.as_strided((rows, width), (unit, 1), start)
 
-    def summaries(self, width: int) -> Tensor:
-        """Summaries of blocks ``[P, K, W]``, in the cache's memory: each page ends with what it has room for."""
-        page, start = self.cache.stride(0), self.cache.storage_offset() + self.heads * self.size * 2 * self.dim
-        return self.cache.as_strided((self.pages, self.heads, width), (page, width, 1), start)
+    def read_summaries(self, rows: Rows) -> Tensor:
+        """The summaries ``[R, K, N, W]`` of rows' blocks."""
+        index_RKN = rows.once(last_places, self.heads, *self.summary_steps)
+        return self.summary_rows.index_select(0, index_RKN.view(-1)).view(*index_RKN.shape, -1)
 
-    def read_summaries(self, width: int, pages_RN: Tensor) -> Tensor:
-        """The summaries ``[R, K, N, W]`` at some pages. Taken from rows that overlap, so that they come in order."""
-        every = self.summaries(width)
-        unit = math.gcd(every.stride(0), width)
-        page, head = every.stride(0) // unit, width // unit
-        rows = every.as_strided(((self.pages - 1) * page + (self.heads - 1) * head + 1, width), (unit, 1))
-        head_K1 = torch.arange(self.heads, device=pages_RN.device)[:, None] * head
-        index_RKN = pages_RN[:, None] * page + head_K1
-        return rows.index_select(0, index_RKN.flatten()).view(*index_RKN.shape, width)
+    def table(self, rows: Rows, indices_RKX: Tensor) -> Tensor:
+        """The places ``[Q, X * r]`` of chosen blocks, int32."""
+        table_RKNr = rows.once(places, self.heads, self.page_step, self.head_step)
+        run = table_RKNr.shape[3]
+        chosen_RKXr = table_RKNr.gather(2, indices_RKX[..., None].expand(-1, -1, -1, run))
+        return chosen_RKXr.view(len(rows) * self.heads, -1)
 
     @abstractmethod
     def read(self, pages_N: Tensor) -> Tensor:
@@ -82,11 +92,23 @@ class Pages(ABC):
         """Write the attention of each sequence's newest query to the pages in its table."""
 
 
+def places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tensor:
+    """The places ``[R, K, N, r]`` of all blocks' pages, int32."""
+    head_K11 = torch.arange(heads, device=rows.table_RNr.device)[:, None, None] * head_step
+    return (rows.table_RNr[:, None] * page_step + head_K11).int()
+
+
+def last_places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tensor:
+    """The place ``[R, K, N]`` of each block's last page, int64."""
+    head_K1 = torch.arange(heads, device=rows.table_RNr.device)[:, None] * head_step
+    return rows.table_RNr[:, None, :, -1] * page_step + head_K1
+
+
 class CPUPages(Pages):
     """The cache of vLLM's CPU backend: within a page, keys are packed for the processor."""
 
-    def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
-        super().__init__(impl, layer, cache)
+    def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
+        super().__init__(impl, layer, cache, width)
         shape, strides = (self.places, 1, self.size, self.dim), (self.unit, 2 * self.size * self.dim, self.dim, 1)
         offset = cache.storage_offset()
         self.keys, self.values = (
@@ -175,8 +197,8 @@ def packed_order(size: int, dim: int, dtype: torch.dtype, isa: str) -> Tensor:
 class FlashPages(Pages):
     """The cache of vLLM's FlashAttention backend, in whatever order in memory. Not run on a GPU."""
 
-    def __init__(self, impl: Any, layer: Any, cache: Tensor) -> None:
-        super().__init__(impl, layer, cache)
+    def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
+        super().__init__(impl, layer, cache, width)
         strides = (self.unit, cache.stride(2), self.dim, 1)
         shape = (self.places, self.size, 1, self.dim)
         offset = cache.storage_offset()

@@ -7,7 +7,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from seergate.errors import SeergateError
 from seergate.gates.scorer import Scorer
@@ -78,6 +79,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     assert method.serving_scores is not None
     scores: type[Scores] = resolve_name(method.serving_scores)
     kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
+    frequencies: Tensor | None = None
     found: dict[int, Any] = {}
     shared: dict[int, Counts] = {}
     for layer, parent, attention in attention_layers(model):
@@ -87,6 +89,8 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
         if bank is not None:
             unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
             gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, attention.kv_cache_torch_dtype)
+            frequencies = gate.inv_freq if frequencies is None else frequencies
+            gate.inv_freq = frequencies  # one tensor, so that layers share its angles
         scoring = scores.of_layer(method, attention, gate, unrotate)
         counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
         if same_in_all_layers(method):
@@ -121,7 +125,8 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores, counts
     attention.attn_backend = sparse_backend(attention.attn_backend)
     kind = attention.attn_backend.get_impl_cls()
     impl = kind.__new__(kind)
-    vars(impl).update(vars(attention.impl), method=method, scoring=scoring, counts=counts)
+    own = {"method": method, "scoring": scoring, "counts": counts, "pages": WeakTensorKeyDictionary()}
+    vars(impl).update(vars(attention.impl), **own)
     stock: Any = type(attention)
     attention.impl, attention.__class__ = impl, sparse_layer(stock)
 

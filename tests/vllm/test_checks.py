@@ -11,7 +11,7 @@ import pytest
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.serving.checks import check_model
 from seergate.serving.settings import Settings
-from seergate.vllm.checks import check_page
+from seergate.vllm.checks import check_engine, check_page
 from tests.models import tiny_model
 from tests.vllm.conftest import GATES, REASONER
 
@@ -114,6 +114,54 @@ def test_gates_of_a_model_with_another_rope(rope: dict[str, Any]) -> None:
     config.rope_parameters = {**config.rope_parameters, "original_max_position_embeddings": 64, **rope}
     with pytest.raises(SeergateError, match="gates are for another model: the model's RoPE frequencies"):
         check_model(config, bank, ())
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+FP8_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("qwen3_next", {}, "linear-attention or state-space layers, whose states set how many tokens a page"),
+        (
+            "qwen3",
+            {"rope_parameters": MROPE},
+            "positions of several axes, and RoPE is undone by the number of the token",
+        ),
+        ("qwen3", {"quantization_config": FP8_CACHE}, "kv_cache_dtype is 'fp8', and cached keys must be readable"),
+        ("gpt_oss", {}, "attention sinks for all heads together"),
+    ],
+    ids=["hybrid", "axes", "fp8", "sinks"],
+)
+def test_models_that_are_refused_before_their_weights(
+    family: str, options: dict[str, Any], sentence: str, tmp_path: Any
+) -> None:
+    """There are none in the directory."""
+    model = tiny_model(family, head_dim=32)
+    for name, value in {"architectures": [type(model).__name__], **options}.items():
+        setattr(model.config, name, value)
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(SeergateError, match=sentence):
+        configured({"method": "quest", "dense_layers": []}, tmp_path, skip_tokenizer_init=True)
+
+
+def test_drafts_whose_numbers_only_a_gpu_knows() -> None:
+    """As engines on GPUs have them; on CPUs vLLM turns both off."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    config = configured({"gates": GATES}, speculative_config=drafts)
+    check_engine(config)
+    config.speculative_config.enable_adaptive_verification = True
+    with pytest.raises(SeergateError, match="only a GPU knows how many drafts are verified"):
+        check_engine(config)
+    config.scheduler_config.async_scheduling = True
+    with pytest.raises(SeergateError, match=r"drafts are verified asynchronously \(async_scheduling\)"):
+        check_engine(config)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
 """What runs on a GPU only, as far as it can run without one: vLLM's own callers, cache views and layouts, a decode
-step recorded and replayed as a CUDA graph does it, the size of temporaries on meta tensors. FlashAttention is a
-reference in PyTorch that refuses what the kernel would.
+step recorded and replayed as a CUDA graph does it, the size of temporaries on meta tensors.
 """
 
 from __future__ import annotations
 
 import gc
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import envs
 from vllm.config import AttentionConfig
 from vllm.v1.attention.backend import AttentionCGSupport as Support
@@ -27,7 +28,12 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, compute_layout_strides, create_kv_cache_views
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu import buffer_utils
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
 from benchmarks.estimates import LAUNCHES
@@ -35,6 +41,7 @@ from seergate import GateConfig, SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
 from seergate.serving.rope import Unrotation
+from seergate.serving.rows import Rows
 from seergate.serving.scoring import GateScores, QuestScores, Scores
 from seergate.vllm.attention import (
     LAYOUTS,
@@ -48,73 +55,14 @@ from seergate.vllm.attention import (
 )
 from seergate.vllm.checks import choose_backend
 from seergate.vllm.pages import FlashPages, splits
+from tests.vllm.flash import use_kernels
 
 K, G, D, E = 2, 2, 16, 16
 
 
-def flash_attention(
-    *,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    cu_seqlens_q: Tensor,
-    max_seqlen_q: int,
-    seqused_k: Tensor,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    causal: bool,
-    block_table: Tensor,
-    softcap: float,
-    fa_version: int,
-    scheduler_metadata: Any,
-    num_splits: int,
-) -> None:
-    """`flash_attn_varlen_func` of one query per sequence, with the checks of vllm-project/flash-attention's
-    hopper/flash_api.cpp.
-    """
-    assert q.dtype == k.dtype == v.dtype == out.dtype
-    assert {block_table.dtype, seqused_k.dtype, cu_seqlens_q.dtype} == {torch.int32}
-    assert q.shape == out.shape and k.shape == v.shape and k.shape[2] == 1
-    assert len(block_table) == len(seqused_k) == len(cu_seqlens_q) - 1 == len(q)
-    assert (max_seqlen_q, max_seqlen_k) == (1, block_table.shape[1] * k.shape[1])
-    assert scheduler_metadata == (len(q), max_seqlen_k, q.shape[1:], k.shape[1], num_splits)
-    assert all(x.is_contiguous() for x in (cu_seqlens_q, seqused_k, block_table)) and q.stride(-1) == 1
-    for cache in (k, v):
-        assert cache.stride(-1) == 1 and not any(step * cache.element_size() % 16 for step in cache.stride()[:-1])
-    keys, values = (x[block_table.long()].flatten(1, 2)[:, :, 0].float() for x in (k, v))
-    scores = (q.float() @ keys.transpose(1, 2)) * softmax_scale
-    scores = scores.masked_fill(torch.arange(scores.shape[-1]) >= seqused_k[:, None, None], -torch.inf)
-    values = values.masked_fill((torch.arange(values.shape[1]) >= seqused_k[:, None])[..., None], 0)
-    out.copy_((scores.softmax(-1) @ values).to(out.dtype))
-
-
-def scheduler_metadata(
-    *,
-    batch_size: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    num_heads_q: int,
-    num_heads_kv: int,
-    headdim: int,
-    cache_seqlens: Tensor,
-    qkv_dtype: torch.dtype,
-    cu_seqlens_q: Tensor,
-    page_size: int,
-    causal: bool,
-    num_splits: int,
-) -> Any:
-    """`get_scheduler_metadata`: what the schedule is for; `flash_attention` compares it with what it is used for."""
-    assert (
-        len(cache_seqlens) == len(cu_seqlens_q) - 1 == batch_size and (max_seqlen_q, num_heads_kv) == (1, 1) and causal
-    )
-    return batch_size, max_seqlen_k, (num_heads_q, headdim), page_size, num_splits
-
-
 @pytest.fixture(autouse=True)
 def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
-    monkeypatch.setattr(fa_utils, "get_scheduler_metadata", scheduler_metadata, raising=False)
+    use_kernels(monkeypatch)
 
 
 class Rotary:
@@ -152,7 +100,7 @@ class FlashImpl(SparseAttention):
 
 def gated_layer(method: SelectingMethod, scoring: Scores) -> SparseAttention:
     impl = FlashImpl()
-    impl.method, impl.scoring, impl.counts = method, scoring, no_counts()
+    impl.method, impl.scoring, impl.counts, impl.pages = method, scoring, no_counts(), WeakTensorKeyDictionary()
     return impl
 
 
@@ -261,15 +209,17 @@ def test_pages_without_room_for_summaries_are_refused() -> None:
 def test_the_cache_that_vllm_profiles_with_is_let_go() -> None:
     """vLLM drops its own references, and then wants the memory for the real cache. All layers share one allocation."""
     method = make_method("quest", token_budget=64, block_size=32)
+    modules = [SimpleNamespace() for _ in range(3)]
     layers = [gated_layer(method, QuestScores(D, torch.float32, "max")) for _ in range(3)]
     buffer = memory_of(3 * 5, 32, 2 * D)
     place = buffer.untyped_storage().data_ptr()
-    for layer, memory in zip(layers, buffer.chunk(3), strict=True):
-        cache = cache_in(memory, 32, 2 * D)
+    for module, layer, memory in zip(modules, layers, buffer.chunk(3), strict=True):
+        module.kv_cache = cache = cache_in(memory, 32, 2 * D)
         table = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
         metadata = SimpleNamespace(plan=None, seq_lens=torch.tensor([128], dtype=torch.int32), block_table=table)
         query = torch.randn(1, K * G, D)
-        layer.forward(None, query, query, query, cache, metadata, torch.empty_like(query))
+        layer.forward(module, query, query, query, cache, metadata, torch.empty_like(query))
+        module.kv_cache = torch.empty(0)
     del buffer, cache, memory
     gc.collect()
     alive = [x for x in gc.get_objects() if type(x) is Tensor and x.untyped_storage().data_ptr() == place]
@@ -325,12 +275,12 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
         numbers = heads * (size * 2 * dim + scoring.width)
         shape, strides = (5800, heads, size, 2 * dim), (numbers, size * 2 * dim, 2 * dim, 1)
         memory = torch.empty(5800 * numbers, dtype=torch.bfloat16)
-        pages = FlashPages(layer, None, memory.as_strided(shape, strides))
+        pages = FlashPages(layer, None, memory.as_strided(shape, strides), scoring.width)
         table = torch.zeros(rows, blocks, 1, dtype=torch.long)
-        plan = SimpleNamespace(table_RNr=table, lengths_R=torch.zeros(rows, dtype=torch.long))
+        sparse = Rows(torch.zeros(rows, dtype=torch.long), table)
         query = torch.empty(rows, 4 * heads, dim, dtype=torch.bfloat16)
         with Largest() as largest:
-            scores = layer._scores(pages, plan, query)  # type: ignore[arg-type]
+            scores = layer._scores(pages, sparse, query)
     assert scores.shape == (rows, heads, blocks)
     assert largest.bytes <= SCORED_BYTES
 
@@ -367,14 +317,32 @@ def decode_state(seed: int, rows: int, width: int, page: int, size: int) -> dict
     }
 
 
+def captured(method: SelectingMethod, page: int, rows: int, width: int) -> Any:
+    """The metadata that vLLM's second model runner captures a graph with: of a dummy batch, in buffers that stay."""
+    cpu, made = torch.device("cpu"), builder(method, page)
+    buffers, tables = InputBuffers(rows, rows, cpu), BlockTables([page], rows, rows, [width], cpu)
+    group = AttentionGroup(Backend, ["layer"], made.kv_cache_spec, 0, metadata_builders=[made])
+    state: Any = SimpleNamespace(max_model_len=width * page, supports_mm_inputs=False, encoder_cache=None)
+    state.prepare_attn = partial(DefaultModelState.prepare_attn, state)
+    groups: Any = SimpleNamespace(kv_cache_groups=[group])
+    given = rows, rows, state, buffers, tables, [[group]], groups
+    metadata = prepare_inputs_to_capture(*given, full_cudagraph=True, max_query_len=1).attn_metadata["layer"]
+    assert metadata.plan is None  # the first layer makes it, so that the graph has it
+    assert metadata.seq_lens.data_ptr() == buffers.seq_lens.data_ptr()
+    assert metadata.block_table.data_ptr() == tables.input_block_tables[0].data_ptr()
+    return metadata
+
+
 @pytest.mark.parametrize("page", [32, 16])
+@pytest.mark.usefixtures("on_gpu")
 def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other lengths, tables, caches and padding than those it was recorded with, to the last bit. No row may change
-    the summary of a block that is another's.
+    """Recorded with vLLM's dummy batch, replayed with other lengths, tables, caches and padding: the same to the last
+    bit. No row may change the summary of a block that is another's.
     """
     from seergate.ops import checks
 
     monkeypatch.setattr(checks, "readable", lambda x: False)  # as for tensors on a GPU
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # it wants pinned memory
     size, rows, width = 32, 5, 6 * 32 // page
     method, rotary = make_method("quest", token_budget=3 * size, block_size=size), Rotary(width * page)
     layers = [gated_layer(method, GateScores(gate(size), Unrotation(rotary))) for _ in range(2)]
@@ -391,7 +359,9 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytes
         return {name: [y.clone() for y in x] if isinstance(x, list) else x.clone() for name, x in state.items()}
 
     with torch.no_grad():
-        graph = make_fx(step)(copied(decode_state(1, rows, width, page, size)))
+        dummy = captured(method, page, rows, width)
+        recorded = decode_state(1, rows, width, page, size) | {"lengths": dummy.seq_lens, "table": dummy.block_table}
+        graph = make_fx(step)(recorded)
         for seed in range(2, 8):
             state = decode_state(seed, rows, width, page, size)
             replayed, eager = copied(state), copied(state)
@@ -405,7 +375,7 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytes
             for before, after in zip(state["memory"], eager["memory"], strict=True):
                 caches = [cache_in(memory, page, E) for memory in (before, after)]
                 assert torch.equal(*caches)
-                old, new = (FlashPages(None, None, cache).summaries(E) for cache in caches)
+                old, new = (FlashPages(None, None, cache, E).summary_PKW for cache in caches)
                 changed = (old != new).flatten(1).any(-1).nonzero().flatten().tolist()
                 assert closing and set(changed) == ends | {0}
 
@@ -478,12 +448,13 @@ def test_flash_attention_reads_each_layout_of_vllms_cache(layout: KVCacheLayout,
         view.copy_(values)
     summaries = [torch.randn(pages, K, width).bfloat16() for _ in views]
     for view, each in zip(views, summaries, strict=True):
-        FlashPages(None, None, view).summaries(width).copy_(each)
+        FlashPages(None, None, view, width).summary_PKW.copy_(each)
     for view, values, each in zip(views, wanted, summaries, strict=True):
         impl = SimpleNamespace(scale=D**-0.5, logits_soft_cap=0, vllm_flash_attn_version=3)
-        cache = FlashPages(impl, None, view)
+        cache = FlashPages(impl, None, view, width)
         table = torch.randint(pages, (2, 5))
-        assert torch.equal(cache.read_summaries(width, table), each[table].transpose(1, 2))
+        sparse = Rows(torch.zeros(2, dtype=torch.long), table[..., None])
+        assert torch.equal(cache.read_summaries(sparse), each[table].transpose(1, 2))
         with Largest() as largest:
             keys = cache.read(torch.arange(pages))
         assert torch.equal(keys, values[..., :D]) and largest.bytes == values.nbytes // 2

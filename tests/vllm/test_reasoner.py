@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import seergate
 from seergate import DecodeConfig, GateBank
 from seergate.methods import make_method
-from seergate.vllm.attention import fits_graphs
+from seergate.vllm.attention import SparseAttention, fits_graphs
 from seergate.vllm.worker import rank_gate
 from tests.reasoner import REASONER, questions
 from tests.vllm.conftest import GATES, answers, engine, gated_layers
@@ -36,7 +38,15 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         chosen.append(selection.indices)
         return selection
 
+    plain_served = SparseAttention._chosen
+
+    def served_choice(self: Any, *given: Any) -> Any:
+        indices, counts = plain_served(self, *given)
+        chosen.append(indices.int())
+        return indices, counts
+
     monkeypatch.setattr(kind, "choose", choose)
+    monkeypatch.setattr(SparseAttention, "_chosen", served_choice)
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
     for ids in questions(20, 20, 24):
         chosen.clear()
@@ -92,3 +102,12 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
         assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
     pages = len(gated_layers(llm)[0].kv_cache)
     assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4
+
+
+def test_an_engine_that_is_gone_leaves_no_cache_behind() -> None:
+    with engine(seergate={"gates": GATES, "token_budget": BUDGET}) as llm:
+        answers(llm, questions(12), 40)
+        cache = weakref.ref(gated_layers(llm)[0].kv_cache)
+        del llm
+    gc.collect()
+    assert cache() is None

@@ -9,6 +9,8 @@ Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -44,12 +46,6 @@ def select_blocks(
     sink_blocks: int,
 ) -> Selection:
     """The op on checked arguments."""
-    largest = torch.finfo(torch.float32).max
-    scores_BKN = scores.float().nan_to_num(-largest, largest, -largest)
-    blocks_N = torch.arange(scores.shape[2], device=scores.device)
-    current_B11 = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None, None]
-    past_B1N = blocks_N < current_B11
-
     budget = BlockBudget.of(
         block_size,
         sink_blocks,
@@ -59,20 +55,20 @@ def select_blocks(
         budget_max=budget_max,
     )
     if budget is not None:
-        # What is always in comes first, what is not in the past last.
-        keys_BKN = _keys(scores_BKN, blocks_N)
-        keys_BKN[..., :sink_blocks] = torch.iinfo(torch.int64).max
-        keys_BKN.masked_fill_(~past_B1N, torch.iinfo(torch.int64).min)
-        keys_BKN.scatter_(-1, current_B11.expand(-1, scores.shape[1], -1), torch.iinfo(torch.int64).max)
-        wanted_B11 = budget.read(current_B11.long() + 1)
+        blocks = scores.shape[2]
+        candidates = candidates_of(lengths, blocks, block_size, sink_blocks)
+        wanted_B11 = budget.read(candidates.current_B11.long() + 1)
         fewer = token_budget is None and readable(wanted_B11) and wanted_B11.numel()
-        kept = int(wanted_B11.max()) if fewer else budget.read(len(blocks_N))
-        ranked_BKX = keys_BKN.topk(kept, dim=-1).indices.int()
+        kept = int(wanted_B11.max()) if fewer else budget.read(blocks)
         surplus_X = torch.arange(kept, device=scores.device) >= wanted_B11
-        best_BKX = ranked_BKX.masked_fill_(surplus_X, len(blocks_N)).sort(dim=-1).values
+        ranked_BKX = ranked_blocks(scores, candidates, kept).int().masked_fill_(surplus_X, blocks)
+        best_BKX = ranked_BKX.sort(dim=-1).values
         counts_BK = wanted_B11[..., 0].int().expand(-1, scores.shape[1])
-        return Selection(best_BKX.masked_fill_(best_BKX == len(blocks_N), -1), counts_BK.contiguous())
+        return Selection(best_BKX.masked_fill_(best_BKX == blocks, -1), counts_BK.contiguous())
 
+    scores_BKN = _finite(scores)
+    blocks_N, current_B11 = _blocks(lengths, scores.shape[2], block_size)
+    past_B1N = blocks_N < current_B11
     always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
     free_B1N = past_B1N & ~always_B1N
     probs_BKN = scores_BKN.masked_fill(~free_B1N, -torch.inf).softmax(-1)
@@ -88,6 +84,50 @@ def select_blocks(
     if readable(counts_BK) and counts_BK.numel():  # elsewhere the shape must not depend on the values
         indices_BKN = indices_BKN[..., : int(counts_BK.max())]
     return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
+
+
+class Candidates(NamedTuple):
+    """The part of a budget's choice that depends on lengths alone.
+
+    Attributes:
+        blocks_N: indices of blocks; ``current_B11`` that of each row's newest.
+        free_B1N: the blocks that scores decide on.
+        fixed_B1N: int64 keys of the others: blocks that are always read sort first, blocks of the future last.
+    """
+
+    blocks_N: Tensor
+    current_B11: Tensor
+    free_B1N: Tensor
+    fixed_B1N: Tensor
+
+
+def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
+    """`Candidates` of rows of ``lengths [B]`` tokens, in ``blocks`` blocks."""
+    blocks_N, current_B11 = _blocks(lengths, blocks, block_size)
+    past_B1N = blocks_N < current_B11
+    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
+    limits = torch.iinfo(torch.int64)
+    fixed_B1N = torch.where(always_B1N, limits.max, limits.min)
+    return Candidates(blocks_N, current_B11, past_B1N & ~always_B1N, fixed_B1N)
+
+
+def ranked_blocks(scores: Tensor, candidates: Candidates, kept: int) -> Tensor:
+    """Indices of the ``kept`` best blocks of each row and head, int64 ``[B, K, X]``, the best first. A row that has
+    fewer is filled up with blocks after its newest.
+    """
+    blocks_N, _, free_B1N, fixed_B1N = candidates
+    return torch.where(free_B1N, _keys(_finite(scores), blocks_N), fixed_B1N).topk(kept, dim=-1).indices
+
+
+def _finite(scores: Tensor) -> Tensor:
+    largest = torch.finfo(torch.float32).max
+    return scores.float().nan_to_num(-largest, largest, -largest)
+
+
+def _blocks(lengths: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
+    """Indices of blocks ``[N]``, and that of each row's newest ``[B, 1, 1]``."""
+    current_B = torch.div(lengths - 1, block_size, rounding_mode="floor")
+    return torch.arange(blocks, device=lengths.device), current_B[:, None, None]
 
 
 def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:

@@ -32,7 +32,10 @@ class Case:
         angles = torch.arange(WIDTH * page)[:, None] * torch.rand(rotary // 2)
         table = torch.cat((1.3 * angles.cos(), 1.3 * angles.sin()), -1).to(device) if rotary else None
         self.page, self.rotation = page, Rotation(table, neox)
-        rope = SimpleNamespace(cos_sin_cache=table, is_neox_style=neox) if rotary else None
+        rope: Any = None
+        if rotary:
+            rope = torch.nn.Module()
+            rope.cos_sin_cache, rope.is_neox_style = table, neox
         config = GateConfig(block_size=32, gate_dim=24, **gate)
         frequencies = torch.rand(12) if config.rope else None
         made = AttnGate(
@@ -91,9 +94,10 @@ def test_only_blocks_that_close_get_a_compressed_key(case: Case) -> None:
 def test_scores_and_places(case: Case) -> None:
     """Scores of complete blocks, NaN in summaries of others; what is selected; a query with gaps."""
     plan, method = case.plan, make_method("quest", token_budget=96, block_size=32)
-    last_RN = plan.table_RNr[..., -1]
+    rows = plan.rows
+    last_RN = rows.table_RNr[..., -1]
     query = torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G]
-    want = case.twin.scores(query, plan.lengths_R - 1, case.summary[last_RN].transpose(1, 2), lambda: case.cache)
+    want = case.twin.scores(query, rows, case.summary[last_RN].transpose(1, 2), lambda: case.cache)
     complete = torch.arange(want.shape[2], device=want.device) < (case.lengths // 32)[:, None]
     used = torch.zeros(len(case.summary), dtype=torch.bool)
     used[last_RN[complete].cpu()] = True
@@ -103,15 +107,15 @@ def test_scores_and_places(case: Case) -> None:
     torch.testing.assert_close(packed, query.reshape(-1, G, D), rtol=0, atol=0)
     torch.testing.assert_close(scores, want.where(complete[:, None], 0.0), rtol=1e-5, atol=1e-5)
 
-    indices, counts = method.choose(scores, plan.lengths_R)
-    tokens_wanted = (counts - 1) * 32 + (plan.lengths_R[:, None] - 1) % 32 + 1
+    indices, counts = method.choose(scores, rows.lengths_R)
+    tokens_wanted = (counts - 1) * 32 + (rows.lengths_R[:, None] - 1) % 32 + 1
     places, tokens = paged.chosen_places(scores, case.table, case.lengths, 32, case.page, 96, 0, 7, 3)
     assert torch.equal(tokens.view(-1, K), tokens_wanted.int())
     run = 32 // case.page
     for row in range(len(LENGTHS)):
         for head in range(K):
             chosen = [int(i) for i in indices[row, head] if i >= 0]
-            pages = plan.table_RNr[row, chosen].flatten() * 7 + head * 3
+            pages = rows.table_RNr[row, chosen].flatten() * 7 + head * 3
             got = places.view(len(LENGTHS), K, -1)[row, head]
             assert got.tolist() == pages.tolist() + [0] * (3 * run - len(pages))
 
