@@ -9,7 +9,7 @@ import pytest
 
 from seergate.distill.long_text import FACTS, referring_back, with_facts
 
-WORDS = "some words of a text that says nothing in particular and goes on and on ".split()
+WORDS = "some words of a text that says nothing in particular and goes on and on".split()  # noqa: SIM905
 
 
 def plain(characters: int) -> str:
