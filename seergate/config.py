@@ -317,8 +317,8 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
         raise ValueError(f"anchors names {both}, which are in dense_layers, too; a dense layer chooses nothing")
     compat = getattr(options, "compat", None)  # of gates only
     check_one_of("compat", compat, (None, "published", "gates"))
-    others = (share, options.top_p) != (None, None) or sinks or options.dense_below
-    if compat == "published" and others:
+    unpublished = (share, options.top_p) != (None, None) or sinks or options.dense_below
+    if compat == "published" and unpublished:
         raise ValueError(
             'compat is "published", whose code has neither budget_share nor top_p nor sink_blocks nor dense_below; '
             "leave them out, or pass compat=None"

@@ -121,7 +121,7 @@ def shared_recall(
     def attend(call: TeacherCall) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
         ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
-        options = {"window": call.window, "sinks": call.sinks, "softcap": call.softcap}
+        options: dict[str, Any] = {"window": call.window, "sinks": call.sinks, "softcap": call.softcap}
         if call.layer in place:
             text, steps = _steps(call, at)
             if call.layer in chooses:
@@ -163,7 +163,7 @@ def _steps(call: TeacherCall, lengths_R: Tensor) -> tuple[Step, Step]:
     assert q_pre is not None and k_pre is not None
     rows, tokens = len(lengths_R), call.query_BHSD.shape[2]
     keys, values = call.key_BKSD, call.value_BKSD
-    common = {"sm_scale": call.sm_scale, "sinks": call.sinks, "softcap": call.softcap}
+    common: dict[str, Any] = {"sm_scale": call.sm_scale, "sinks": call.sinks, "softcap": call.softcap}
 
     def each(x_1HSD: Tensor) -> Tensor:
         return x_1HSD[0, :, last_R].transpose(0, 1)[:, :, None]
