@@ -62,7 +62,8 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
     record = json.loads((ROOT / "benchmarks/results/recipe_search.json").read_text())
     rows = {row["variant"]: row for row in record["rows"]}
     tables = re.findall(r"(?:^\|.*\n)+", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.M)
-    measured, compared = ([[x.strip() for x in line.split("|")[1:-1]] for line in t.splitlines()[2:]] for t in tables)
+    cells = ([[x.strip() for x in line.split("|")[1:-1]] for line in t.splitlines()[2:]] for t in tables)
+    measured, compared, lost, learned = cells
     for name, packs, *figures in measured:
         keys = ("kl", "kl_median", "kl_p99", "needles", "needle_logprob")
         assert [float(x) if x else None for x in figures] == [rows[name].get(key) for key in keys], name
@@ -73,6 +74,11 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
         found = mean_and_error(gains)
         assert difference == f"{found.mean:.3f} ± {found.se:.3f}".replace("0.", "."), ours
         assert int(better.split()[0]) == sum(gain > 1e-9 for gain in gains), ours
+    facts = json.loads((ROOT / "benchmarks/results/facts_lost.json").read_text())
+    logprobs = {row["setting"]: row["logprob_where_dense_is_right"] for row in facts["rows"]}
+    assert len(logprobs) == 39 and all(float(found) == logprobs[name] for name, found in lost)
+    steps = {row["texts"]: (row["steps"], row["kept"], row["kl"]) for row in facts["learned"]}
+    assert {name: tuple(map(float, figures)) for name, *figures in learned} == steps
 
 
 def test_the_figures_of_the_methods_page_are_drawn(tmp_path: Path) -> None:
