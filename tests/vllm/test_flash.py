@@ -48,6 +48,6 @@ def test_layouts_of_the_cache(
 ) -> None:
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     with engine(seergate=GATE, max_num_seqs=4) as llm:  # noqa: F811
-        pages = {type(page).__name__ for layer in gated_layers(llm).values() for page in layer.impl.pages.values()}
         assert answers(llm, prompts[:4], NEW) == together[:4]
+        pages = {type(page).__name__ for layer in gated_layers(llm).values() for page in layer.impl.pages.values()}
     assert pages == {"FlashPages"}
