@@ -22,7 +22,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     plain = {_plain(each): each for each in known}
     word = _plain(name)
-    longer = [each for each in plain if len(word) > 2 and each.startswith(word)]
+    longer = [each for each in plain if len(word) > 2 and (each.startswith(word) or each.endswith(f"_{word}"))]
     shorter = [each for each in plain if len(each) > 2 and word.startswith(each)]
     spelled_out = [each for each in plain if word == "".join(part[:1] for part in each.split("_"))]
     near = longer + shorter + spelled_out + difflib.get_close_matches(word, plain, n=1)

@@ -235,7 +235,7 @@ def test_refusals():
         (lambda: methods.Gate(bank=None), "bank is a NoneType; it must be a GateBank"),
         (lambda: methods.Gate(bank=bank, block_size=64), "block_size is 64.*blocks of 8"),
         (lambda: DecodeConfig(dense_layers=3), "dense_layers is 3"),
-        (lambda: DecodeConfig(top_p=0.9, compat="published"), "neither top_p.*or pass compat=None"),
+        (lambda: DecodeConfig(top_p=0.9, compat="published"), "neither budget_share nor top_p.*or pass compat=None"),
         (lambda: DecodeConfig(compat="publishd"), "compat is 'publishd'"),
         (lambda: GateConfig(k_pooling=None), "k_pooling is None"),
         (lambda: GateConfig(k_pooling=[["max"]]), "k_pooling is"),

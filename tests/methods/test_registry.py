@@ -57,7 +57,8 @@ def test_every_option_is_checked(model):
     for name in methods.METHODS:
         method = made(name, model, bank)
         for option in fields(method):
-            other = {"token_budget": None} if option.name in ("threshold", "top_p") and name != "raas" else {}
+            rules = ("threshold", "top_p", "budget_share")
+            other = {"token_budget": None} if option.name in rules and name != "raas" else {}
             for value in WRONG.get(str(option.type).split(" ")[0], ()):
                 if option.init and (option.name, value) not in RIGHT:
                     said = f"{option.name.removeprefix('rectify_')} is {value!r}|resa reads a share"
@@ -170,6 +171,6 @@ def test_a_method_has_one_set_of_options():
     assert methods.Quest().token_budget == 4096 and methods.Oracle(top_p=0.5).budget is None
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
     bank.decode_defaults = {"compat": "published"}
-    with pytest.raises(ValueError, match='compat is "published", whose code has neither top_p'):
+    with pytest.raises(ValueError, match='compat is "published", whose code has neither budget_share nor top_p'):
         methods.Gate(bank=bank, top_p=0.5)
     assert methods.Gate(bank=bank, token_budget=64).covered_tokens == -1

@@ -131,7 +131,7 @@ def paged_score_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, CHUNK: tl.constexpr, ROTARY: tl.constexpr, NEOX: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """``span`` blocks of one row and KV head. Grid: spans, KV heads, rows; see `selection.score_kernel`.
+    """``span`` blocks of one row and KV head. Grid: spans, KV heads, rows; see `scoring.score_kernel`.
 
     ``q [R, Hkv * GROUP, d]`` after RoPE, ``table [R, P]`` with ``RUN`` pages a block, the last of which has its
     ``summary [pages, Hkv, E]``, ``scores [R, Hkv, blocks]``, 0 for blocks that are not complete. The first span copies
