@@ -64,7 +64,11 @@ def test_what_fits_is_left_alone(settings: Any, options: Any) -> None:
         ({"gates": GATES}, {"tp_size": 2}, "tp_size is 2"),
         ({"gates": GATES}, {"pp_size": 2}, "pp_size is 2"),
         ({"gates": GATES}, {"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype is 'fp8_e5m2'"),
-        ({"gates": GATES}, {"speculative_algorithm": "NGRAM"}, "drafts are verified"),
+        (
+            {"gates": GATES},
+            {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
+            "drafts are verified",
+        ),
         ({"gates": GATES}, {"enable_mixed_chunk": True}, "prompts and decoding requests are mixed"),
         ({"gates": GATES}, {"enable_lmcache": True}, "pages may come from elsewhere"),
         ({"gates": GATES}, {"enable_hierarchical_cache": True}, "pages may come from elsewhere"),

@@ -60,20 +60,6 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
 
 
-def test_a_share_of_the_context_is_that_of_transformers() -> None:
-    """Rows of different lengths in one batch, each with its own share."""
-    rule: dict[str, Any] = {"budget_share": 0.3, "budget_min": 96}
-    prompts, said = questions(20, 8, 24), []
-    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
-    for ids in prompts:
-        with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
-            out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
-            said.append(out[0, len(ids) :].tolist())
-            assert handle.stats()["density"] < 1
-    with engine(seergate={"gates": GATES, **rule}) as llm:
-        assert answers(llm, prompts, 100) == said
-
-
 def test_gates_follow_the_model_to_its_device(llm: Any) -> None:
     part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"), torch.bfloat16)
     assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
@@ -102,6 +88,20 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
         assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
     pages = len(gated_layers(llm)[0].kv_cache)
     assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4
+
+
+def test_a_share_of_the_context_is_that_of_transformers() -> None:
+    """Rows of different lengths in one batch, each with its own share."""
+    rule: dict[str, Any] = {"budget_share": 0.3, "budget_min": 96}
+    prompts, said = questions(20, 8, 24), []
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
+    for ids in prompts:
+        with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
+            out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
+            said.append(out[0, len(ids) :].tolist())
+            assert handle.stats()["density"] < 1
+    with engine(seergate={"gates": GATES, **rule}) as llm:
+        assert answers(llm, prompts, 100) == said
 
 
 def test_an_engine_that_is_gone_leaves_no_cache_behind() -> None:
