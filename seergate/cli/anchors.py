@@ -7,7 +7,6 @@ from pathlib import Path
 
 from seergate.checks import check_counts
 from seergate.cli.arguments import model_args, run_args
-from seergate.errors import SeergateError
 
 HELP = (
     "find the layers that can choose blocks for others, and write an adapter with their gates alone",
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Load, measure, choose, write."""
-    from seergate.cli.models import bank_for, check_writable, load_model, model_path
+    from seergate.cli.models import bank_or_refuse, load_model, model_path, new_directory
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
     from seergate.gates.merging import with_anchors
@@ -49,13 +48,8 @@ def run(options: argparse.Namespace) -> int:
     from seergate.methods import Gate
 
     check_counts(options, count=1, texts=1, rows=1, max_length=1)
-    bank = bank_for(options.model, options.gates)
-    if bank is None:
-        raise SeergateError("there are no gates beside the model; give their directory or Hub id with --gates")
-    out = options.out or Path("runs") / f"{Path(options.model).name}-anchors-{options.count}"
-    check_writable(out)
-    if any(out.iterdir()):
-        raise SeergateError(f"{out} is not empty; name a new directory with --out")
+    bank = bank_or_refuse(options.model, options.gates)
+    out = new_directory(options.out, f"{Path(options.model).name}-anchors-{options.count}")
     method = Gate.with_gates(bank, **({} if options.budget is None else {"token_budget": options.budget}))
     path = model_path(options.model)
     given = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}

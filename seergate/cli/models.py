@@ -70,6 +70,13 @@ def bank_for(model: str, gates: str | None) -> GateBank | None:
     return None if source is None else load_gates(source)
 
 
+def bank_or_refuse(model: str, gates: str | None) -> GateBank:
+    """Read the adapter of `gates_for`; there must be one."""
+    if (bank := bank_for(model, gates)) is None:
+        raise SeergateError("there are no gates beside the model; give their directory or Hub id with --gates")
+    return bank
+
+
 def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
     """The gates of an evaluation: `bank_for` a model, or several by name."""
     if isinstance(gates, Mapping):
@@ -120,3 +127,12 @@ def check_writable(out: Path) -> None:
         raise SeergateError(f"the output {out} cannot be made: {sentence(error)}") from error
     if not os.access(out, os.W_OK):
         raise SeergateError(f"{out} cannot be written to")
+
+
+def new_directory(out: Path | None, name: str) -> Path:
+    """The output directory, ``runs/NAME`` unless given, which must be empty."""
+    out = out or Path("runs") / name
+    check_writable(out)
+    if any(out.iterdir()):
+        raise SeergateError(f"{out} is not empty; name a new directory with --out")
+    return out

@@ -60,6 +60,7 @@ SMALL_OWN = {
     "plan": ["--no-measure"],
     "train": ["--max-length", "256", "--max-steps", "2", "--recall-budgets", "64"],
     "eval": ["--max-new-tokens", "4", "--budget", "64", "--method", "dense,gate"],
+    "dense-layers": ["--budget", "64", "--task", "needle:length=400:problems=1"],
 }
 
 DOCUMENTS = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != OWN_MODEL)]

@@ -1,0 +1,123 @@
+"""Which layers should stay dense (`DecodeConfig.dense_layers`): those in which a sparse step loses most of an answer.
+
+A few layers can lose the facts of a text while the others lose nothing (docs/recipe.md, "Where facts are lost"). Each
+problem's prompt is read once, densely. Its right answer is then fed to the method again and again from the same cache,
+each time with other layers dense, and the next-token distributions are compared with dense attention's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+
+from seergate.cache.argument import CACHE
+from seergate.checks import check_count
+from seergate.errors import SeergateError
+from seergate.eval.engine import encode, prompt_text, reply_ids
+from seergate.eval.proxies import compare
+from seergate.eval.task import Task
+from seergate.hf.attach import attached
+from seergate.methods.selecting import SelectingMethod
+from seergate.models import families
+
+Text = tuple[Sequence[int], Sequence[int]]
+"""Token ids of a prompt, and of what follows it."""
+
+
+def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
+    """The prompts and right answers of a task.
+
+    Raises:
+        SeergateError: if its problems say no answer of two tokens or more.
+    """
+    found = list[Text]()
+    for problem in task.bound(tokenizer).problems():
+        prompt = prompt_text(tokenizer, problem)
+        reply = reply_ids(tokenizer, prompt, problem.reply) if problem.reply else ()
+        if len(reply) < 2:  # the first token follows from the prompt, which is read densely
+            raise SeergateError(
+                f"the problem {problem.problem_id} of the task {task.name!r} has no right answer of two tokens or "
+                "more to compare on; take needle, variable_tracking or key_value"
+            )
+        found.append((encode(tokenizer, prompt), reply))
+    return found
+
+
+@torch.no_grad()
+def distances(
+    model: PreTrainedModel, method: SelectingMethod, texts: Sequence[Text], plans: Sequence[tuple[int, ...]]
+) -> Tensor:
+    """Distance from dense attention for several choices of dense layers.
+
+    Args:
+        model: in eval mode, nothing attached.
+        method: chooses blocks; its own dense layers are left aside.
+        texts: prompts, and what is decoded after them.
+        plans: the dense layers of each choice.
+
+    Returns:
+        float64 ``[len(plans), len(texts)]``: KL(dense || method) of the next token in nats, mean over the decoded
+        tokens.
+    """
+    found = torch.zeros(len(plans), len(texts), dtype=torch.float64)
+    for column, (prompt, reply) in enumerate(texts):
+        cache = DynamicCache(config=model.config)
+        prompt_ids, given = (torch.tensor([list(ids)], device=model.device) for ids in (prompt, reply[:-1]))
+        targets = torch.tensor(list(reply[1:]), device=model.device)
+        with attached(model, replace(method, dense_layers=())):
+            model(input_ids=prompt_ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        dense = Tensor()
+        for row, layers in enumerate([None, *plans], start=-1):
+            with attached(model, replace(method, dense_layers=layers or ())) as handle:
+                for layer in cache.layers:  # what they remember does not depend on which layers are dense
+                    layer.method = handle.method
+                with handle.passes.forced("dense" if layers is None else "decode"):
+                    logits = model(input_ids=given, **{CACHE: cache}, use_cache=True).logits[0]
+            cache.crop(len(prompt))
+            if layers is None:
+                dense = logits
+            else:
+                found[row, column] = compare(dense, logits, targets)[0].mean()
+    return found
+
+
+def find_dense_layers(
+    model: PreTrainedModel,
+    method: SelectingMethod,
+    texts: Sequence[Text],
+    count: int,
+    report: Callable[[tuple[int, ...], Tensor], object] = lambda plan, kl: None,
+) -> tuple[int, ...]:
+    """Choose the layers that should stay dense, one after the other, each with the smallest distance from dense.
+
+    Args:
+        model, method, texts: see `distances`.
+        count: how many layers, 1 to those in which the method selects; anchors choose for others and are left out.
+        report: called with every choice that was tried and its distance on each text.
+
+    Raises:
+        SeergateError: if the method reads all of every text, so that nothing can be told apart.
+    """
+    method = replace(method, dense_layers=())
+    gated = [layer for layer, _ in families.full_attention_modules(model) if method.selects_in(layer)]
+    layers = [layer for layer in gated if layer not in method.anchors]
+    check_count("count", count, 1, len(layers))
+    longest = max(len(prompt) + len(reply) - 1 for prompt, reply in texts)
+    if method.reads_all(longest):
+        raise SeergateError(
+            f"the longest text has {longest} tokens, all of which {method.name} ({method.nominal}) reads; give longer "
+            "texts, or a smaller budget"
+        )
+    chosen = tuple[int, ...]()
+    for _ in range(count):
+        plans = [tuple(sorted((*chosen, layer))) for layer in layers if layer not in chosen]
+        tried = [*([] if chosen else [()]), *plans]
+        measured = distances(model, method, texts, tried)
+        for plan, kl in zip(tried, measured, strict=True):
+            report(plan, kl)
+        chosen = plans[int(measured[-len(plans) :].mean(1).argmin())]
+    return chosen

@@ -1,0 +1,91 @@
+"""Which layers should stay dense: distances against decoding each text anew, the choice, and the adapter written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import seergate
+from seergate import GateBank, SeergateError, methods
+from seergate.cli.main import main
+from seergate.eval.dense_layers import answered, distances, find_dense_layers
+from seergate.eval.proxies import compare
+from seergate.eval.tasks import make_task
+from seergate.hf.loading import load_tokenizer
+from seergate.paths import shipped
+from tests.eval import support
+from tests.host.test_decode import BLOCK, gates
+from tests.models import prompt, tiny_model
+
+TINY = shipped("checkpoints/tiny-reasoner")
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return tiny_model("qwen3", num_hidden_layers=4).double()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    ids = prompt(90, 1)[0].tolist()
+    return [(ids[:80], ids[80:]), (ids[:60], ids[60:75])]
+
+
+@pytest.mark.parametrize("name", ["gate", "quest"])
+def test_distances_are_those_of_decoding_every_text_anew(deep, texts, name):
+    options = {"bank": gates(deep).double()} if name == "gate" else {"block_size": BLOCK}
+    method = methods.make_method(name, token_budget=2 * BLOCK, **options)
+    plans = [(), (0,), (1, 3), (0, 1, 2, 3)]
+    found = distances(deep, method, texts, plans)
+    for layers, row in zip(plans, found.tolist(), strict=True):
+        for (given, reply), measured in zip(texts, row, strict=True):
+            ids = torch.tensor([given + reply])
+            with torch.no_grad(), seergate.attached(deep, replace(method, dense_layers=layers)) as handle:
+                sparse = seergate.score(deep, ids, start=len(given), logits=True).logits
+                with handle.disable():
+                    dense = deep(ids).logits
+            kl = compare(dense[0, len(given) : -1], sparse[0, 1:], ids[0, len(given) + 1 :])[0]
+            assert measured == pytest.approx(float(kl.mean()), abs=1e-7)
+    assert bool((found[-1] < 1e-7).all()) and bool((found[0] > 1e-2).all())
+
+
+def test_each_further_layer_brings_the_answers_nearest(deep, texts):
+    method = methods.Gate(bank=gates(deep).double(), token_budget=2 * BLOCK, dense_layers=(3,))
+    seen = {}
+    found = find_dense_layers(deep, method, texts, 2, lambda plan, kl: seen.update({plan: float(kl.mean())}))
+    assert set(seen) == {(), (0,), (1,), (2,), (3,), *(plan for plan in seen if len(plan) == 2)}
+    first = min((plan for plan in seen if len(plan) == 1), key=seen.get)
+    pairs = {tuple(sorted((*first, other))) for other in {0, 1, 2, 3} - {*first}}
+    assert {plan for plan in seen if len(plan) == 2} == pairs and found == min(pairs, key=seen.get)
+    anchored = replace(method, dense_layers=(), anchors=(0,))
+    seen.clear()
+    find_dense_layers(deep, anchored, texts, 1, lambda plan, kl: seen.update({plan: kl}))
+    assert (0,) not in seen, "an anchor chooses for others, so it cannot be dense"
+
+
+def test_what_cannot_be_told_apart_is_refused(deep, texts):
+    method = methods.Gate(bank=gates(deep).double(), token_budget=128)
+    with pytest.raises(SeergateError, match=r"the longest text has 89 tokens, all of which gate \(128\) reads; give"):
+        find_dense_layers(deep, method, texts, 1)
+    with pytest.raises(ValueError, match=r"count is 5; it must be a whole number in 1\.\.4"):
+        find_dense_layers(deep, replace(method, token_budget=16), texts, 5)
+    with pytest.raises(SeergateError, match="has no right answer of two tokens or more to compare on; take needle"):
+        answered(load_tokenizer(TINY), make_task("chain_sum", problems=1, variables=5))
+
+
+def test_the_command_writes_gates_that_decode_with_their_dense_layers(tmp_path, capsys):
+    model, out = support.save(tmp_path / "model"), tmp_path / "gates"
+    gates(support.model()).save_pretrained(tmp_path / "given")
+    command = ["dense-layers", "--model", str(model), "--gates", str(tmp_path / "given"), "--count", "1"]
+    command += ["--budget", "64", "--task", "variable_tracking:length=300:problems=2", "--out", str(out)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "2 answers of variable_tracking" in said and said.count("  KL ") == 1 + 2
+    bank = GateBank.from_pretrained(out)
+    (layer,) = bank.decode_config().dense_layers
+    assert len(bank) == 2 and f"dense_layers=[{layer}]" in (out / "README.md").read_text()
+    assert "variable_tracking" in bank.training_record["dense_layers_found_on"]
+    assert methods.Gate.with_gates(bank).dense_layers == (layer,)
+    assert main(command) == 2 and "is not empty" in capsys.readouterr().err
