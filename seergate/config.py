@@ -5,7 +5,7 @@ time), and corrections of the errors of sparse steps (`Lossless`, `Rectify`).
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Literal
@@ -223,11 +223,8 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 """The rules of which one decides how many blocks are read -> further options that go with it alone."""
 
-
-def without_rules(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a `DecodeConfig` without those that decide how many blocks are read."""
-    of_rules = {*RULES, *chain(*RULES.values())}
-    return {name: value for name, value in options.items() if name not in of_rules}
+RULE_OPTIONS = (*RULES, *chain(*RULES.values()))
+"""All options that decide how many blocks are read."""
 
 
 @dataclass(frozen=True)

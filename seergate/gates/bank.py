@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from seergate.config import RULES, SCORERS, DecodeConfig, GateConfig, class_of, without_rules
+from seergate.config import RULE_OPTIONS, RULES, SCORERS, DecodeConfig, GateConfig, class_of
 from seergate.errors import SeergateError, first_line
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
@@ -96,7 +96,8 @@ class Gates(nn.Module):
 
         A rule that is given (one of `seergate.config.RULES`) takes the place of theirs.
         """
-        kept = without_rules(self.decode_defaults) if RULES.keys() & given.keys() else self.decode_defaults
+        replaced = RULE_OPTIONS if RULES.keys() & given.keys() else ()
+        kept = {name: value for name, value in self.decode_defaults.items() if name not in replaced}
         return DecodeConfig(**{**kept, **given})
 
     def record(self) -> dict[str, Any]:
