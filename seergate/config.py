@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Literal
 
-from seergate.checks import check, check_choice, check_count, check_counts, check_flags, check_one_of, is_int
+from seergate.checks import check, check_count, check_counts, check_flags, check_one_of, is_int, is_number
 
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
@@ -184,7 +184,7 @@ class GateConfig:
             raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
         object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
         check_flags(self, "qk_norm", "rope")
-        check_choice(self, q_pooling=Q_POOLINGS)
+        check_one_of("q_pooling", self.q_pooling, Q_POOLINGS)
         for name, default, known in (
             ("k_pooling", POOLINGS, kind.poolings),
             ("q_pooling", "proj", kind.poolings),
@@ -293,14 +293,14 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
                 raise ValueError(f"{name} is {getattr(options, name)!r} without {rule}, which it goes with")
     check_counts(options, optional=True, token_budget=1, budget_min=1, budget_max=1, sink_blocks=0)
     share, least, most = options.budget_share, options.budget_min, options.budget_max
-    right = share is None or (isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1)
+    right = share is None or (is_number(share) and 0 < share <= 1)
     check("budget_share", share, right, "a number greater than 0 and at most 1")
     if least is not None and most is not None:
         check("budget_max", most, most >= least, f"at least budget_min ({least})")
     check_counts(options, dense_below=0)
     for name in ("threshold", "top_p"):
         value = getattr(options, name)
-        right = value is None or (isinstance(value, (int, float)) and 0 < value < 1)
+        right = value is None or (is_number(value) and 0 < value < 1)
         check(name, value, right, "strictly between 0 and 1")
     if block_size is not None and options.sink_blocks is None:
         object.__setattr__(options, "sink_blocks", 0)
