@@ -5,7 +5,7 @@ time), and corrections of the errors of sparse steps (`Lossless`, `Rectify`).
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Literal
@@ -329,6 +329,11 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
                 f"{name} is {value}; with block_size {block_size} and {sinks} sink blocks it must be at least "
                 f"{fewest * block_size}, as one block is the current one and others are to be read beside it"
             )
+
+
+def nearest_anchor(layer: int, anchors: Iterable[int]) -> int:
+    """The nearest of the anchors at or below a layer, or the layer itself if all are above it."""
+    return max((anchor for anchor in anchors if anchor <= layer), default=layer)
 
 
 @dataclass(frozen=True)
