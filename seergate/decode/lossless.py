@@ -416,8 +416,8 @@ def weights_read(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(cache: Cache) -> tuple[int, int]:
-    """Bytes of keys and values that a dense pass reads, what is allocated and not filled left out: in layers where a
-    method selects, and in the others.
+    """Bytes of the stored keys and values, which a dense pass reads: in layers where a method selects, and in the
+    others.
     """
     selectable = fixed = 0
     for layer in cache.layers:

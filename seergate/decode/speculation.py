@@ -87,7 +87,7 @@ def expected_speedup(
 
     Args:
         acceptance: probability that a drafted token is accepted.
-        dense_bytes: weights, keys and values that a dense pass reads, once, be it for one token or for several.
+        dense_bytes: weights, keys and values that a dense pass reads once, whether for one token or for several.
         draft_bytes: the same for a drafting pass.
         per_token: cost of each further token of a dense pass, as a share of its cost (`VERIFYING_COST`).
     """

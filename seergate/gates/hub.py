@@ -30,7 +30,7 @@ def fetch(
     """The directory that ``source`` names, downloaded if it is a Hub repository.
 
     Args:
-        source: directory, one that ships with seergate (``"checkpoints/tiny-reasoner/gates"``), or Hub repository.
+        source: directory, of shipped gates (``"checkpoints/tiny-reasoner/gates"``) or others, or Hub repository.
         patterns: file names to download, ``*`` for anything.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.

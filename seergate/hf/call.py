@@ -57,7 +57,7 @@ def seergate_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function of modules whose configuration names ``"seergate"``.
 
-    The module's pre-hook has put what is to run into the keyword arguments: a `GatedAttention`.
+    The module's pre-hook has put the `GatedAttention` to be run into the keyword arguments.
 
     Args:
         query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
@@ -388,7 +388,7 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
 
     Args:
         mask: see `valid_tokens`.
-        new: number of new slots; one that is decoded alone hides nothing that was read before.
+        new: number of new slots; a single decoded token hides nothing that was read before.
 
     Raises:
         SeergateError: if later tokens of the row stay, or if the layer cannot take back those of one row.
@@ -405,7 +405,7 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
 def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
     real = known & ~hidden
     after = real.sum(1)
-    later = (known.cumsum(1) * real).amax(1) > after  # the place of the last one that stays
+    later = (known.cumsum(1) * real).amax(1) > after  # the place of the last token that stays
     row = int((later if later.any() else hidden.any(1)).int().argmax())
     held = f"the attention_mask hides tokens of row {row} that the cache holds"
     if later.any():

@@ -427,7 +427,7 @@ class CachePages:
         self.listener.rows_cropped(lengths)
 
     def select(self, rows: list[int]) -> None:
-        """Take these rows, in this order; one that comes again is a fork."""
+        """Take these rows, in this order; a row that comes again is a fork."""
         self.listener.rows_forked(self.store.select(rows))
 
     def adopt(self, other: CachePages) -> Copies:
@@ -585,7 +585,7 @@ class Paged(Storage):
         return self.pages.store.physical * self._page_bytes() if self.is_allocated else 0
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        """A page that a row has several times counts once, one that it shares with others whole."""
+        """A page that a row has several times counts once; a page that it shares with others counts whole."""
         used = np.array([len(row.table) - row.repeats for row in self.pages.store.rows])
         return used * self._page_bytes()
 

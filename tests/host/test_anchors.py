@@ -268,7 +268,7 @@ def test_cropped_and_reordered_caches(deep, bank):
 
 
 def test_beams_share_choices_too(deep, bank):
-    """Each beam of a prompt reads as a row of its own: one that is alone finds the same text."""
+    """Each beam of a prompt reads as a row of its own: a prompt alone finds the same text as in a batch."""
     rows = [prompt(40, 1), prompt(52, 2)]
     with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
         beams = [deep.generate(row, max_new_tokens=8, num_beams=3)[0, -8:] for row in rows]
