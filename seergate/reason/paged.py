@@ -25,6 +25,7 @@ from torch import Tensor
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import KVBackend, Storage
+from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Method, Step
@@ -36,7 +37,6 @@ Copies = list[tuple[int, int]]
 
 GROWTH_BLOCKS, GROWTH_SHARE = 16, 1 / 8
 """A store without a limit grows by whichever is larger, this many blocks or this share of those it has."""
-
 
 PAGE_TOKENS = 16
 """Tokens per block where neither the user nor the method gives a number (vLLM's default)."""
@@ -82,7 +82,7 @@ class BlockStore:
 
     def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
         for name, value in (("block_size", block_size), ("limit", limit)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not (is_int(value) and value >= 1):
                 raise SeergateError(f"{name} of a paged cache is {value!r}; it must be a positive number")
         self.block_size, self.limit = block_size, limit
         self.numbers = count() if numbers is None else numbers
