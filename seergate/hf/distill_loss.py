@@ -37,14 +37,12 @@ class DistillOutput:
             per token and KV head; of TRIM-KV's, which learn from the model's output, their loss, for all layers.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
             blocks hold; of retention gates see `ops.retention_kl`.
-        rows: how many rows counted in each segment-wise mean, all segments together.
         far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; with ``DistillSpec.far``.
     """
 
     loss: Tensor
     kl_per_layer: Tensor
     recall: Tensor
-    rows: Tensor
     far: Tensor | None = None
 
 
@@ -146,7 +144,7 @@ class LayerwiseLoss(DistillLoss):
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
         sums = [sums.to(home) for sums in self.far]
         far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
-        return DistillOutput(self.total(share), kl_per_layer, recall, self.stats[0].rows, far)
+        return DistillOutput(self.total(share), kl_per_layer, recall, far)
 
 
 class StoredGradients(torch.autograd.Function):
