@@ -12,6 +12,7 @@ Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.selecting import SelectingMethod
 from seergate.ops.paging import unpaged
+from seergate.stats import token_bytes
 
 Copies = list[tuple[int, int]]
 """Physical blocks to be copied, (from, to), all at once and before anything is written."""
@@ -126,11 +128,8 @@ class BlockStore:
         """
         opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
         needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
-        leaving: dict[int, int] = {}  # of a block whose users all leave it, the last one's copy takes its place
-        for row, reopened in zip(self.rows, opens, strict=True):
-            if reopened:
-                block = row.table[-1]
-                leaving[block] = leaving.get(block, 0) + 1
+        # Of a block whose users all leave it, the last one's copy takes its place.
+        leaving = Counter(row.table[-1] for row, reopened in zip(self.rows, opens, strict=True) if reopened)
         needed += sum(n - (n == self.references[block]) for block, n in leaving.items())
         self._reserve(needed)
         copies: Copies = []
@@ -590,7 +589,7 @@ class Paged(Storage):
         return used * self._page_bytes()
 
     def _page_bytes(self) -> int:
-        return sum(x.shape[1:].numel() * x.element_size() for x in (self.key_pages, self.value_pages))
+        return self.key_pages.shape[1:3].numel() * token_bytes(self.key_pages, self.value_pages)
 
 
 def _copy(source: Tensor, target: Tensor, copies: Copies) -> None:
