@@ -400,11 +400,8 @@ def weights_read(model: PreTrainedModel) -> int:
     """Bytes of the weights that a pass over one token reads: all but the input embeddings, unless the head uses them
     too, and of the experts as many as a token is sent to.
     """
-    config, embeddings, head = (
-        model.config.get_text_config(),
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    )
+    config = model.config.get_text_config()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
     read = getattr(config, "num_experts_per_tok", None) or experts
     everything = sum(
