@@ -48,8 +48,6 @@ class Centres:
             return NotImplemented
         return (self.fingerprint, self.made) == (other.fingerprint, other.made)
 
-    __hash__ = None  # type: ignore[assignment]
-
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change when the centres do."""
