@@ -275,8 +275,6 @@ class _Run:
             emitted = self.ids.shape[1] - before
             self._crop_to(held + emitted)
         self._advance(outputs, emitted)
-        self.more_read = share / expected if length else self.more_read
-
         counted.draft_seconds += drafted - began
         counted.verify_seconds += time.perf_counter() - drafted
         counted.cycles += length > 0
@@ -287,6 +285,7 @@ class _Run:
         counted.cost += cycle_cost(length, dense_bytes, draft_bytes, self.length.per_token)
         counted.bytes_dense += emitted * dense_bytes
         if length:
+            self.more_read = share / expected
             counted.drafted += length
             counted.accepted += sum(per_row)
             counted.tried += sum(min(length, found + 1) for found in per_row)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any, cast
 
@@ -279,23 +280,6 @@ class BlockStore:
             self._free.append(block)
 
 
-class _Gathered:
-    """A field of `Step` that is given as pages and read as the contiguous tensor that they stand for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, step: Any, owner: type) -> Any:
-        if step is None:
-            return self
-        if self.name not in step.gathered:
-            step.gathered[self.name] = unpaged(step.paged[self.name], step.page_table)
-        return step.gathered[self.name]
-
-    def __set__(self, step: Any, value: Tensor) -> None:
-        (step.gathered if step.page_table is None else step.paged)[self.name] = value
-
-
 class PagedStep(Step):
     """A step whose cache lies in pages. Ops read the pages; a method that asks for all keys gets a copy of them.
 
@@ -305,20 +289,25 @@ class PagedStep(Step):
         **facts: the fields of `Step`.
     """
 
-    keys_BKCD = _Gathered()  # type: ignore[assignment]
-    values_BKCD = _Gathered()  # type: ignore[assignment]
-
     def __init__(self, page_table: Tensor | None = None, **facts: Any) -> None:
-        self.page_table = page_table
-        self.paged: dict[str, Tensor] = {}
-        self.gathered: dict[str, Tensor] = {}
         super().__init__(**facts)
+        self._stored: Any = (self.keys_BKCD, self.values_BKCD, page_table)
+        if page_table is not None:  # gathered where a method asks for them
+            del self.keys_BKCD, self.values_BKCD
+
+    @cached_property
+    def keys_BKCD(self) -> Tensor:  # type: ignore[override]
+        """A copy."""
+        return unpaged(self._stored[0], self._stored[2])
+
+    @cached_property
+    def values_BKCD(self) -> Tensor:  # type: ignore[override]
+        """A copy."""
+        return unpaged(self._stored[1], self._stored[2])
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.page_table is None:
-            return super().stored
-        return self.paged["keys_BKCD"], self.paged["values_BKCD"], self.page_table
+        return self._stored  # type: ignore[no-any-return]
 
 
 class Listener:
