@@ -272,7 +272,7 @@ class DynamicStorage(Storage):
         """So many tokens rounded up to whole blocks: a block is one contiguous piece of a buffer."""
         return -(-tokens // self.block_size) * self.block_size
 
-    def reserve(self, tokens: int, max_tokens: int | None = None) -> None:
+    def reserve(self, tokens: int, max_tokens: int | None) -> None:
         """Make room for so many tokens in every row; ``max_tokens`` as in `write`."""
         capacity = self._keys.shape[2]
         if tokens <= capacity:

@@ -50,7 +50,7 @@ class Source:
         return json.dumps(self.name) + "".join(named)
 
 
-def model_card(bank: Gates, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
+def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
     """The README of gates.
 
     Args:

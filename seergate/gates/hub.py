@@ -143,7 +143,7 @@ def push_adapter(
     return str(commit.pr_url or commit.commit_url)
 
 
-def licence_of_base(bank: Gates, token: str | bool | None = None) -> dict[str, str]:
+def licence_of_base(bank: Gates, token: str | bool | None) -> dict[str, str]:
     """The licence in the card of the base model; empty if none is found."""
     from huggingface_hub import HfApi, ModelCard
 
