@@ -137,13 +137,10 @@ class Rectification:
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
-        whole = [self._reads_all(length) for length in layer.rows.resident]
+        every_layer = set(self.layers) <= set(self.method.dense_layers)
+        whole = [every_layer or self.method.reads_all(length) for length in layer.rows.resident]
         known = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
         rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
-
-    def _reads_all(self, length: int) -> bool:
-        """True if a step of a row of so many tokens is dense in every layer."""
-        return self.method.reads_all(length) or all(layer in self.method.dense_layers for layer in self.layers)
 
     def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
