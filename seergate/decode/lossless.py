@@ -196,7 +196,7 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     tokenizer, config = kwargs.get("tokenizer"), kwargs.get("generation_config") or model.generation_config
     strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
     if tokenizer is None or strings is None:
-        return  # `generate` raises an error that names what is missing
+        return  # `generate` raises an error that names the missing one
     del kwargs["tokenizer"]
     kwargs.pop("stop_strings", None)
     if getattr(config, "stop_strings", None) is not None:

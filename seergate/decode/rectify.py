@@ -73,7 +73,7 @@ class Rectification:
         return {"rectification": {"every": self.every, "passes": self.dense_passes, "tokens": self.tokens}}
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Rectify what is due before new tokens come."""
+        """Rectify the tokens that are due before new ones come."""
         if self.busy:
             return
         cache, layer = self._cache_of(cache_of(kwargs))
@@ -211,4 +211,4 @@ def _record_past(cache: Cache, nothing_pending: bool) -> None:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
             if nothing_pending:
-                layer.crop(0)  # releases what is outside of the window
+                layer.crop(0)  # releases the tokens outside of the window

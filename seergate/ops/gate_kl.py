@@ -86,7 +86,7 @@ def gate_kl(
     teacher is frozen.
 
     On GPUs, gates in fp32 that are wider than 128 are multiplied in bf16, for which there are registers; sums, the
-    softmax and what is returned are fp32.
+    softmax and the results are fp32.
 
     Args:
         q: ``[T, H, d]`` packed queries as the attention sees them (after RoPE).

@@ -145,7 +145,7 @@ class BlockStore:
             row.length += n
             if reopened or missing:
                 self.stale.add(position)
-            if reopened and row.repeats:  # what is open now may have been a repeat before a crop
+            if reopened and row.repeats:  # the open block may have been a repeat before a crop
                 row.repeats = len(row.table) - len(set(row.table))
         return copies
 
@@ -158,7 +158,7 @@ class BlockStore:
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Keep the first tokens of each row."""
-        self.seal()  # what is full stays as it is, even if a row now uses only part of it
+        self.seal()  # a full block stays as it is, even if a row now uses only part of it
         for position, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
             if not 0 <= length <= row.length:
                 raise SeergateError(f"a row of {row.length} tokens cannot be cropped to {length}")
@@ -399,7 +399,7 @@ class CachePages:
         return self._done
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
-        """Between two forward passes: seal what is full, and make room for new tokens."""
+        """Between two forward passes: seal full blocks, and make room for new tokens."""
         if not self.store.rows:
             self.store.add_rows(len(counts))
         self.store.seal()
