@@ -116,7 +116,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
 
 def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> list[list[Outcome]]:
-    """Train the variants that are not trained yet, together where they can share a frozen model; each study's outcomes.
+    """Train the variants that are not trained yet, with shared frozen models where they can; each study's outcomes.
 
     All runs of a study read the model and the dataset at the commits of its first run.
     """
