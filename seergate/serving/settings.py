@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from seergate import config
+from seergate.config import RULE_OPTIONS
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates.bank import Gates
 from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, method_class
 
 KEY = "seergate"
-RULES = (*config.RULES, "budget_min", "budget_max", "dense_layers")
+RULES = (*RULE_OPTIONS, "dense_layers")
 """Options of a method that can be given inside a server."""
 
 
