@@ -34,6 +34,7 @@ def configured(seergate: Any, model: Any = REASONER, **options: Any) -> Any:
         ({"method": "quest", "gates": GATES}, "must be left out with 'quest'"),
         ({"method": "quest", "revision": "main"}, "seergate.revision is 'main' without gates"),
         ({"gates": GATES, "dense_layers": 1}, "seergate.dense_layers is 1; it must be a list of layers"),
+        ({"gates": GATES, "anchors": 1}, "seergate.anchors is 1; it must be a list of layers"),
     ],
 )
 def test_settings_that_make_no_sense(values: Any, sentence: str) -> None:
@@ -71,6 +72,12 @@ def test_gates_set_the_page_and_the_worker_and_no_environment() -> None:
         ({"gates": GATES, "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
         ({"method": "quest", "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
         ({"gates": GATES, "dense_layers": [0, 1, 2, 3]}, {}, "that leaves no layer to make sparse"),
+        ({"gates": GATES, "anchors": [7]}, {}, r"anchors names \[7\]; the layers with full attention are"),
+        (
+            {"gates": GATES, "anchors": [0]},
+            {"pipeline_parallel_size": 2},
+            r"size is 2 and anchors \[0",
+        ),
         ({"gates": GATES}, {"tensor_parallel_size": 4}, "tensor_parallel_size exceeds the number of KV heads"),
         ({"gates": GATES}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
         ({"gates": GATES}, {"worker_cls": "some.Worker"}, "worker_cls is 'some.Worker'; with seergate"),
