@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from seergate import GateBank, GateConfig, SeergateError
+from seergate.methods import Gate, Quest
 from seergate.serving.checks import check_model
 from seergate.serving.settings import Settings
 from seergate.vllm.checks import check_engine, check_page
@@ -117,10 +118,10 @@ def test_gates_of_a_model_with_another_rope(rope: dict[str, Any]) -> None:
     model = tiny_model("qwen3", head_dim=32)
     bank = GateBank.for_model(model, GateConfig(block_size=32, gate_dim=32))
     config = copy.deepcopy(model.config)
-    check_model(config, bank, ())
+    check_model(config, bank, Gate(bank=bank))
     config.rope_parameters = {**config.rope_parameters, "original_max_position_embeddings": 64, **rope}
     with pytest.raises(SeergateError, match="gates are for another model: the model's RoPE frequencies"):
-        check_model(config, bank, ())
+        check_model(config, bank, Gate(bank=bank))
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -181,4 +182,4 @@ def test_drafts_whose_numbers_only_a_gpu_knows() -> None:
 )
 def test_models_that_cannot_be_sparse(family: str, options: Any, sentence: str) -> None:
     with pytest.raises(SeergateError, match=sentence):
-        check_model(tiny_model(family, **options).config, None, ())
+        check_model(tiny_model(family, **options).config, None, Quest(dense_layers=()))
