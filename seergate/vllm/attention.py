@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
 from seergate.ops.backend import choose
-from seergate.ops.torch_impl.selection import Candidates, candidates_of, ranked_blocks
+from seergate.ops.torch_impl.selection import Candidates, best_blocks, candidates_of
 from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
@@ -353,7 +353,6 @@ class SparseAttention:
 
     def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor, output_RHD: Tensor) -> None:
         rows, size = plan.rows, self.method.block_size
-        query_RHD = query_RHD.view(len(query_RHD), -1, pages.dim)
         if self.anchor is self:
             indices_RKX, counts = self._chosen(self._scores(pages, rows, query_RHD), rows)
             plan.tables[self] = pages.table(rows, indices_RKX), counts
@@ -377,7 +376,7 @@ class SparseAttention:
         if rows.kept is not None and choose(scores_RKN.device) == "torch":
             # The method's own choice, with what does not depend on scores computed once.
             candidates = rows.once(candidates_in, scores_RKN.shape[2], method.block_size, method.sink_blocks)
-            return ranked_blocks(scores_RKN, candidates, rows.kept).sort(dim=-1).values, rows.kept
+            return best_blocks(scores_RKN, candidates, rows.kept), rows.kept
         indices_RKX, counts_RK = method.choose(scores_RKN, rows.lengths_R)
         return indices_RKX.clamp(min=0).long(), counts_RK
 
