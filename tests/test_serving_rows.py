@@ -116,7 +116,7 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
     inv_freq = torch.rand(E // 2, generator=draw)
     gate = AttnGate(GateConfig(SIZE, gate_dim=E), num_heads=K * G, num_kv_heads=K, head_dim=D, inv_freq=inv_freq)
     layer = SparseAttention()
-    layer.kind, layer.num_kv_heads, layer.pages = Tables, K, WeakTensorKeyDictionary()
+    layer.kind, layer.anchor, layer.num_kv_heads, layer.pages = Tables, layer, K, WeakTensorKeyDictionary()
     layer.method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE)
     layer.scoring, layer.counts = GateScores(gate, Unrotation(rotary)), Counts(*torch.zeros(2, dtype=torch.long))
     numbers = K * (SIZE * 2 * D + E)  # of a page, its summary included
