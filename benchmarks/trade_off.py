@@ -20,11 +20,11 @@ from seergate.report.plots import DPI, pyplot
 from seergate.report.styles import style
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "trade-off.png"
-SHIPPED = "gate, layers 7,18 dense"
+SPARSE = "gate, all sparse"
 DRAWN = {
     "oracle": "oracle",
-    SHIPPED: "gate",
-    "gate, all sparse": "gate, all layers sparse",
+    "gate, layers 7,18 dense": "gate",
+    SPARSE: "gate, all layers sparse",
     "quest": "quest",
     "snapkv": "snapkv",
     "streaming_llm": "streaming_llm",
@@ -67,7 +67,7 @@ def draw(results: Path) -> Any:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
     for method, points in distances(results).items():
         shares, means, errors = zip(*points, strict=True)
-        drawn = style(method.partition(",")[0]) | ({} if method == SHIPPED or "," not in method else {"linestyle": ":"})
+        drawn = style(method.partition(",")[0]) | ({"linestyle": ":"} if method == SPARSE else {})
         left.errorbar(shares, means, errors, label=DRAWN[method], capsize=3, **drawn)
     left.set_yscale("log")
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
