@@ -4,7 +4,6 @@
 
 1. `lengths`: dense attention on problems of every size, from the shortest to the largest it was made for.
 2. `medium`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
-3. `largest`: the same on problems of the largest size, if ``--largest-budgets`` are given.
 
 All settings of a part answer the same problems. ``gate_minus_this`` is the difference of the accuracies on them, with
 its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped. A
@@ -22,7 +21,7 @@ import torch
 from collect import rows_of
 from common import arguments, save
 
-from seergate.cli.models import TINY, gates_for, load_gates, load_model, model_path
+from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_gates, load_model
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.hf.loading import load_tokenizer
@@ -35,13 +34,11 @@ def measure(
     part: str, variables: int, problems: int, methods: list[str], budgets: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One size of problems under some methods."""
-    bank = load_gates(gates_for(options.model, None) or "")
-    path = model_path(options.model)
-    model, tokenizer = load_model(path), load_tokenizer(path)
+    bank, model, tokenizer = load_gates(TINY_GATES), load_model(TINY_MODEL), load_tokenizer(TINY_MODEL)
     task = make_task("chain_sum", problems=problems, variables=variables)
     specs = grid(methods, budgets, bank.config.block_size)
     out = options.runs / f"{part}-{variables}"
-    how = RunOptions(batch_size=options.batch_size, model_name=options.model)
+    how = RunOptions(batch_size=options.batch_size, model_name=TINY)
     sweep(model, tokenizer, task, specs, out, how, gates=bank)
     (found,) = load_sweeps(out)
     rows = [{"part": part, "variables": variables, **row} for row in rows_of(found)]
@@ -53,8 +50,6 @@ def measure(
 def main() -> None:
     """Parse the command line, measure, print, save."""
     parser = arguments(__doc__)
-    parser.add_argument("--model", default=TINY, help="another one of its kind, with gates/ in its directory")
-    parser.add_argument("--name", default="tiny_reasoner", help="of the file of results")
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=[5, 10, 20, 40, 60, 75], help="variables, dense only"
     )
@@ -62,9 +57,6 @@ def main() -> None:
     parser.add_argument("--medium", type=int, default=20, help="variables")
     parser.add_argument("--medium-problems", type=int, default=256)
     parser.add_argument("--medium-budgets", type=int, nargs="*", default=[16, 32, 64, 128])
-    parser.add_argument("--largest", type=int, default=75, help="variables")
-    parser.add_argument("--largest-problems", type=int, default=48)
-    parser.add_argument("--largest-budgets", type=int, nargs="*", default=[])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")
     options = parser.parse_args()
@@ -72,12 +64,10 @@ def main() -> None:
     rows = []
     for variables in options.lengths:
         rows += measure("lengths", variables, options.length_problems, ["dense"], [], options)
-    for part in ("medium", "largest"):
-        size, problems, budgets = (getattr(options, name) for name in (part, f"{part}_problems", f"{part}_budgets"))
-        if budgets:
-            rows += measure(part, size, problems, METHODS, budgets, options)
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "runs", "name")}
-    print("saved to", save(options.name, torch.device("cpu"), described, rows, options.output))
+    if options.medium_budgets:
+        rows += measure("medium", options.medium, options.medium_problems, METHODS, options.medium_budgets, options)
+    described = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
+    print("saved to", save("tiny_reasoner", torch.device("cpu"), described, rows, options.output))
 
 
 if __name__ == "__main__":

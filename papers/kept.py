@@ -33,7 +33,7 @@ def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int
         layer = next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
     if layer not in kv_heads:
         raise ValueError(
-            f"layer is {layer}; it must be one that has full attention and keys of its own, in this model "
+            f"layer is {layer}; it must be a layer with full attention and keys of its own, in this model "
             f"{', '.join(map(str, kv_heads))}"
         )
     if not 0 <= head < kv_heads[layer]:

@@ -5,12 +5,12 @@ time), and corrections of the errors of sparse steps (`Lossless`, `Rectify`).
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from typing import Any, Literal
 
-from seergate.checks import check, check_choice, check_count, check_counts, check_flags, check_one_of, is_int
+from seergate.checks import check, check_count, check_counts, check_flags, check_one_of, is_int, is_number
 
 TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
@@ -184,7 +184,7 @@ class GateConfig:
             raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
         object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
         check_flags(self, "qk_norm", "rope")
-        check_choice(self, q_pooling=Q_POOLINGS)
+        check_one_of("q_pooling", self.q_pooling, Q_POOLINGS)
         for name, default, known in (
             ("k_pooling", POOLINGS, kind.poolings),
             ("q_pooling", "proj", kind.poolings),
@@ -223,11 +223,8 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 """The rules of which one decides how many blocks are read -> further options that go with it alone."""
 
-
-def without_rules(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a `DecodeConfig` without those that decide how many blocks are read."""
-    of_rules = {*RULES, *chain(*RULES.values())}
-    return {name: value for name, value in options.items() if name not in of_rules}
+RULE_OPTIONS = (*RULES, *chain(*RULES.values()))
+"""All options that decide how many blocks are read."""
 
 
 @dataclass(frozen=True)
@@ -296,14 +293,14 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
                 raise ValueError(f"{name} is {getattr(options, name)!r} without {rule}, which it goes with")
     check_counts(options, optional=True, token_budget=1, budget_min=1, budget_max=1, sink_blocks=0)
     share, least, most = options.budget_share, options.budget_min, options.budget_max
-    right = share is None or (isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= 1)
+    right = share is None or (is_number(share) and 0 < share <= 1)
     check("budget_share", share, right, "a number greater than 0 and at most 1")
     if least is not None and most is not None:
         check("budget_max", most, most >= least, f"at least budget_min ({least})")
     check_counts(options, dense_below=0)
     for name in ("threshold", "top_p"):
         value = getattr(options, name)
-        right = value is None or (isinstance(value, (int, float)) and 0 < value < 1)
+        right = value is None or (is_number(value) and 0 < value < 1)
         check(name, value, right, "strictly between 0 and 1")
     if block_size is not None and options.sink_blocks is None:
         object.__setattr__(options, "sink_blocks", 0)
@@ -332,6 +329,11 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
                 f"{name} is {value}; with block_size {block_size} and {sinks} sink blocks it must be at least "
                 f"{fewest * block_size}, as one block is the current one and others are to be read beside it"
             )
+
+
+def nearest_anchor(layer: int, anchors: Iterable[int]) -> int:
+    """The nearest of the anchors at or below a layer, or the layer itself if all are above it."""
+    return max((anchor for anchor in anchors if anchor <= layer), default=layer)
 
 
 @dataclass(frozen=True)

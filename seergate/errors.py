@@ -18,14 +18,16 @@ class SeergateError(ValueError):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the most similar known name, or all of them.
 
-    ``evaluate`` is like ``eval``, ``lr`` like ``learning_rate``, ``qest`` like ``quest``.
+    ``evaluate`` is like ``eval``, ``lr`` like ``learning_rate``, ``qest`` like ``quest``; ``budget`` is more like
+    ``token_budget``, which ends with it, than like ``budget_min``.
     """
     plain = {_plain(each): each for each in known}
     word = _plain(name)
-    longer = [each for each in plain if len(word) > 2 and (each.startswith(word) or each.endswith(f"_{word}"))]
+    kinds = [each for each in plain if len(word) > 2 and each.endswith(f"_{word}")]
+    longer = [each for each in plain if len(word) > 2 and each.startswith(word)]
     shorter = [each for each in plain if len(each) > 2 and word.startswith(each)]
     spelled_out = [each for each in plain if word == "".join(part[:1] for part in each.split("_"))]
-    near = longer + shorter + spelled_out + difflib.get_close_matches(word, plain, n=1)
+    near = kinds + longer + shorter + spelled_out + difflib.get_close_matches(word, plain, n=1)
     return f"did you mean {plain[near[0]]!r}?" if near else f"there are {', '.join(plain.values()) or 'none'}"
 
 

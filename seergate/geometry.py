@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from seergate.checks import check, is_int
+from seergate.checks import check, is_int, is_number
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ModelGeometry:
             value = known.get(name)
             check(name, value, isinstance(value, str) or (value is None and name != "model_type"), "a text")
         for value in (known.get("attention_scaling", 1.0), *known["inv_freq"]):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e6:
+            if not (is_number(value) and 0 <= value <= 1e6):
                 raise ValueError(f"inv_freq and attention_scaling must be numbers in 0..1e6, but one is {value!r}")
         return cls(**known)
 

@@ -78,9 +78,7 @@ def unanswered(error: BaseException) -> bool:
     return status >= 500 if status else any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
 
 
-def cached_commit(
-    repo_id: str, revision: str | None = None, cache_dir: str | os.PathLike[str] | None = None
-) -> str | None:
+def cached_commit(repo_id: str, revision: str | None, cache_dir: str | os.PathLike[str] | None = None) -> str | None:
     """The commit that a revision of a model had when it was last downloaded here; ``None`` if it never was."""
     from huggingface_hub import try_to_load_from_cache
 

@@ -34,7 +34,6 @@ SMALL = {
 LONG = {
     "anchors": "--threads 1 --texts 2 --lengths 300 400 --scored 32 --calibration-texts 1 --rows 16 --rounds 2 "
     "--steps 2",
-    "oracle_gap": "--threads 1 --steps 1 --held-out 1 --only attn_gate indexer",
     "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
     "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
@@ -81,20 +80,6 @@ def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path)
     assert done.returncode == 0, done.stderr
     assert record_of(tmp_path)["rows"]
-
-
-def test_rows_that_are_kept_keep_the_commit_that_measured_them(tmp_path: Path) -> None:
-    how = {"threads": 1, "steps": 1, "stride": 3, "held_out": 1}
-    earlier = {"variant": "msa", "kl": 0.5, "commit": "0ld"}
-    (tmp_path / "oracle_gap.json").write_text(json.dumps({"options": how, "rows": [earlier]}))
-    done = run_script("benchmarks/oracle_gap.py", *["--threads", "1", "--steps", "1", "--held-out", "1", "--output"],
-                      str(tmp_path), "--only", "the teacher")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    record = record_of(tmp_path)
-    new, kept = record["rows"]
-    assert new["variant"] == "the teacher" and new["commit"] == record["machine"]["commit"] and kept == earlier
-    saved = json.loads((ROOT / "benchmarks/results/oracle_gap.json").read_text())
-    assert all(row["commit"] for row in saved["rows"])
 
 
 def test_decode(tmp_path: Path) -> None:

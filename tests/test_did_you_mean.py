@@ -11,7 +11,7 @@ from seergate.errors import did_you_mean
     ("name", "known", "said"),
     [
         ("evaluate", ["ablate", "eval"], "did you mean 'eval'?"),
-        ("budget", ["threshold", "token_budget"], "did you mean 'token_budget'?"),
+        ("budget", ["budget_min", "threshold", "token_budget"], "did you mean 'token_budget'?"),
         ("lr", ["min_lr", "learning_rate"], "did you mean 'learning_rate'?"),
         ("--lr", ["--min-lr", "--learning-rate"], "did you mean '--learning-rate'?"),
         ("Qest", ["dense", "quest"], "did you mean 'quest'?"),

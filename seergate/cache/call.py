@@ -50,7 +50,7 @@ class ForwardModes:
     `seergate.score` and a caller's own loop (`forced`), or by the hooks of ``generate`` (`prefilling`, `drafting`).
 
     Args:
-        decodes_drafts: whether the method can decode several tokens of one pass; one that evicts cannot.
+        decodes_drafts: whether the method can decode several tokens of one pass; evicting methods cannot.
         reads_leftovers: whether a prompt's last chunk can be read densely if it is a single token.
 
     Attributes:

@@ -56,12 +56,12 @@ class GatedLayer(CacheLayerMixin):
         layer: int,
         num_heads: int,
         rotary: Rotary,
-        shared: bool = False,
-        compiles: bool = False,
-        anchor: GatedLayer | None = None,
-        last_reader: int | None = None,
+        shared: bool,
+        compiles: bool,
+        anchor: GatedLayer | None,
+        last_reader: int,
     ) -> None:
-        self.anchor, self.last_reader = anchor, layer if last_reader is None else last_reader
+        self.anchor, self.last_reader = anchor, last_reader
         self.storage, self.method, self.layer, self.num_heads, self.rotary = storage, method, layer, num_heads, rotary
         self.static_length, self.shared, self.is_compileable = storage.static_length, shared, compiles
         self.block_size = int(getattr(method, "block_size", 1))

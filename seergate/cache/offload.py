@@ -36,6 +36,7 @@ from seergate.methods.evicting import AttentionOutput
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod
 from seergate.ops import Selection
 from seergate.ops.selection import UNBOUNDED
+from seergate.stats import token_bytes
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class BlockPool:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block's keys and values."""
-        return self.block_size * (self.keys.shape[3] + self.values.shape[3]) * self.keys.element_size()
+        return self.block_size * token_bytes(self.keys, self.values)
 
     def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, int] | None:
         """The slots of these blocks, after fetching the missing ones.

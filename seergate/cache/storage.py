@@ -25,6 +25,7 @@ from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection
+from seergate.stats import token_bytes
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """Buffers grow by whichever is larger, this many tokens or this share of what they hold."""
@@ -271,7 +272,7 @@ class DynamicStorage(Storage):
         """So many tokens rounded up to whole blocks: a block is one contiguous piece of a buffer."""
         return -(-tokens // self.block_size) * self.block_size
 
-    def reserve(self, tokens: int, max_tokens: int | None = None) -> None:
+    def reserve(self, tokens: int, max_tokens: int | None) -> None:
         """Make room for so many tokens in every row; ``max_tokens`` as in `write`."""
         capacity = self._keys.shape[2]
         if tokens <= capacity:
@@ -347,6 +348,4 @@ class DynamicStorage(Storage):
         return self._keys.nbytes + self._values.nbytes
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        keys, values = self._keys, self._values
-        each = keys.shape[1] * (keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size())
-        return np.array(held) * each
+        return np.array(held) * (self._keys.shape[1] * token_bytes(self._keys, self._values))

@@ -1,1 +1,1 @@
-"""A decode step: what is chosen, what is read, what is counted, what is corrected."""
+"""A decode step: the choice of blocks, attention to them, statistics, traces and corrections."""

@@ -1,6 +1,6 @@
 """Table of the combinations of storage, method, correction and model that are refused, with reasons.
 
-What is being put together is described by tags, each with the name that an error gives it. Any pair in `REFUSED` that
+Tags describe the parts that are put together, each with the name that an error gives it. Any pair in `REFUSED` that
 meets is an error.
 
 | axis | tags |

@@ -196,7 +196,7 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     tokenizer, config = kwargs.get("tokenizer"), kwargs.get("generation_config") or model.generation_config
     strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
     if tokenizer is None or strings is None:
-        return  # `generate` raises an error that names what is missing
+        return  # `generate` raises an error that names the missing one
     del kwargs["tokenizer"]
     kwargs.pop("stop_strings", None)
     if getattr(config, "stop_strings", None) is not None:
@@ -275,8 +275,6 @@ class _Run:
             emitted = self.ids.shape[1] - before
             self._crop_to(held + emitted)
         self._advance(outputs, emitted)
-        self.more_read = share / expected if length else self.more_read
-
         counted.draft_seconds += drafted - began
         counted.verify_seconds += time.perf_counter() - drafted
         counted.cycles += length > 0
@@ -287,6 +285,7 @@ class _Run:
         counted.cost += cycle_cost(length, dense_bytes, draft_bytes, self.length.per_token)
         counted.bytes_dense += emitted * dense_bytes
         if length:
+            self.more_read = share / expected
             counted.drafted += length
             counted.accepted += sum(per_row)
             counted.tried += sum(min(length, found + 1) for found in per_row)
@@ -400,11 +399,8 @@ def weights_read(model: PreTrainedModel) -> int:
     """Bytes of the weights that a pass over one token reads: all but the input embeddings, unless the head uses them
     too, and of the experts as many as a token is sent to.
     """
-    config, embeddings, head = (
-        model.config.get_text_config(),
-        model.get_input_embeddings(),
-        model.get_output_embeddings(),
-    )
+    config = model.config.get_text_config()
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 1)
     read = getattr(config, "num_experts_per_tok", None) or experts
     everything = sum(
@@ -416,8 +412,8 @@ def weights_read(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(cache: Cache) -> tuple[int, int]:
-    """Bytes of keys and values that a dense pass reads, what is allocated and not filled left out: in layers where a
-    method selects, and in the others.
+    """Bytes of the stored keys and values, which a dense pass reads: in layers where a method selects, and in the
+    others.
     """
     selectable = fixed = 0
     for layer in cache.layers:

@@ -73,7 +73,7 @@ class Rectification:
         return {"rectification": {"every": self.every, "passes": self.dense_passes, "tokens": self.tokens}}
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Rectify what is due before new tokens come."""
+        """Rectify the tokens that are due before new ones come."""
         if self.busy:
             return
         cache, layer = self._cache_of(cache_of(kwargs))
@@ -137,13 +137,10 @@ class Rectification:
         rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
-        whole = [self._reads_all(length) for length in layer.rows.resident]
+        every_layer = set(self.layers) <= set(self.method.dense_layers)
+        whole = [every_layer or self.method.reads_all(length) for length in layer.rows.resident]
         known = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
         rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
-
-    def _reads_all(self, length: int) -> bool:
-        """True if a step of a row of so many tokens is dense in every layer."""
-        return self.method.reads_all(length) or all(layer in self.method.dense_layers for layer in self.layers)
 
     def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
@@ -214,4 +211,4 @@ def _record_past(cache: Cache, nothing_pending: bool) -> None:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()
             if nothing_pending:
-                layer.crop(0)  # releases what is outside of the window
+                layer.crop(0)  # releases the tokens outside of the window

@@ -75,7 +75,7 @@ def expected_tokens(acceptance: float, length: int) -> float:
     return float(sum(acceptance**i for i in range(length + 1)))
 
 
-def cycle_cost(length: int, dense_bytes: float, draft_bytes: float, per_token: float = 0.0) -> float:
+def cycle_cost(length: int, dense_bytes: float, draft_bytes: float, per_token: float) -> float:
     """Cost of ``length`` drafting passes and the verification, in bytes read; arguments as of `expected_speedup`."""
     return length * draft_bytes + dense_bytes * (1 + per_token * length)
 
@@ -87,7 +87,7 @@ def expected_speedup(
 
     Args:
         acceptance: probability that a drafted token is accepted.
-        dense_bytes: weights, keys and values that a dense pass reads, once, be it for one token or for several.
+        dense_bytes: weights, keys and values that a dense pass reads once, whether for one token or for several.
         draft_bytes: the same for a drafting pass.
         per_token: cost of each further token of a dense pass, as a share of its cost (`VERIFYING_COST`).
     """

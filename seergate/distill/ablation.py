@@ -88,7 +88,7 @@ def load_study(name: str) -> Study:
 
 
 def variant_configs(study: Study, model: str | None, options: Mapping[str, Any]) -> dict[str, TrainConfig]:
-    """The run of every variant, checked: what is wrong with the last one is found before the first one trains.
+    """The run of every variant, checked: a mistake in the last one is found before the first one trains.
 
     In the user's ``options``, ``output_dir`` is the study's directory.
     """
@@ -116,7 +116,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
 
 def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> list[list[Outcome]]:
-    """Train what is not yet trained, all at once as far as runs can share a frozen model; the outcomes of each study.
+    """Train the variants that are not trained yet, with shared frozen models where they can; each study's outcomes.
 
     All runs of a study read the model and the dataset at the commits of its first run.
     """

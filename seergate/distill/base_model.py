@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from seergate.checks import is_number
 from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
@@ -108,7 +109,7 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
         try:
             if kind not in ROPE_INIT_FUNCTIONS:
                 raise ValueError(did_you_mean(str(kind), ROPE_INIT_FUNCTIONS))
-            if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor < 1:
+            if not (is_number(factor) and factor >= 1):
                 raise ValueError("its factor must be a number of at least 1")
             text.standardize_rope_params()
             text.validate_rope()

@@ -176,7 +176,7 @@ class Console(Callback):
         shows_steps: whether steps are printed.
     """
 
-    def __init__(self, steps: int, done: int, logging_steps: int, name: str = "", shows_steps: bool = True) -> None:
+    def __init__(self, steps: int, done: int, logging_steps: int, name: str, shows_steps: bool) -> None:
         self._steps, self._every = steps, logging_steps
         self._seconds, self._measured = 0.0, 0
         self._prefix, self._shows_steps = f"{name}: " if name else "", shows_steps

@@ -201,7 +201,7 @@ class DeepSpeedEngine(Engine):
     def load(self, state: dict[str, Tensor], step: int) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        # AdamW and DeepSpeed make their state at the first step: here at one that changes nothing.
+        # AdamW and DeepSpeed make their state at the first step: here at a step that changes nothing.
         for _ in range(self._micro_batches):
             self.skip()
         self.update(lr=0.0)

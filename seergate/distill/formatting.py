@@ -57,7 +57,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     """A chat template that keeps the reasoning of the last assistant turn.
 
     Tried in turn: the file ``override``; the tokenizer's own; for the markup of DeepSeek-R1 and for ChatML, those in
-    ``templates/``. What is returned has been seen to keep the reasoning of a probe conversation, behind one think tag.
+    ``templates/``. The returned template keeps the reasoning of a probe conversation, behind one think tag.
     """
     if override is not None:
         try:
@@ -130,7 +130,7 @@ class Formatter:
         return self._template
 
     def text(self, row: Any) -> TrainingText:
-        """The training text of a row; `MalformedRow`, with the reason, for one that cannot be used."""
+        """The training text of a row; `MalformedRow`, with the reason, if the row cannot be used."""
         content = self._content(row)
         if isinstance(content, str):
             if not content.strip():

@@ -66,7 +66,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
 
 
 def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """The rows of a file, the text that the model sees of each, and what is wrong with others."""
+    """The rows of a file, the text that the model sees of each, and the mistakes in others."""
     rows, seen, malformed = list[dict[str, Any]](), list[str](), list[str]()
     try:
         with path.open(encoding="utf-8-sig") as lines:

@@ -171,7 +171,7 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
 
 
 def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
-    """Least time of a call, after one that is not counted: another program can only make it slower."""
+    """Least time of a call, after an uncounted first one: another program can only make it slower."""
     times: list[float] = []
     while len(times) <= repeats and sum(times) < ENOUGH_SECONDS:
         times.append(timed(run, device))

@@ -227,13 +227,13 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
         for run in active:
             with run.own_random():
                 stop |= run.update(step, outputs[run], started, bool(requested))
+        held_out = dict[_Run, list[PackOutput]]()
         for group in _sharing([run for run in active if run.evaluates(step)]):
-            found = _distill(group, group[0].data.held_out, 0, held_out=True)
-            for run in group:
-                with run.own_random():
-                    run.evaluated(step, found[run])
+            held_out |= _distill(group, group[0].data.held_out, 0, held_out=True)
         for run in active:
             with run.own_random():
+                if run in held_out:
+                    run.evaluated(step, held_out[run])
                 run.save(step, stop)
         if stop and (unfinished := [run for run in active if step + 1 < run.config.max_steps]):
             number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)

@@ -29,7 +29,7 @@ __all__ = ["Limit", "MethodSpec", "Problem", "RunOptions", "Sampling", "Task", "
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for when it is asked for: the processes that grade need neither torch nor transformers."""
+    """Import names when they are asked for: the processes that grade need neither torch nor transformers."""
     if name in _HOMES:
         return getattr(importlib.import_module(f"seergate.eval.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,7 +120,7 @@ class Collector:
             self.seen.add(key)
 
     def _queue(self, samples: Sequence[dict[str, Any]]) -> None:
-        self.waiting += len(samples)  # of all of them first: what is kept is forgotten when nothing waits
+        self.waiting += len(samples)  # all of them first: kept samples are forgotten when nothing waits
         for sample in samples:
             self.threads.submit(self._grade, sample)
 

@@ -7,6 +7,7 @@ each time with other layers dense, and the next-token distributions are compared
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.cache.argument import CACHE
+from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval.engine import encode, prompt_text, reply_ids
@@ -72,12 +74,13 @@ def distances(
             model(input_ids=prompt_ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         dense = Tensor()
         for row, layers in enumerate([None, *plans], start=-1):
+            again = copy.deepcopy(cache)
             with attached(model, replace(method, dense_layers=layers or ())) as handle:
-                for layer in cache.layers:  # what they remember does not depend on which layers are dense
-                    layer.method = handle.method
+                for layer in again.layers:
+                    if isinstance(layer, GatedLayer):  # what it remembers does not depend on which layers are dense
+                        layer.method = handle.method
                 with handle.passes.forced("dense" if layers is None else "decode"):
-                    logits = model(input_ids=given, **{CACHE: cache}, use_cache=True).logits[0]
-            cache.crop(len(prompt))
+                    logits = model(input_ids=given, **{CACHE: again}, use_cache=True).logits[0]
             if layers is None:
                 dense = logits
             else:
@@ -96,15 +99,18 @@ def find_dense_layers(
 
     Args:
         model, method, texts: see `distances`.
-        count: how many layers, 1 to those in which the method selects; anchors choose for others and are left out.
+        count: how many layers, 1 to those in which the method selects.
         report: called with every choice that was tried and its distance on each text.
 
     Raises:
-        SeergateError: if the method reads all of every text, so that nothing can be told apart.
+        SeergateError: if the method reads all of every text, so that nothing can be told apart, or has anchors.
     """
     method = replace(method, dense_layers=())
-    gated = [layer for layer, _ in families.full_attention_modules(model) if method.selects_in(layer)]
-    layers = [layer for layer in gated if layer not in method.anchors]
+    if method.anchors:
+        raise SeergateError(
+            f"the method has anchors {list(method.anchors)}; find dense layers with gates for every layer first"
+        )
+    layers = [layer for layer, _ in families.full_attention_modules(model) if method.selects_in(layer)]
     check_count("count", count, 1, len(layers))
     longest = max(len(prompt) + len(reply) - 1 for prompt, reply in texts)
     if method.reads_all(longest):

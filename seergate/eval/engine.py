@@ -448,7 +448,7 @@ class Engine:
 
     def _measure_replies(self, batch: Batch, logits: Tensor) -> None:
         rows, before = self.rows[-len(batch) :], None
-        if self.handle is not None:  # what is read here is no part of the samples' costs
+        if self.handle is not None:  # reads of replies are no part of the samples' costs
             before, _ = self.handle.stats_, self.handle.count_with(DecodeStats)
         try:
             sums = batch.log_probabilities(logits, [row.request.reply for row in rows])
@@ -463,8 +463,8 @@ class Engine:
             return
         finished = [self._generation(i) for i in sorted(ended)]
         kept = [i for i in range(len(self.rows)) if i not in ended]
-        # Dropping rows copies the others, for which a device that is nearly full may have no room. By then what is
-        # handed over is no row any more; it would be made, and handed over, again.
+        # Dropping rows copies the others, for which a device that is nearly full may have no room. By then a
+        # finished sample must be no row any more: it would be made, and handed over, again.
         self.rows = [self.rows[i] for i in kept]
         for generation in finished:
             self._hand_over(generation)

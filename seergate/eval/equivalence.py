@@ -23,7 +23,7 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Test two answers for mathematical equivalence, by math-verify, whose errors pass; the verdict and its reason."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # As LaTeX only: math-verify's other reader takes any number out of what is no formula. Time is limited outside.
+    # As LaTeX only: math-verify's other reader takes any number out of plain text. Time is limited outside.
     configs = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
     wanted, found = (
         parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)

@@ -33,7 +33,7 @@ from seergate.hf.bank import GateBank
 
 
 def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
-    """A lighteval model around one that seergate is attached to.
+    """A lighteval model around a model that seergate is attached to.
 
     Args:
         model: after `seergate.load` or `seergate.attach`.

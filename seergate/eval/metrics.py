@@ -36,7 +36,7 @@ def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], 
     return dict(groups)
 
 
-def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None = None) -> dict[str, Any]:
+def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dict[str, Any]:
     """All figures of one run.
 
     Args:

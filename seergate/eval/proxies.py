@@ -197,7 +197,7 @@ def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
         float64 ``[4, S]``, on the CPU.
     """
     p, q = dense.float().log_softmax(-1), sparse.float().log_softmax(-1)
-    # clamped per position: KL is not negative, and what is below zero is rounding
+    # clamped per position: KL is not negative; values below zero are rounding
     kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double()
     loss, dense_loss = (-x.gather(-1, targets[:, None])[:, 0].double() for x in (q, p))
     agreement = (p.argmax(-1) == q.argmax(-1)).double()

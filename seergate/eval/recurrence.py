@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seergate.checks import check, check_counts
+from seergate.checks import check, check_counts, is_number
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration import Calibration, Prompts
@@ -182,7 +182,7 @@ class WindowCalibration(Calibration):
     def __post_init__(self) -> None:
         for name in ("alpha", "share"):
             value = getattr(self, name)
-            check(name, value, isinstance(value, (int, float)) and 0 < value <= 1, "greater than 0 and at most 1")
+            check(name, value, is_number(value) and 0 < value <= 1, "greater than 0 and at most 1")
         check_counts(self, budget=1)
 
     @property

@@ -2,7 +2,7 @@
 
 Retrieval is after RULER (Hsieh et al., 2024, arXiv:2404.06654).
 
-What is to be found is hidden in a text, at a depth of 0 % (its beginning) to 100 % (its end), and as many sentences
+The answer is hidden in a text, at a depth of 0 % (its beginning) to 100 % (its end), and as many sentences
 of the text are taken as fit into a length in tokens of the model's tokenizer, prompt and answer together. The prompt
 of a completion ends where the answer begins, so that a model that only continues text can do it; with ``chat`` the
 same is asked in a user's turn. A problem depends on the seed, its length, depth and number, and the text.

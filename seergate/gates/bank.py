@@ -10,7 +10,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from seergate.config import RULES, SCORERS, DecodeConfig, GateConfig, class_of, without_rules
+from seergate.checks import is_number
+from seergate.config import RULE_OPTIONS, RULES, SCORERS, DecodeConfig, GateConfig, class_of
 from seergate.errors import SeergateError, first_line
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
@@ -96,7 +97,8 @@ class Gates(nn.Module):
 
         A rule that is given (one of `seergate.config.RULES`) takes the place of theirs.
         """
-        kept = without_rules(self.decode_defaults) if RULES.keys() & given.keys() else self.decode_defaults
+        replaced = RULE_OPTIONS if RULES.keys() & given.keys() else ()
+        kept = {name: value for name, value in self.decode_defaults.items() if name not in replaced}
         return DecodeConfig(**{**kept, **given})
 
     def record(self) -> dict[str, Any]:
@@ -185,7 +187,6 @@ def _check_results(results: Sequence[Any], source: str) -> None:
             raise SeergateError(f"{source}: results holds {result!r}; it must be a list of objects")
         for name in ("token_budget", "accuracy", "standard_error", "samples", "mean_tokens"):
             value = result.get(name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-            if value is not None and not number:
+            if value is not None and not (is_number(value) and abs(value) < 1e300):
                 shown = reprlib.repr(value)
                 raise SeergateError(f"{source}: {name} of a result is {shown}; it must be a number or null")

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from seergate.checks import is_int
 from seergate.config import RULES, SCORERS, GateConfig
 from seergate.gates.bank import Gates
 from seergate.gates.record import portable_base
@@ -49,7 +50,7 @@ class Source:
         return json.dumps(self.name) + "".join(named)
 
 
-def model_card(bank: Gates, source: Source, *, existing: str | None = None, plotted: bool = False) -> str:
+def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
     """The README of gates.
 
     Args:
@@ -111,7 +112,7 @@ def _budget(bank: Gates) -> int:
     """A token budget for the example: an eighth of the trained length, rounded down to a power of two."""
     longest = _options(bank).get("max_length")
     budget = 4096
-    if isinstance(longest, int) and not isinstance(longest, bool) and longest >= 8:
+    if is_int(longest) and longest >= 8:
         budget = 1 << ((longest // 8).bit_length() - 1)
     sinks = bank.config.sink_blocks
     return max(budget, (1 + sinks + (sinks > 0)) * bank.config.block_size)

@@ -30,7 +30,7 @@ def fetch(
     """The directory that ``source`` names, downloaded if it is a Hub repository.
 
     Args:
-        source: directory, one that ships with seergate (``"checkpoints/tiny-reasoner/gates"``), or Hub repository.
+        source: directory, of shipped gates (``"checkpoints/tiny-reasoner/gates"``) or others, or Hub repository.
         patterns: file names to download, ``*`` for anything.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
@@ -143,7 +143,7 @@ def push_adapter(
     return str(commit.pr_url or commit.commit_url)
 
 
-def licence_of_base(bank: Gates, token: str | bool | None = None) -> dict[str, str]:
+def licence_of_base(bank: Gates, token: str | bool | None) -> dict[str, str]:
     """The licence in the card of the base model; empty if none is found."""
     from huggingface_hub import HfApi, ModelCard
 

@@ -5,9 +5,9 @@ code: the factors ``E^-1/2`` and ``I^-1/2``, LayerNorm on the index key and none
 many index heads as the model has query heads. Left out are FP8 and the Hadamard rotation before it, which changes no
 product.
 
-What is different here: DeepSeek makes queries of MLA's latent query and keys and weights of the hidden state, this all
-of the layer's queries and keys before RoPE, which hooks on a frozen model give; DeepSeek rotates half of the width,
-this all of it. Two differences come from the grouped model and from blocks, and without them an indexer learned
+Differences: DeepSeek makes queries of MLA's latent query and keys and weights of the hidden state, this all of the
+layer's queries and keys before RoPE, which hooks on a frozen model give; DeepSeek rotates half of the width, this all
+of it. Two differences come from the grouped model and from blocks, and without them an indexer learned
 worse on the tiny reasoner:
 
 * Every KV head has index heads of its own. MLA has one KV head for all.

@@ -4,9 +4,9 @@ Read in the paper's overview (Figure 1) and in the implementation that transform
 (``MiniMaxM3VLIndexer``): one index query per GQA group, **one index key per token, shared by all groups**, RMSNorm on
 both, RoPE, and the highest of a block's token scores. It is the scores that are pooled, not the keys.
 
-What is different here: MiniMax maps the layer's hidden state, this the layer's queries and keys before RoPE, which
-hooks on a frozen model give; MiniMax rotates a part of the width, this all of it. The weight and the annealing of
-MiniMax's loss could not be confirmed; it compares token by token, over the selected blocks, this block by block.
+Differences: MiniMax maps the layer's hidden state, this the layer's queries and keys before RoPE, which hooks
+on a frozen model give; MiniMax rotates a part of the width, this all of it. The weight and the annealing of MiniMax's
+loss could not be confirmed; it compares token by token, over the selected blocks, this block by block.
 
 Shape suffixes: see `seergate.gates.scorer`.
 """

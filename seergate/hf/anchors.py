@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from seergate import ops
 from seergate.checks import check_count
+from seergate.config import nearest_anchor
 from seergate.decode.step import block_probabilities, recall_of
 from seergate.errors import SeergateError
 from seergate.hf.break_even import layer_spec
@@ -84,7 +85,7 @@ class SharedRecall:
     def mean(self, anchors: Sequence[int]) -> float:
         """Mean recall of the layers if each of them reads what the nearest of these anchors at or below it chose."""
         places = [self.layers.index(anchor) for anchor in anchors]
-        own = [max(place for place in places if place <= layer) for layer in range(len(self.layers))]
+        own = [nearest_anchor(place, places) for place in range(len(self.layers))]
         return float(self.recall[own, range(len(own))].mean())
 
 

@@ -241,8 +241,8 @@ def attach(
         model: a causal language model of a supported family.
         method: gates, or the directory or Hub repository ``org/name`` that holds them; a method; or a method's name,
             with its options as keywords.
-        config: how to decode with gates. Its fields may be given as keywords instead; what is not given is as the
-            gates ask for (``compat="published"`` of imported ones); of a ``config``, its ``compat`` is.
+        config: how to decode with gates. Its fields may be given as keywords instead; options that are not given
+            are the gates' own (``compat="published"`` of imported ones), and of a ``config`` its ``compat``.
         correction, measure_recall, storage: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 

@@ -57,7 +57,7 @@ def seergate_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function of modules whose configuration names ``"seergate"``.
 
-    The module's pre-hook has put what is to run into the keyword arguments: a `GatedAttention`.
+    The module's pre-hook has put the `GatedAttention` to be run into the keyword arguments.
 
     Args:
         query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
@@ -331,11 +331,11 @@ class LayerBinding:
         shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
-        anchor, readers = method.anchor_of(self.layer), [self.layer]
-        readers += [layer for layer in handle.stats_.layers if method.anchor_of(layer) == self.layer]
+        anchor = method.anchor_of(self.layer)
+        readers = (layer for layer in handle.stats_.layers if method.anchor_of(layer) == self.layer)
         source = None if anchor == self.layer else cache.layers[anchor]
         facts = storage, method, self.layer, self.num_heads, self.rotary
-        return GatedLayer(*facts, shared, compiles, source, max(readers))
+        return GatedLayer(*facts, shared, compiles, source, max(readers, default=self.layer))
 
 
 def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -388,24 +388,21 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
 
     Args:
         mask: see `valid_tokens`.
-        new: number of new slots; one that is decoded alone hides nothing that was read before.
+        new: number of new slots; a single decoded token hides nothing that was read before.
 
     Raises:
         SeergateError: if later tokens of the row stay, or if the layer cannot take back those of one row.
     """
-    slots = layer.rows.slots if new > 1 and mask is not None else 0
-    if not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):  # or it is of the new ones only
-        return
+    slots = layer.rows.slots
+    if new == 1 or not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):
+        return  # nothing was there before, or the mask is of the new tokens only
     known = layer.rows.real_slots()
     hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
-    if bool(hidden.any()):
-        _forget(layer, known, hidden)
-
-
-def _forget(layer: GatedLayer, known: Tensor, hidden: Tensor) -> None:
+    if not hidden.any():
+        return
     real = known & ~hidden
     after = real.sum(1)
-    later = (known.cumsum(1) * real).amax(1) > after  # the place of the last one that stays
+    later = (known.cumsum(1) * real).amax(1) > after  # the place of the last token that stays
     row = int((later if later.any() else hidden.any(1)).int().argmax())
     held = f"the attention_mask hides tokens of row {row} that the cache holds"
     if later.any():

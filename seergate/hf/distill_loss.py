@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,14 +37,12 @@ class DistillOutput:
             per token and KV head; of TRIM-KV's, which learn from the model's output, their loss, for all layers.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
             blocks hold; of retention gates see `ops.retention_kl`.
-        rows: how many rows counted in each segment-wise mean, all segments together.
         far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; with ``DistillSpec.far``.
     """
 
     loss: Tensor
     kl_per_layer: Tensor
     recall: Tensor
-    rows: Tensor
     far: Tensor | None = None
 
 
@@ -137,17 +135,16 @@ class LayerwiseLoss(DistillLoss):
         self.source = {layer: layer for layer in self.gated}
 
     def result(self) -> DistillOutput:
-        home, sources = self.losses[0].device, list(self.source.values())  # ascending, as the layers were
-        places = {gate: sources.index(gate) for gate in self.source if gate in sources}
-        parts = [slice(first, first + sources.count(gate)) for gate, first in places.items()]
+        home = self.losses[0].device
+        readers = [len(list(group)) for _, group in groupby(self.source.values())]  # layers of each gate
         kls = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
         recalls = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
-        kl_per_layer = torch.stack([kls[part].mean() for part in parts])
-        recall = torch.stack([recalls[:, part].mean(1) for part in parts], dim=1)
+        kl_per_layer = torch.stack([part.mean() for part in kls.split(readers)])
+        recall = torch.stack([part.mean(1) for part in recalls.split(readers, dim=1)], dim=1)
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
-        sums = torch.stack([sums.to(home) for sums in self.far]) if self.far else None
-        far = None if sums is None else torch.stack([sums[part].sum(0) for part in parts])
-        return DistillOutput(self.total(share), kl_per_layer, recall, self.stats[0].rows, far)
+        sums = [sums.to(home) for sums in self.far]
+        far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
+        return DistillOutput(self.total(share), kl_per_layer, recall, far)
 
 
 class StoredGradients(torch.autograd.Function):

@@ -66,6 +66,6 @@ class PromptReader:
 
 
 def generating(model: Any) -> Any:
-    """The model whose own methods `generate` runs: what is inside of a PEFT or compiled wrapper."""
+    """The model whose own methods `generate` runs: the model inside of a PEFT or compiled wrapper."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -74,8 +74,7 @@ def check_decode_options(names: Iterable[str], known: Iterable[str], others: Ite
     if "block_size" in names:
         raise SeergateError("block_size is given; gates have the block size that they were trained with: leave it out")
     for name in sorted({*names} - {*known, *others}):
-        listed = sorted(known, key=lambda option: (option != "token_budget", option))
-        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, listed)}")
+        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, sorted(known))}")
 
 
 def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates | None = None) -> None:

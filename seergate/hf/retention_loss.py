@@ -93,7 +93,6 @@ class StudentLoss(DistillLoss):
         if parameters:
             self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
         self.losses.append(loss.detach())
-        self.rows = torch.tensor(len(rows), device=ids_1T.device)
 
     def _gated_logits(self, ids_1T: Tensor, positions_1T: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[R, V]`` of the model whose tokens fade, and the capacity loss."""
@@ -126,4 +125,4 @@ class StudentLoss(DistillLoss):
         recall = loss.new_zeros(0, layers, heads)
         if self.stats:
             recall = torch.stack([stats.recall.float().to(loss.device) for stats in self.stats], dim=1)
-        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.rows)
+        return DistillOutput(self.total(1.0), loss.expand(layers), recall)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate import ops
-from seergate.config import SCORERS, class_of
+from seergate.config import SCORERS, class_of, nearest_anchor
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
@@ -154,7 +154,7 @@ class BlockLoss(LayerwiseLoss):
         super().__init__(spec, model, cu_seqlens)
         decode = self.bank.decode_config()
         for layer, attention in families.full_attention_modules(model):
-            anchor = max((each for each in decode.anchors if each <= layer), default=layer)
+            anchor = nearest_anchor(layer, decode.anchors)
             if layer not in self.gated and layer not in decode.dense_layers and anchor in self.bank.geometry.layers:
                 self.source[layer], self.gated[layer] = anchor, attention
         self.source = dict(sorted(self.source.items()))

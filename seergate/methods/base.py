@@ -140,7 +140,7 @@ class LayerState:
         self.tokens_per_entry: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
-        """Copies what is known of the rows. The method and its gates are shared, unless they are copied as well."""
+        """Copies the rows' tensors. The method and its gates are shared, unless they are copied as well."""
         for part in vars(self).values():
             if isinstance(part, (nn.Module, Method)):
                 memo.setdefault(id(part), part)
@@ -177,7 +177,7 @@ class LayerState:
             part.select_rows(index)
 
     def append_rows(self, other: LayerState) -> None:
-        """Put another state's rows after this one's. Where their tensors differ in size, zeros fill what is unused."""
+        """Put another state's rows after this one's. Where their tensors differ in size, zeros fill the rest."""
         for name, ours in self.rows.items():
             theirs = other.rows[name]
             size = [max(a, b) for a, b in zip(ours.shape[1:], theirs.shape[1:], strict=True)]

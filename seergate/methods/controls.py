@@ -87,7 +87,7 @@ class RandomEvict(BudgetedMethod):
     Attributes:
         recent_tokens: number of newest tokens that always stay.
         law: ``"redraw"`` draws anew at every eviction, so a token's chance to survive falls geometrically with age;
-            ``"reservoir"`` gives each token its number once, so that what is kept is spread evenly over all of it.
+            ``"reservoir"`` gives each token its number once, so that the kept tokens are spread evenly over all of it.
         scope: ``"kv_head"``; or ``"layer"``, one draw for all heads, which takes away that what one head has lost
             another may still hold.
         seed: seed of the hash.

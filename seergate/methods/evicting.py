@@ -103,7 +103,7 @@ class CompressingState(LayerState, ABC):
                 self.decoded[row] += count
 
     def saw_prompt(self, tokens: int) -> None:
-        """Called once with the length of a prompt; override it to warn of one that does not fit the budget."""
+        """Called once with the length of a prompt; override it to warn of a prompt that does not fit the budget."""
 
     def total_tokens(self, row: int) -> int:
         """Tokens of a row so far, evicted ones included."""

@@ -27,7 +27,7 @@ class GateOnEvictor(EvictingMethod):
 
     The gate sees every token when it comes, so its blocks are those of the whole text, whatever has left since; its
     compressed keys of one vector per block stay. Blocks of which nothing is left are not picked. Of an evicted-from
-    block the gate's budget counts the whole size, so that it bounds what is read.
+    block the gate's budget counts the whole size, so that it bounds the tokens that are read.
 
     The evictor decides as it would alone; where that takes the probabilities of all residents (H2O, TOVA,
     LazyEviction), their keys are read for it and counted.

@@ -34,7 +34,7 @@ class Quest(SelectingMethod):
         dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's query heads; ``"separate"``, as in the
             authors' code: each query head reads the pages of its own choice. Keys and values are held once per KV head
-            all the same, and what is read of them is the union of the group's choices.
+            all the same; a KV head reads the union of its group's choices.
         min_pages: minimum number of pages that are read, however small the token budget; 3 in the accuracy code, 1 in
             the kernels.
     """

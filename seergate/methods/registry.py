@@ -77,7 +77,7 @@ def load_plugins(*modules: str) -> None:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-                raise  # what is missing is something that the module needs
+                raise  # another module is missing, which this one needs
             raise SeergateError(f"there is no module {module!r} to load as a plugin") from error
     for entry in entry_points(group=ENTRY_POINTS):
         METHODS.setdefault(entry.name, entry.value)  # type: ignore[arg-type]

@@ -62,7 +62,7 @@ class RPC(EvictingMethod):
 
     @property
     def nominal(self) -> str:
-        """There is no token budget; what is kept grows with the answer."""
+        """There is no token budget: the cache grows with the answer."""
         return f"1/{self.ratio} of the answer"
 
     def new_state(self, spec: LayerSpec) -> LayerState:

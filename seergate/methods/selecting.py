@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_counts
-from seergate.config import RULES, check_rule
+from seergate.config import RULES, check_rule, nearest_anchor
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
 from seergate.ops.selection import BlockBudget
@@ -99,9 +99,7 @@ class SelectingMethod(Method):
         return layer not in self.dense_layers
 
     def anchor_of(self, layer: int) -> int:
-        if layer in self.dense_layers:
-            return layer
-        return max((anchor for anchor in self.anchors if anchor <= layer), default=layer)
+        return layer if layer in self.dense_layers else nearest_anchor(layer, self.anchors)
 
     def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""

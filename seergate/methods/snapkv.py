@@ -97,7 +97,7 @@ class SnapKVState(BudgetedState):
         return F.pad(scores_KT, (0, method.window))  # the window stays in any case
 
 
-def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool = False) -> Tensor:
+def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool) -> Tensor:
     """Attention of the window's queries to the tokens before it, mean over the queries: ``[K, G, T - W]``; if by the
     largest logits of a group, ``[K, 1, T - W]``.
     """

@@ -48,8 +48,6 @@ class Centres:
             return NotImplemented
         return (self.fingerprint, self.made) == (other.fingerprint, other.made)
 
-    __hash__ = None  # type: ignore[assignment]
-
     @property
     def fingerprint(self) -> str:
         """Sixteen hexadecimal digits that change when the centres do."""
@@ -168,7 +166,6 @@ class TriAttention(BudgetedMethod):
         return super().describe() | {"centres": f"{self.found.fingerprint}, from {self.found.tokens} tokens"}
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """A fresh state."""
         mean, pairs = self.found.mean.get(spec.layer), Pairs(spec.rotary, spec.head_dim, spec.device)
         modulus = self.found.modulus.get(spec.layer)
         shapes = ((spec.num_heads, spec.head_dim), (spec.num_heads, pairs.count))

@@ -103,7 +103,7 @@ def update_compressed_keys(
         attention_scaling: factor on RoPE's cosine and sine.
         position_offset: a block's position minus that of its first token.
         host_lengths: the same numbers as ``lengths``, where the host has them. The torch backend then computes only
-            what is needed, on every device.
+            the blocks that close, on every device.
     """
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape

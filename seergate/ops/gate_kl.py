@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.checks import check, is_int
+from seergate.checks import check, is_int, is_number
 from seergate.config import check_rows
 from seergate.ops.attention import check_pack
 from seergate.ops.backend import implementation
@@ -86,7 +86,7 @@ def gate_kl(
     teacher is frozen.
 
     On GPUs, gates in fp32 that are wider than 128 are multiplied in bf16, for which there are registers; sums, the
-    softmax and what is returned are fp32.
+    softmax and the results are fp32.
 
     Args:
         q: ``[T, H, d]`` packed queries as the attention sees them (after RoPE).
@@ -146,13 +146,12 @@ def check_loss(
     """Check the arguments that the losses share."""
     if lse is not None:
         check_tensor("lse", lse, q.shape[:2], on=("q", q))
-    right = isinstance(row_start, (int, float)) and 0 <= row_start < 1
-    check("row_start", row_start, right, "at least 0 and less than 1")
+    check("row_start", row_start, is_number(row_start) and 0 <= row_start < 1, "at least 0 and less than 1")
     check("reduction", reduction, reduction in REDUCTIONS, f"one of {', '.join(REDUCTIONS)}")
     check_rows(reduction, sink_blocks, row_stride)
     check("row_shift", row_shift, is_int(row_shift) and row_shift >= 0, "an integer of at least 0")
     budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
-    if not all(isinstance(budget, int) and budget >= block_size for budget in budgets):
+    if not all(is_int(budget) and budget >= block_size for budget in budgets):
         raise ValueError(
             f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
         )

@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from seergate.checks import check, is_int
+from seergate.checks import check, is_int, is_number
 from seergate.ops.backend import implementation
 from seergate.ops.checks import check_block_size, check_fraction, check_lengths, check_same, check_tensor
 from seergate.ops.compression import check_branch
@@ -191,8 +191,7 @@ def select_blocks(
     if budget_share is None and any(value is not None for value in bounds.values()):
         raise ValueError(f"budget_min is {budget_min!r} and budget_max {budget_max!r} without a budget_share")
     if budget_share is not None:
-        right = isinstance(budget_share, (int, float)) and 0 <= budget_share <= 1
-        check("budget_share", budget_share, right, "a number in 0..1")
+        check("budget_share", budget_share, is_number(budget_share) and 0 <= budget_share <= 1, "a number in 0..1")
         if None not in bounds.values() and budget_max < budget_min:  # type: ignore[operator]
             raise ValueError(f"budget_max is {budget_max}; it must be at least budget_min ({budget_min})")
     elif token_budget is None:

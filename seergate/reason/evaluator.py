@@ -1,9 +1,8 @@
 """Decides for `ReasonCache` which blocks are shared, from the events of a cache. Has neither threads nor a cache.
 
-A row is followed under the number that the cache gave it. What is known of it is what the calls have said, so that the
-evaluator may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops
-those that are about blocks it does not have any more. Until the cache reports what became of a decision, it counts as
-carried out.
+A row is followed under the number that the cache gave it. The evaluator knows of it only what the calls have said, and
+may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops decisions on
+blocks that it does not have any more. Until the cache reports what became of a decision, it counts as carried out.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from seergate.checks import check, check_choice, check_counts, check_flags, is_int
+from seergate.checks import check, check_choice, check_counts, check_flags, is_int, is_number
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method
 from seergate.methods.controls import Dense
@@ -80,8 +80,7 @@ class ReasonCache(Method):
         check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
         for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            check(name, value, number and 0 <= value <= most, f"in 0..{most:g}")
+            check(name, value, is_number(value) and 0 <= value <= most, f"in 0..{most:g}")
         try:
             re.compile(self.border)
         except (re.error, TypeError) as error:

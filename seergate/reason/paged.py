@@ -12,9 +12,11 @@ Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from typing import Any, cast
 
@@ -25,18 +27,19 @@ from torch import Tensor
 from seergate.cache.call import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import KVBackend, Storage
+from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.selecting import SelectingMethod
 from seergate.ops.paging import unpaged
+from seergate.stats import token_bytes
 
 Copies = list[tuple[int, int]]
 """Physical blocks to be copied, (from, to), all at once and before anything is written."""
 
 GROWTH_BLOCKS, GROWTH_SHARE = 16, 1 / 8
 """A store without a limit grows by whichever is larger, this many blocks or this share of those it has."""
-
 
 PAGE_TOKENS = 16
 """Tokens per block where neither the user nor the method gives a number (vLLM's default)."""
@@ -82,7 +85,7 @@ class BlockStore:
 
     def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
         for name, value in (("block_size", block_size), ("limit", limit)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and not (is_int(value) and value >= 1):
                 raise SeergateError(f"{name} of a paged cache is {value!r}; it must be a positive number")
         self.block_size, self.limit = block_size, limit
         self.numbers = count() if numbers is None else numbers
@@ -126,11 +129,8 @@ class BlockStore:
         """
         opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
         needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
-        leaving: dict[int, int] = {}  # of a block whose users all leave it, the last one's copy takes its place
-        for row, reopened in zip(self.rows, opens, strict=True):
-            if reopened:
-                block = row.table[-1]
-                leaving[block] = leaving.get(block, 0) + 1
+        # Of a block whose users all leave it, the last one's copy takes its place.
+        leaving = Counter(row.table[-1] for row, reopened in zip(self.rows, opens, strict=True) if reopened)
         needed += sum(n - (n == self.references[block]) for block, n in leaving.items())
         self._reserve(needed)
         copies: Copies = []
@@ -145,7 +145,7 @@ class BlockStore:
             row.length += n
             if reopened or missing:
                 self.stale.add(position)
-            if reopened and row.repeats:  # what is open now may have been a repeat before a crop
+            if reopened and row.repeats:  # the open block may have been a repeat before a crop
                 row.repeats = len(row.table) - len(set(row.table))
         return copies
 
@@ -158,7 +158,7 @@ class BlockStore:
 
     def crop(self, lengths: Sequence[int]) -> None:
         """Keep the first tokens of each row."""
-        self.seal()  # what is full stays as it is, even if a row now uses only part of it
+        self.seal()  # a full block stays as it is, even if a row now uses only part of it
         for position, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
             if not 0 <= length <= row.length:
                 raise SeergateError(f"a row of {row.length} tokens cannot be cropped to {length}")
@@ -280,23 +280,6 @@ class BlockStore:
             self._free.append(block)
 
 
-class _Gathered:
-    """A field of `Step` that is given as pages and read as the contiguous tensor that they stand for."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, step: Any, owner: type) -> Any:
-        if step is None:
-            return self
-        if self.name not in step.gathered:
-            step.gathered[self.name] = unpaged(step.paged[self.name], step.page_table)
-        return step.gathered[self.name]
-
-    def __set__(self, step: Any, value: Tensor) -> None:
-        (step.gathered if step.page_table is None else step.paged)[self.name] = value
-
-
 class PagedStep(Step):
     """A step whose cache lies in pages. Ops read the pages; a method that asks for all keys gets a copy of them.
 
@@ -306,20 +289,25 @@ class PagedStep(Step):
         **facts: the fields of `Step`.
     """
 
-    keys_BKCD = _Gathered()  # type: ignore[assignment]
-    values_BKCD = _Gathered()  # type: ignore[assignment]
-
     def __init__(self, page_table: Tensor | None = None, **facts: Any) -> None:
-        self.page_table = page_table
-        self.paged: dict[str, Tensor] = {}
-        self.gathered: dict[str, Tensor] = {}
         super().__init__(**facts)
+        self._stored: Any = (self.keys_BKCD, self.values_BKCD, page_table)
+        if page_table is not None:  # gathered where a method asks for them
+            del self.keys_BKCD, self.values_BKCD
+
+    @cached_property
+    def keys_BKCD(self) -> Tensor:  # type: ignore[override]
+        """A copy."""
+        return unpaged(self._stored[0], self._stored[2])
+
+    @cached_property
+    def values_BKCD(self) -> Tensor:  # type: ignore[override]
+        """A copy."""
+        return unpaged(self._stored[1], self._stored[2])
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        if self.page_table is None:
-            return super().stored
-        return self.paged["keys_BKCD"], self.paged["values_BKCD"], self.page_table
+        return self._stored  # type: ignore[no-any-return]
 
 
 class Listener:
@@ -411,7 +399,7 @@ class CachePages:
         return self._done
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
-        """Between two forward passes: seal what is full, and make room for new tokens."""
+        """Between two forward passes: seal full blocks, and make room for new tokens."""
         if not self.store.rows:
             self.store.add_rows(len(counts))
         self.store.seal()
@@ -427,7 +415,7 @@ class CachePages:
         self.listener.rows_cropped(lengths)
 
     def select(self, rows: list[int]) -> None:
-        """Take these rows, in this order; one that comes again is a fork."""
+        """Take these rows, in this order; a row that comes again is a fork."""
         self.listener.rows_forked(self.store.select(rows))
 
     def adopt(self, other: CachePages) -> Copies:
@@ -585,12 +573,12 @@ class Paged(Storage):
         return self.pages.store.physical * self._page_bytes() if self.is_allocated else 0
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        """A page that a row has several times counts once, one that it shares with others whole."""
+        """A page that a row has several times counts once; a page that it shares with others counts whole."""
         used = np.array([len(row.table) - row.repeats for row in self.pages.store.rows])
         return used * self._page_bytes()
 
     def _page_bytes(self) -> int:
-        return sum(x.shape[1:].numel() * x.element_size() for x in (self.key_pages, self.value_pages))
+        return self.key_pages.shape[1:3].numel() * token_bytes(self.key_pages, self.value_pages)
 
 
 def _copy(source: Tensor, target: Tensor, copies: Copies) -> None:

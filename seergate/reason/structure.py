@@ -79,7 +79,7 @@ def _token_tree(label: str, text: str) -> Tree:
 
 
 def latex_tree(source: str) -> Tree:
-    """A formula with its delimiters as a tree; one that does not parse as its tokens."""
+    """A formula with its delimiters as a tree; as its tokens if it does not parse."""
     from pylatexenc.latexwalker import LatexWalker
 
     try:

@@ -44,7 +44,7 @@ def table(sweep: Sweep, columns: Columns, settings: Sequence[Setting] | None = N
 
 
 def figure_of(name: str, factor: float = 1, digits: int = 1, key: Any = None) -> Callable[[Sweep, Setting], str]:
-    """The column of a metric, or of an entry of one that has several."""
+    """The column of a metric, or of one entry of a metric that has several."""
     return lambda _, s: scaled(s.metrics[name] if key is None else s.metrics[name][key], factor, digits)
 
 

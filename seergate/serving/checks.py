@@ -9,13 +9,15 @@ from transformers import PreTrainedModel
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
-from seergate.models.families import check_gates, full_attention_modules, rope_kind, text_config
+from seergate.hf.resolving import check_anchors
+from seergate.methods import SelectingMethod
+from seergate.models.families import check_gates, full_attention_modules, kv_heads, rope_kind, text_config
 from seergate.models.rope import RopeKind
 
 
-def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...]) -> None:
-    """Refuse gates of another model, and a model whose attention cannot be made sparse."""
-    model = skeleton(hf_config)
+def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> None:
+    """Refuse gates or layers of another model, and a model whose attention cannot be made sparse."""
+    model, dense_layers = skeleton(hf_config), method.dense_layers
     kinds = rope_kinds(model)
     layers = hf_config.get_text_config().num_hidden_layers
     if bank is not None:
@@ -25,6 +27,7 @@ def check_model(hf_config: Any, bank: Gates | None, dense_layers: tuple[int, ...
         raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")
     if not set(kinds) - set(dense_layers):
         raise SeergateError(f"seergate.dense_layers holds {list(dense_layers)}; that leaves no layer to make sparse")
+    check_anchors(method, kv_heads(model))
     rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         raise SeergateError(

@@ -1,13 +1,15 @@
 """What each method keeps per block of the cache, and how it scores blocks with it.
 
 Shape suffixes: R rows (decoding requests), N blocks, H query heads, K KV heads, G query heads per KV head, S tokens of
-a block, D head dimension, W width of a block's summary.
+a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
 from seergate.ops.compression import Branch
-from seergate.ops.gate_math import block_scores, projected_queries, rms_norm
+from seergate.ops.gate_math import rms_norm
 from seergate.serving.rope import Angles, Unrotation
 from seergate.serving.rows import Rows
 
@@ -75,6 +77,7 @@ class GateScores(Scores):
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
         self.numbers = self.width
+        self.one_query_per_head = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj"
 
     @classmethod
     def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
@@ -90,24 +93,28 @@ class GateScores(Scores):
     def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
         gate = self.gate
         query_RHD = self.unrotate.undo(query_RHD, rows.once(inverse_rope, self.unrotate.rotary))
-        if choose(query_RHD.device) != "torch" or not self._one_query_per_head:
+        if choose(query_RHD.device) != "torch" or not self.one_query_per_head:
             return gate.step_scores(query_RHD, rows.lengths_R, summary_RKNW)
-        # The op's arithmetic, with angles that all layers share.
-        weight, norm_weight, inv_freq, attention_scaling = self._branch("q")
-        qg_RK1E = projected_queries(query_RHD[:, :, None], weight)
+        # The op's arithmetic in fewer operators, with angles that all layers share.
+        weight_KPE, norm_weight, inv_freq, attention_scaling = self._query_branch
+        query_KRP = query_RHD.to(weight_KPE.dtype).view(len(rows), len(weight_KPE), -1).transpose(0, 1)
+        qg_KRW = torch.bmm(query_KRP, weight_KPE)
         if norm_weight is not None:
-            qg_RK1E = rms_norm(qg_RK1E, norm_weight)
+            qg_KRW = rms_norm(qg_KRW, norm_weight)
         if inv_freq is not None:
             angles = rows.once(gate_angles, inv_freq, attention_scaling)
-            qg_RK1E = angles.rotate(qg_RK1E.float()).to(qg_RK1E.dtype)
-        return block_scores(qg_RK1E, summary_RKNW)[:, :, 0]
+            qg_KRW = angles.rotate(qg_KRW.float()).to(qg_KRW.dtype)
+        qg_Q1W = qg_KRW.float().mul(1.0 / math.sqrt(self.width)).transpose(0, 1).reshape(-1, 1, self.width)
+        scores_Q1N = torch.bmm(qg_Q1W, summary_RKNW.float().mT.flatten(0, 1))
+        return scores_Q1N.view(*summary_RKNW.shape[:3])
 
-    @property
-    def _one_query_per_head(self) -> bool:
-        return isinstance(self.gate, AttnGate) and self.gate.config.q_pooling == "proj"
+    @cached_property
+    def _query_branch(self) -> Branch:
+        branch = self._branch("q")
+        return branch._replace(weight=branch.weight.flatten(1, 2))
 
     def in_kernels(self, device: torch.device) -> bool:
-        return self._one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
+        return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
 
     def close_in_kernel(
         self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
@@ -145,8 +152,8 @@ def inverse_rope(rows: Rows, rotary: Any) -> tuple[Angles, Tensor] | None:
 
 
 def gate_angles(rows: Rows, inv_freq: Tensor, attention_scaling: float) -> Angles:
-    """The gate's RoPE ``[R, 1, 1, E]`` of each row's newest query, as in `seergate.ops.gate_math.rotate`."""
-    angles = (rows.lengths_R - 1).float()[:, None, None, None] * inv_freq
+    """The gate's RoPE ``[R, E]`` of each row's newest query, as in `seergate.ops.gate_math.rotate`."""
+    angles = (rows.lengths_R - 1).float()[:, None] * inv_freq
     cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
     return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from seergate import config
+from seergate.config import RULE_OPTIONS
 from seergate.errors import SeergateError, did_you_mean
 from seergate.gates.bank import Gates
 from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, method_class
 
 KEY = "seergate"
-RULES = (*config.RULES, "budget_min", "budget_max", "dense_layers")
+RULES = (*RULE_OPTIONS, "dense_layers", "anchors")
 """Options of a method that can be given inside a server."""
 
 
@@ -40,6 +40,7 @@ class Settings:
             gates.
         budget_min, budget_max: bounds of ``budget_share``.
         dense_layers: layers that read everything; by default the method's own.
+        anchors: layers that choose for those above them (`DecodeConfig.anchors`); by default the gates'.
 
     Raises:
         SeergateError: naming the key, what it is and what it must be.
@@ -55,6 +56,7 @@ class Settings:
     threshold: float | None = None
     top_p: float | None = None
     dense_layers: tuple[int, ...] | None = None
+    anchors: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         check_served(self.method)
@@ -67,10 +69,12 @@ class Settings:
                 raise SeergateError(f"seergate.{name} is {value!r}; it must be a text")
         if self.revision is not None and self.gates is None:
             raise SeergateError(f"seergate.revision is {self.revision!r} without gates; leave it out")
-        if self.dense_layers is not None:
-            if not isinstance(self.dense_layers, (list, tuple)):
-                raise SeergateError(f"seergate.dense_layers is {self.dense_layers!r}; it must be a list of layers")
-            object.__setattr__(self, "dense_layers", tuple(self.dense_layers))
+        for name in ("dense_layers", "anchors"):
+            layers = getattr(self, name)
+            if layers is not None:
+                if not isinstance(layers, (list, tuple)):
+                    raise SeergateError(f"seergate.{name} is {layers!r}; it must be a list of layers")
+                object.__setattr__(self, name, tuple(layers))
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:
@@ -113,9 +117,4 @@ class Settings:
             given["block_size"] = page
         method = make_method(self.method, bank=bank, **given)
         assert isinstance(method, SelectingMethod)
-        if method.anchors:
-            raise SeergateError(
-                f"the method {method.name!r} has anchors {list(method.anchors)}; inside a server every layer chooses "
-                "for itself, so give gates for every layer, without anchors"
-            )
         return method

@@ -11,7 +11,7 @@ blocks, r pages of a block, X blocks read, T tokens, D head dimension, W width o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +41,7 @@ class Plan:
         lengths_R: tokens of each request, the new ones included; ``table_RNr`` the pages of its blocks.
         closed_Cr: pages of the blocks that the step completes; ``starts_C`` the positions of their first tokens.
         sparse, dense: of a step that decodes, the requests that read a part and those that read everything.
+        chosen: anchor -> what it chose, for the layers that read its choice.
     """
 
     lengths_R: Tensor
@@ -49,6 +50,7 @@ class Plan:
     starts_C: Tensor
     sparse: Tensor
     dense: Tensor
+    chosen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
@@ -56,8 +58,9 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
 
     Attributes:
         method: turns scores into blocks; ``run`` is how many pages a block has.
-        scores, summaries, counts: of each sparse layer: what scores blocks, what is kept of them (``[pages, K, W]``),
-            tokens read and held so far.
+        counts: of each sparse layer, tokens read and held so far.
+        scores, summaries: of each sparse layer that chooses: what scores blocks, and what is kept of them
+            (``[pages, K, W]``).
 
     Raises:
         SeergateError: for a model that the options of the server do not tell to be unfit.
@@ -90,6 +93,9 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                     raise SeergateError(
                         f"the model's cache has the type {keys.dtype}, and cached keys must be readable"
                     )
+                self.counts[number] = torch.zeros(2, dtype=torch.long, device=keys.device)
+                if self.method.anchor_of(number) != number:
+                    continue
                 gate = unrotate = None
                 if bank is not None:
                     unrotate = Unrotation(parent.rotary_emb if kinds[number] == "plain" else None)
@@ -102,7 +108,6 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 scoring = self.scores[number] = scores.of_layer(self.method, like, gate, unrotate)
                 shape = len(keys) // self.page, keys.shape[1], scoring.width
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
-                self.counts[number] = torch.zeros(2, dtype=torch.long, device=keys.device)
 
     def seergate_stats(self) -> dict[str, Any]:
         """What decoding has read since the start, see `seergate.serving.statistics`."""
@@ -139,15 +144,14 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     ) -> Any:
         """Attend to prompts densely, as SGLang does."""
         output = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        if layer.layer_id in self.scores:
-            self._summarise(layer)
+        self._summarise(layer)
         return output
 
     def forward_decode(
         self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Any:
         """Attend from each request's newest token: ``[R, H * D]``."""
-        if layer.layer_id not in self.scores:
+        if layer.layer_id not in self.counts:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache and k is not None:
             place = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
@@ -167,6 +171,9 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
 
     def _chosen(self, query_RHD: Tensor, rows: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
         """Slots ``[R, K, T]`` of the chosen blocks' tokens, and how many of them ``[R, K]`` there are."""
+        anchor = self.method.anchor_of(layer.layer_id)
+        if anchor != layer.layer_id:
+            return self.plan.chosen[anchor]
         size, lengths_R = self.method.block_size, self.plan.lengths_R[rows]
         table_RNr = self.plan.table_RNr[rows, : -(-int(lengths_R.max()) // size)]
         summary_RKNW = self.summaries[layer.layer_id][table_RNr[..., -1]].transpose(1, 2)
@@ -180,7 +187,9 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         indices_RKX, counts_RK = self.method.choose(scores_RKN, lengths_R)
         each = torch.arange(len(rows), device=rows.device)[:, None, None]
         slots_RKT = self._slots(table_RNr[each, indices_RKX.clamp(min=0).long()])
-        return slots_RKT, (counts_RK - 1) * size + ((lengths_R - 1) % size + 1)[:, None]
+        chosen = slots_RKT, (counts_RK - 1) * size + ((lengths_R - 1) % size + 1)[:, None]
+        self.plan.chosen[anchor] = chosen
+        return chosen
 
     def _attend(self, query_RHD: Tensor, slots_RKT: Tensor, lengths_RK: Tensor, layer: Any) -> Tensor:
         """Attention to the tokens in slots, by the stock loop: ``[R, H, D]``."""
@@ -203,8 +212,8 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         return output_QGD.view_as(query_RHD)
 
     def _summarise(self, layer: Any) -> None:
-        """Compute the summaries of the blocks that the step completes."""
-        if len(self.plan.starts_C):
+        """Compute the summaries of the blocks that the step completes, in a layer that chooses."""
+        if len(self.plan.starts_C) and layer.layer_id in self.scores:
             keys_CKTD, scoring = self._keys(self.plan.closed_Cr, layer), self.scores[layer.layer_id]
             summary_CKW = scoring.summary(keys_CKTD, self.plan.starts_C).to(scoring.dtype)
             self.summaries[layer.layer_id][self.plan.closed_Cr[:, -1]] = summary_CKW

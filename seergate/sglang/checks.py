@@ -44,7 +44,7 @@ def check_arguments(server_args: Any) -> None:
         )
     bank = settings.bank()
     check_page(bank, args.page_size)
-    check_model(config, bank, settings.selector(bank, args.page_size).dense_layers)
+    check_model(config, bank, settings.selector(bank, args.page_size))
     check_server(args, config.get_text_config())
 
 

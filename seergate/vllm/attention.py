@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
 from seergate.ops.backend import choose
-from seergate.ops.torch_impl.selection import Candidates, candidates_of, ranked_blocks
+from seergate.ops.torch_impl.selection import Candidates, best_blocks, candidates_of
 from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
@@ -58,6 +58,7 @@ class Plan:
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
         shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
         counted: the statistics that have this step already.
+        tables: what each layer chose, for those that read its choice (`SparseAttention.anchor`).
     """
 
     closed_Cr: Tensor
@@ -70,6 +71,7 @@ class Plan:
     read_all: int | Tensor
     shared: tuple[Tensor, Any] | None = None
     counted: list[Counts] = field(default_factory=list)
+    tables: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,7 +80,7 @@ class DecodePlan:
 
     Attributes:
         lengths_R: tokens so far, 0 in rows that pad a graph; ``table_RP`` the rows' pages.
-        held, read_all, shared, counted: see `Plan`.
+        held, read_all, shared, counted, tables: see `Plan`.
     """
 
     lengths_R: Tensor
@@ -87,6 +89,7 @@ class DecodePlan:
     read_all: Tensor
     shared: tuple[Tensor, Any] | None = None
     counted: list[Counts] = field(default_factory=list)
+    tables: dict[Any, Any] = field(default_factory=dict)
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> Plan:
@@ -194,8 +197,14 @@ class SparseBuilder:
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
-        impl = gated_impls(vllm_config, layer_names)[0]
+        impls = gated_impls(vllm_config, layer_names)
+        impl = impls[0]
         self.method = impl.method
+        if any(each.anchor not in impls for each in impls):
+            raise SeergateError(
+                f"anchors is {list(self.method.anchors)}; vLLM's cache has layers in groups with pages of their own, "
+                "and an anchor must be in the group of the layers that it chooses for"
+            )
         self.graphs = fits_graphs(self.method)
         page, size = kv_cache_spec.block_size, self.method.block_size
         room = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
@@ -240,6 +249,7 @@ class SparseAttention:
         method: turns scores into blocks.
         scoring: makes summaries of blocks, and scores them.
         counts: statistics of this layer and of those that read as much.
+        anchor: the layer whose choice of blocks this one reads (`DecodeConfig.anchors`), mostly itself.
         pages: the layer's cache -> its `Pages`. It keeps no cache alive that vLLM has replaced.
     """
 
@@ -247,13 +257,15 @@ class SparseAttention:
     method: SelectingMethod
     scoring: Scores
     counts: Counts
+    anchor: SparseAttention
     pages: WeakTensorKeyDictionary
     num_kv_heads: int
 
     @property
     def room(self) -> int:
         """Bytes that a page has for summaries behind its keys and values: multiples of 16, as strides must be. The
-        summary of a block is at its last page, which it shares with no other block.
+        summary of a block is at its last page, which it shares with no other block. Pages are alike in all layers, so
+        those that read an anchor's choice have room that they do not use.
         """
         return -(-self.num_kv_heads * self.scoring.width * self.scoring.dtype.itemsize // 16) * 16
 
@@ -283,7 +295,7 @@ class SparseAttention:
         if isinstance(plan, DecodePlan):
             self._in_kernels(pages, plan, query, output)
             return output
-        if len(plan.starts_C):
+        if len(plan.starts_C) and self.anchor is self:
             keys_CKSD = self._keys(pages, plan.closed_Cr)
             pages.summary_PKW[plan.closed_Cr[:, -1]] = self.scoring.summary(keys_CKSD, plan.starts_C)
         if plan.dense is not None:
@@ -311,10 +323,14 @@ class SparseAttention:
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
         rows, size, rule = len(plan.lengths_R), self.method.block_size, (self.method.budget, self.method.sink_blocks)
         given = plan.table_RP, plan.lengths_R, size
-        self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
-        scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
-        steps = pages.page_step, pages.head_step
-        table_QX, lengths_Q = chosen_places(scores_RKN, *given, pages.size, *rule, *steps)
+        if self.anchor is self:
+            self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
+            scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
+            steps = pages.page_step, pages.head_step
+            plan.tables[self] = chosen_places(scores_RKN, *given, pages.size, *rule, *steps)
+        else:
+            query_QGD = query[:rows].reshape(rows * pages.heads, -1, pages.dim)
+        table_QX, lengths_Q = plan.tables[self.anchor]
         if plan.shared is None:
             plan.shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
         lengths_Q, schedule = plan.shared
@@ -337,9 +353,10 @@ class SparseAttention:
 
     def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor, output_RHD: Tensor) -> None:
         rows, size = plan.rows, self.method.block_size
-        query_RHD = query_RHD.view(len(query_RHD), -1, pages.dim)
-        indices_RKX, counts = self._chosen(self._scores(pages, rows, query_RHD), rows)
-        table_QX = pages.table(rows, indices_RKX)
+        if self.anchor is self:
+            indices_RKX, counts = self._chosen(self._scores(pages, rows, query_RHD), rows)
+            plan.tables[self] = pages.table(rows, indices_RKX), counts
+        table_QX, counts = plan.tables[self.anchor]
         query_QGD = query_RHD.contiguous().view(len(table_QX), -1, pages.dim)
         if plan.shared is None:
             current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens of the block still open, or just closed
@@ -359,7 +376,7 @@ class SparseAttention:
         if rows.kept is not None and choose(scores_RKN.device) == "torch":
             # The method's own choice, with what does not depend on scores computed once.
             candidates = rows.once(candidates_in, scores_RKN.shape[2], method.block_size, method.sink_blocks)
-            return ranked_blocks(scores_RKN, candidates, rows.kept).sort(dim=-1).values, rows.kept
+            return best_blocks(scores_RKN, candidates, rows.kept), rows.kept
         indices_RKX, counts_RK = method.choose(scores_RKN, rows.lengths_R)
         return indices_RKX.clamp(min=0).long(), counts_RK
 

@@ -50,7 +50,12 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
     page = config.cache_config.block_size
     check_page(bank, page)
     selector = settings.selector(bank, page)
-    check_model(config.model_config.hf_config, bank, selector.dense_layers)
+    check_model(config.model_config.hf_config, bank, selector)
+    if selector.anchors and (ranks := config.parallel_config.pipeline_parallel_size) > 1:
+        raise SeergateError(
+            f"pipeline_parallel_size is {ranks} and anchors {list(selector.anchors)}; a layer cannot read the choice "
+            "of an anchor in another process: leave one of them out"
+        )
     choose_backend(config.attention_config)
     worker = config.parallel_config.worker_cls
     if worker not in WORKERS:

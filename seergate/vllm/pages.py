@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from seergate.errors import SeergateError
 from seergate.serving.rows import Rows
@@ -67,8 +68,7 @@ class Pages(ABC):
 
     def read_summaries(self, rows: Rows) -> Tensor:
         """The summaries ``[R, K, N, W]`` of rows' blocks."""
-        index_RKN = rows.once(last_places, self.heads, *self.summary_steps)
-        return self.summary_rows.index_select(0, index_RKN.view(-1)).view(*index_RKN.shape, -1)
+        return F.embedding(rows.once(last_places, self.heads, *self.summary_steps), self.summary_rows)
 
     def table(self, rows: Rows, indices_RKX: Tensor) -> Tensor:
         """The places ``[Q, X * r]`` of chosen blocks, int32."""

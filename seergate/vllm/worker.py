@@ -85,18 +85,22 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     for layer, parent, attention in attention_layers(model):
         if layer not in kinds or not method.selects_in(layer):
             continue
-        gate = unrotate = None
-        if bank is not None:
-            unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
-            gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, attention.kv_cache_torch_dtype)
-            frequencies = gate.inv_freq if frequencies is None else frequencies
-            gate.inv_freq = frequencies  # one tensor, so that layers share its angles
-        scoring = scores.of_layer(method, attention, gate, unrotate)
+        if (anchor := method.anchor_of(layer)) in found:
+            scoring = found[anchor].impl.scoring
+        else:
+            gate = unrotate = None
+            if bank is not None:
+                unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
+                gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, attention.kv_cache_torch_dtype)
+                frequencies = gate.inv_freq if frequencies is None else frequencies
+                gate.inv_freq = frequencies  # one tensor, so that layers share its angles
+            scoring = scores.of_layer(method, attention, gate, unrotate)
         counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
         if same_in_all_layers(method):
             counts = shared.setdefault(attention.num_kv_heads, counts)
         make_sparse(attention, method, scoring, counts)
         found[layer] = attention
+        attention.impl.anchor = found[anchor].impl
     return found
 
 

@@ -43,13 +43,13 @@ SMALL = {
     "ablate": ["--max-steps", "2"],
     "traces": ["--limit", "1"],
 }
-"""Command -> what is appended."""
+"""Command -> appended arguments."""
 
 SMALL_SWEEP = {"task_options": {"variables": 4}, "max_new_tokens": 10, "budget": [64]}
-"""What is replaced in a sweep file, as the command has no options for it."""
+"""Replaced entries of a sweep file, as the command has no options for them."""
 
 DOCUMENTED, SHOWN = "40-0-3", "4-0-0"
-"""The problem that `eval show` is printed with, and the one that there is of the sizes above."""
+"""The problem that the documents show with `eval show`, and the problem that exists with the sizes above."""
 
 OWN_MODEL = ROOT / "docs" / "your_model.md"
 """Its lines need a model from PyPI."""

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """48 rows of some hundreds of words, and one that is none."""
+    """48 rows of some hundreds of words, and a line that is not a row."""
     drawn, words = random.Random(0), (ROOT / "docs" / "concepts.md").read_text().split()
     rows = [json.dumps({"text": " ".join(drawn.choices(words, k=120))}) for _ in range(48)]
     file = tmp_path / "rows.jsonl"

@@ -127,7 +127,7 @@ def storm(config: TrainConfig, kills: int, seed: int = 0) -> collections.Counter
 
 
 def both(config: TrainConfig, kills: int, seed: int) -> tuple[TrainConfig, TrainConfig, collections.Counter[str]]:
-    """A run that is killed and one that is not.
+    """A killed run and an undisturbed one.
 
     Args:
         config: a small run; its steps, evaluations and checkpoints are set here so that no kill comes after its end.

@@ -192,7 +192,7 @@ def test_every_option_is_on_the_command_line_with_help() -> None:
 
 
 def test_a_truth_value_needs_no_word() -> None:
-    """Nor one that the machine decides where it is left open."""
+    """Nor does an option that the machine decides where it is left open."""
     parser = train_parser(None, "", ())
     names = [name for name, kind in get_type_hints(TrainConfig).items() if kind in (bool, bool | None)]
     assert "shard_base" in names and "rope" in names

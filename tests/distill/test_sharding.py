@@ -80,7 +80,7 @@ os._exit(0)
 
 
 def seeing(kind: str, directory: Path) -> str:
-    """A model as Gemma 3 and Gemma 4 are published: the language model is a part of one that sees images."""
+    """A model as Gemma 3 and Gemma 4 are published: the language model is part of a model that sees images."""
     tokenizer = byte_tokenizer(PLAIN)
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     own = {} if kind == "gemma3" else {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}

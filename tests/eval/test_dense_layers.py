@@ -14,6 +14,7 @@ from seergate.eval.dense_layers import answered, distances, find_dense_layers
 from seergate.eval.proxies import compare
 from seergate.eval.tasks import make_task
 from seergate.hf.loading import load_tokenizer
+from seergate.models import families
 from seergate.paths import shipped
 from tests.eval import support
 from tests.host.test_decode import BLOCK, gates
@@ -51,6 +52,16 @@ def test_distances_are_those_of_decoding_every_text_anew(deep, texts, name):
     assert bool((found[-1] < 1e-7).all()) and bool((found[0] > 1e-2).all())
 
 
+def test_layers_with_a_window_are_left_alone(texts):
+    """Their cache cannot go back; each plan decodes with a copy."""
+    model = tiny_model("gemma3_text").double()
+    method = methods.Quest(token_budget=2 * BLOCK, block_size=BLOCK)
+    full = [layer for layer, _ in families.full_attention_modules(model)]
+    assert len(full) < model.config.num_hidden_layers
+    found = distances(model, method, texts, [(), tuple(full)])
+    assert bool((found[0] > 1e-4).all()) and bool((found[1] < 1e-7).all())
+
+
 def test_each_further_layer_brings_the_answers_nearest(deep, texts):
     method = methods.Gate(bank=gates(deep).double(), token_budget=2 * BLOCK, dense_layers=(3,))
     seen = {}
@@ -59,10 +70,6 @@ def test_each_further_layer_brings_the_answers_nearest(deep, texts):
     first = min((plan for plan in seen if len(plan) == 1), key=seen.get)
     pairs = {tuple(sorted((*first, other))) for other in {0, 1, 2, 3} - {*first}}
     assert {plan for plan in seen if len(plan) == 2} == pairs and found == min(pairs, key=seen.get)
-    anchored = replace(method, dense_layers=(), anchors=(0,))
-    seen.clear()
-    find_dense_layers(deep, anchored, texts, 1, lambda plan, kl: seen.update({plan: kl}))
-    assert (0,) not in seen, "an anchor chooses for others, so it cannot be dense"
 
 
 def test_what_cannot_be_told_apart_is_refused(deep, texts):
@@ -71,6 +78,8 @@ def test_what_cannot_be_told_apart_is_refused(deep, texts):
         find_dense_layers(deep, method, texts, 1)
     with pytest.raises(ValueError, match=r"count is 5; it must be a whole number in 1\.\.4"):
         find_dense_layers(deep, replace(method, token_budget=16), texts, 5)
+    with pytest.raises(SeergateError, match=r"the method has anchors \[0\]; find dense layers with gates for every"):
+        find_dense_layers(deep, replace(method, token_budget=16, anchors=(0,)), texts, 1)
     with pytest.raises(SeergateError, match="has no right answer of two tokens or more to compare on; take needle"):
         answered(load_tokenizer(TINY), make_task("chain_sum", problems=1, variables=5))
 

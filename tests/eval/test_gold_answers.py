@@ -1,6 +1,6 @@
 """The graders on gold answers: taken as they stand and rewritten, refused when changed.
 
-A rewriting is one that a model makes: another fraction macro, other brackets, spaces, units, a degree sign. On the
+Rewritings are those that a model makes: another fraction macro, other brackets, spaces, units, a degree sign. On the
 Hub's files, in the tests marked `hub`, at least 99.5 % have to be judged rightly.
 """
 
@@ -96,7 +96,7 @@ def test_gold_answers_written_otherwise(judges, gold, answers):
 
 
 def misjudged(judges, grader, golds, change, right):
-    """Of these gold answers, changed so, the ones that are not judged so."""
+    """Of these gold answers, changed so, the wrongly judged ones."""
     grades = judges.grade_all([(grader, f"so \\boxed{{{change(gold)}}}", gold) for gold in golds])
     return [(gold, change(gold), g.reason) for gold, g in zip(golds, grades, strict=True) if g.correct is not right]
 
@@ -115,7 +115,7 @@ def test_gold_answers_of_the_hub(judges, name):
 
 
 def test_the_measure_of_the_hub_test(judges):
-    """On golds of its kinds, with one that cannot be judged rightly."""
+    """On golds of its kinds, one of which cannot be judged rightly."""
     golds = ["204", r"\left( 3, \frac{\pi}{2} \right)", r"\text{Evelyn}", "6 - 5i"]
     for change in REWRITINGS.values():
         assert misjudged(judges, "math", golds, change, right=True) == []

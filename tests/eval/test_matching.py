@@ -159,7 +159,7 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, caps
 
 
 def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path, capsys):
-    """Though the setting may have the name of one that is there, and is refused then."""
+    """The setting may have the name of an existing one, and is refused then."""
     known, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
     for more, what in (
         (["8"], "dense_layers=(), anchors=(), dense_below=0, block_size=8"),

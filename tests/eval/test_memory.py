@@ -117,7 +117,7 @@ def test_a_sample_that_does_not_fit_is_told():
 
 @pytest.mark.parametrize(("batch_size", "survivors"), [(4, 3), (4, 1), (4, 0), (1, 0)])
 def test_running_out_of_memory_when_rows_are_dropped_makes_none_of_them_again(monkeypatch, batch_size, survivors):
-    """`run` refuses what comes twice. The others start again; one that remains is not reported as too large."""
+    """`run` refuses what comes twice. The others start again; a sample that remains is not reported as too large."""
     model, sampling, keep, failed, began = support.model(), Sampling(temperature=1.0), Batch.keep, [], []
     expected = run(model, LONG, batch_size=1, max_new_tokens=20, sampling=sampling)
     limits = {i: 20 if i < survivors else 3 for i in range(len(LONG))}  # of the first four, so many go on

@@ -74,7 +74,7 @@ def test_an_answer_does_not_depend_on_its_batch():
 
 
 def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
-    """Also one that was interrupted; and the report names a setting that shared nothing."""
+    """An interrupted run, too; and the report names a setting that shared nothing."""
     monkeypatch.setattr("seergate.eval.environment.git_revision", lambda: None)  # it may change while this runs
     model, task = babbling(), make_task("chain_sum", problems=3, variables=4)
     model.name_or_path = str(support.save(tmp_path / "model"))

@@ -16,7 +16,7 @@ from seergate.methods.selecting import PerHeadSelection, on_device
 from seergate.ops import Selection
 from tests.host.test_decode import BLOCK, SELECTING, gates, selector
 from tests.host.test_offload import run
-from tests.host.test_static import compiled, same_figures
+from tests.host.test_static import compiled, decoded_as_one_graph
 from tests.models import left_padded, prompt, tiny_model
 
 LAYERS = 4
@@ -119,21 +119,7 @@ def test_offloaded_is_in_memory(deep, bank, name):
 @pytest.mark.parametrize("anchors", [(0,), PLAN])
 def test_steps_on_a_static_cache_eager_and_compiled(deep, bank, rule, anchors):
     """As one graph without breaks."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    results = []
-    static = {"cache_implementation": "static"}
-    for options in ({}, static, {**static, "compile_config": compiled("eager")}):
-        with seergate.attached(deep, bank, anchors=anchors, **rule) as handle:
-            for _ in range(2):
-                handle.reset_stats()
-                found = deep.generate(**batch(), max_new_tokens=14, **options)
-            results.append((found, handle.stats()))
-    for tokens, figures in results[1:]:
-        assert torch.equal(tokens, results[0][0])
-        same_figures(figures, results[0][1])
-    stats = torch._dynamo.utils.counters
-    assert stats["stats"]["unique_graphs"] == 1 and not stats["graph_break"]
+    decoded_as_one_graph(deep, bank, batch(), anchors=anchors, **rule)
 
 
 def test_drafts_are_decoded_as_if_alone(deep, bank):
@@ -282,7 +268,7 @@ def test_cropped_and_reordered_caches(deep, bank):
 
 
 def test_beams_share_choices_too(deep, bank):
-    """Each beam of a prompt reads as a row of its own: one that is alone finds the same text."""
+    """Each beam of a prompt reads as a row of its own: a prompt alone finds the same text as in a batch."""
     rows = [prompt(40, 1), prompt(52, 2)]
     with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
         beams = [deep.generate(row, max_new_tokens=8, num_beams=3)[0, -8:] for row in rows]

@@ -99,7 +99,7 @@ class Request:
         self.compare(logits, last, "prompt")
 
     def chunk(self, width: int, drafted: bool = False) -> None:
-        """New tokens for all rows: one that is decoded, drafted tokens that are verified, or a further turn."""
+        """New tokens for all rows: a decoded token, drafted tokens to be verified, or a further turn."""
         texts = [self.tokens(width) for _ in self.rows]
         with seergate.handle_of(self.model).passes.forced("decode") if drafted else nullcontext():
             logits = self.forward(torch.tensor(texts), torch.ones(len(texts), width, dtype=torch.long))

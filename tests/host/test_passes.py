@@ -228,7 +228,7 @@ def test_the_dense_implementation_sees_its_own_name(model):
 
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"])
 def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
-    """What a module catches on the way would be mixed up. One that comes later, or after an error, is welcome."""
+    """What a module catches on the way would be mixed up. A thread that comes later, or after an error, is welcome."""
     own, arrived, go, found = copy.deepcopy(model), threading.Event(), threading.Event(), {}
 
     def wait(*_):

@@ -12,7 +12,7 @@ import seergate
 from seergate import DecodeConfig, GateBank, SeergateError, methods
 from tests.host.test_decode import BLOCK, gates
 from tests.host.test_offload import offloaded_is_in_memory, room_for, run
-from tests.host.test_static import compiled, same_figures
+from tests.host.test_static import decoded_as_one_graph
 from tests.models import left_padded, prompt
 
 SHARED = ("gate", "oracle", "quest", "random")
@@ -64,23 +64,7 @@ def test_resa_is_quests_mean_query_with_a_share(model):
 def test_steps_on_a_static_cache_eager_and_compiled(model, bounds):
     """As one graph without breaks; with gates and with Quest."""
     for name in ("gate", "quest"):
-        method = sharing(name, gates(model), **bounds)
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        results = []
-        static = {"cache_implementation": "static"}
-        for options in ({}, static, {**static, "compile_config": compiled("eager")}):
-            with seergate.attached(model, method) as handle:
-                for _ in range(2):
-                    handle.reset_stats()
-                    found = model.generate(**batch(), max_new_tokens=14, **options)
-                results.append((found, handle.stats()))
-        for tokens, figures in results[1:]:
-            assert torch.equal(tokens, results[0][0])
-            same_figures(figures, results[0][1])
-        stats = torch._dynamo.utils.counters
-        assert stats["stats"]["unique_graphs"] == 1 and not stats["graph_break"]
-        assert results[0][1]["density"] < 0.9
+        assert decoded_as_one_graph(model, sharing(name, gates(model), **bounds), batch())["density"] < 0.9
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "oracle"])

@@ -40,6 +40,26 @@ def compiled(backend: str) -> CompileConfig:
     return config
 
 
+def decoded_as_one_graph(model, method, inputs, **options):
+    """Decode on a dynamic cache and a static one, there eagerly and compiled: tokens and figures are the same, and
+    every step is the same graph without breaks. Returns the figures."""
+    torch._dynamo.reset()
+    counters.clear()
+    results = []
+    static = {"cache_implementation": "static"}
+    for way in ({}, static, {**static, "compile_config": compiled("eager")}):
+        with seergate.attached(model, method, **options) as handle:
+            for _ in range(2):
+                handle.reset_stats()
+                found = model.generate(**inputs, max_new_tokens=14, **way)
+            results.append((found, handle.stats()))
+    for tokens, figures in results[1:]:
+        assert torch.equal(tokens, results[0][0])
+        same_figures(figures, results[0][1])
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    return results[0][1]
+
+
 def choices(model, budget=2 * BLOCK):
     bank = gates(model, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim)
     return {

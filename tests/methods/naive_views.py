@@ -161,7 +161,7 @@ class Gated:
 
 
 class RaaSAndQuest(naive.RaaS):
-    """RaaS, of whose prompt a query sees only the pages with the highest bounds, and one that is still open."""
+    """RaaS, of whose prompt a query sees only the pages with the highest bounds, and a page that is still open."""
 
     def __init__(self, *args, prompt_budget, **options):
         super().__init__(*args, **options)

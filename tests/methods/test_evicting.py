@@ -26,7 +26,7 @@ NAMES = list(EVICTORS)
 KINDS = {name: "gate" if name.endswith("and gate") else name.split(" ")[0] for name in NAMES}
 """What each row is a variant of."""
 PROMPTS = (40, 9, 23)
-"""Longer than the budget of 24, shorter, and one that the first tokens fill up."""
+"""Lengths: longer than the budget of 24, shorter, and such that the first generated tokens fill it up."""
 
 
 EACH = list({kind: name for name, kind in reversed(KINDS.items())}.values())

@@ -80,7 +80,7 @@ def test_a_prompt_may_stay_beside_any_budget():
 
 @pytest.mark.parametrize("name", EVICTORS)
 def test_nothing_is_said_if_there_is_room(name):
-    """Of methods without a budget never; of one that keeps the prompt if generated tokens have their room, too."""
+    """Methods without a budget never warn; nor do methods that keep the prompt if generated tokens have their room."""
     model = model_of(4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LongPromptWarning)

@@ -12,7 +12,7 @@ from seergate.models.rope import Rotary
 from tests.methods.evictors import EVICTORS, attention, model_of
 
 UNSCORED = ("streaming_llm", "random_evict", "kv4bit", "fast_kvzip", "trim_kv")
-"""Kinds that go by age, by chance, or by what is no attention."""
+"""Kinds that go by age, by chance, or by something other than attention."""
 SCORED = [name for name in EVICTORS if name.split(" ")[0] not in UNSCORED and not name.endswith("and gate")]
 
 
@@ -44,8 +44,8 @@ def evicting(method, q_BHSD, k_BKSD, prompt, rotary=None):
 
 @pytest.mark.parametrize("name", SCORED)
 def test_a_cache_in_half_precision_loses_the_same_tokens(name):
-    """As one that holds the very same numbers in float32, at every eviction in 240 steps. The inputs are such that
-    bfloat16 scores, of three digits, choose otherwise; H2O's sums need later keys that draw more attention.
+    """The tokens that a cache with the same numbers in float32 loses, at every eviction in 240 steps. The inputs are
+    such that bfloat16 scores, of three digits, choose otherwise; H2O's sums need later keys that draw more attention.
     """
     seed, trend = (4, 4) if name == "h2o" else (2, 0)
     random, model = torch.Generator().manual_seed(seed), model_of(4)

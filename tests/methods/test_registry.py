@@ -34,7 +34,7 @@ def made(name, model, bank):
 
 
 def test_methods_with_the_same_options_are_equal(model):
-    """A cache goes on under an equal method, be it another object, made by name once more; and under no other."""
+    """A cache goes on under an equal method, also another object that was made by name once more; under no other."""
     bank = GateBank.for_model(model, GateConfig(8, 16))
     for name in methods.METHODS:
         one, two = made(name, model, bank), made(name, model, bank)

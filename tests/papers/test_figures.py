@@ -98,7 +98,7 @@ def test_a_figure_is_of_answers(tmp_path, capsys):
         (("--head", -1), "head is -1; layer 1 has 2 KV heads, 0..1"),
         (
             ("--layer", 9),
-            "layer is 9; it must be one that has full attention and keys of its own, in this model 0, 1, 2, 3",
+            "layer is 9; it must be a layer with full attention and keys of its own, in this model 0, 1, 2, 3",
         ),
     ],
 )

@@ -52,6 +52,7 @@ def test_what_fits_is_left_alone(settings: Any, options: Any) -> None:
         ({"gates": "nowhere"}, {}, "nowhere"),
         ({"gates": GATES, "token_budget": 31}, {}, "token_budget is 31; .* it must be at least 64"),
         ({"gates": GATES, "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
+        ({"gates": GATES, "anchors": [7]}, {}, r"anchors names \[7\]; the layers with full attention are"),
         ({"gates": GATES}, {"page_size": 64}, "--page-size is 64; it must be the gates' block of 32 tokens"),
         ({"method": "quest"}, {"page_size": None}, "--page-size is 1; it is the block of this method"),
         ({"gates": GATES}, {"attention_backend": "torch_native"}, "the attention backend is torch_native for prompts"),

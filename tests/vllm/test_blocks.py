@@ -61,8 +61,9 @@ def test_blocks_of_one_page_and_of_several(
 
 @pytest.mark.parametrize("method", ["quest", "oracle"])
 def test_methods_without_gates(method: str) -> None:
+    """Layer 1 chooses for itself, layer 3 reads what layer 2 chose."""
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
-    rule = {"token_budget": 128, "dense_layers": (0,)}
+    rule = {"token_budget": 128, "dense_layers": (0,), "anchors": (2,)}
     prompts = questions(12, 20)
     expected = said(model, method, prompts, block_size=32, **rule)
     with engine(seergate={"method": method, **rule}) as llm:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from seergate import GateBank, GateConfig, SeergateError
+from seergate.methods import Gate, Quest
 from seergate.serving.checks import check_model
 from seergate.serving.settings import Settings
 from seergate.vllm.checks import check_engine, check_page
@@ -34,6 +35,7 @@ def configured(seergate: Any, model: Any = REASONER, **options: Any) -> Any:
         ({"method": "quest", "gates": GATES}, "must be left out with 'quest'"),
         ({"method": "quest", "revision": "main"}, "seergate.revision is 'main' without gates"),
         ({"gates": GATES, "dense_layers": 1}, "seergate.dense_layers is 1; it must be a list of layers"),
+        ({"gates": GATES, "anchors": 1}, "seergate.anchors is 1; it must be a list of layers"),
     ],
 )
 def test_settings_that_make_no_sense(values: Any, sentence: str) -> None:
@@ -71,6 +73,12 @@ def test_gates_set_the_page_and_the_worker_and_no_environment() -> None:
         ({"gates": GATES, "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
         ({"method": "quest", "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
         ({"gates": GATES, "dense_layers": [0, 1, 2, 3]}, {}, "that leaves no layer to make sparse"),
+        ({"gates": GATES, "anchors": [7]}, {}, r"anchors names \[7\]; the layers with full attention are"),
+        (
+            {"gates": GATES, "anchors": [0]},
+            {"pipeline_parallel_size": 2},
+            r"size is 2 and anchors \[0",
+        ),
         ({"gates": GATES}, {"tensor_parallel_size": 4}, "tensor_parallel_size exceeds the number of KV heads"),
         ({"gates": GATES}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
         ({"gates": GATES}, {"worker_cls": "some.Worker"}, "worker_cls is 'some.Worker'; with seergate"),
@@ -110,10 +118,10 @@ def test_gates_of_a_model_with_another_rope(rope: dict[str, Any]) -> None:
     model = tiny_model("qwen3", head_dim=32)
     bank = GateBank.for_model(model, GateConfig(block_size=32, gate_dim=32))
     config = copy.deepcopy(model.config)
-    check_model(config, bank, ())
+    check_model(config, bank, Gate(bank=bank))
     config.rope_parameters = {**config.rope_parameters, "original_max_position_embeddings": 64, **rope}
     with pytest.raises(SeergateError, match="gates are for another model: the model's RoPE frequencies"):
-        check_model(config, bank, ())
+        check_model(config, bank, Gate(bank=bank))
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
@@ -174,4 +182,4 @@ def test_drafts_whose_numbers_only_a_gpu_knows() -> None:
 )
 def test_models_that_cannot_be_sparse(family: str, options: Any, sentence: str) -> None:
     with pytest.raises(SeergateError, match=sentence):
-        check_model(tiny_model(family, **options).config, None, ())
+        check_model(tiny_model(family, **options).config, None, Quest(dense_layers=()))

@@ -101,6 +101,7 @@ class FlashImpl(SparseAttention):
 def gated_layer(method: SelectingMethod, scoring: Scores) -> SparseAttention:
     impl = FlashImpl()
     impl.method, impl.scoring, impl.counts, impl.pages = method, scoring, no_counts(), WeakTensorKeyDictionary()
+    impl.anchor = impl
     return impl
 
 
@@ -198,6 +199,16 @@ def test_vllm_calls_the_builder_for_drafts() -> None:
 def test_pages_larger_than_a_block_are_refused() -> None:
     with pytest.raises(SeergateError, match="pages of 64 tokens; with seergate a block of 32 must be several"):
         builder(make_method("quest", token_budget=64, block_size=32), 64)
+
+
+def test_an_anchor_with_other_pages_is_refused() -> None:
+    method = make_method("quest", token_budget=64, block_size=32, anchors=(2,))
+    layer = sparse_layer(StockLayer)(32)
+    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
+    layer.impl.anchor = gated_layer(method, layer.impl.scoring)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    with pytest.raises(SeergateError, match=r"anchors is \[2\]; vLLM's cache has layers in groups with pages of"):
+        type("Builder", (SparseBuilder, Stock), {})(layer.get_kv_cache_spec(None), ["layer"], config, None)
 
 
 def test_pages_without_room_for_summaries_are_refused() -> None:
@@ -333,9 +344,9 @@ def captured(method: SelectingMethod, page: int, rows: int, width: int) -> Any:
     return metadata
 
 
-@pytest.mark.parametrize("page", [32, 16])
+@pytest.mark.parametrize(("page", "shared"), [(32, False), (16, False), (16, True)])
 @pytest.mark.usefixtures("on_gpu")
-def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded with vLLM's dummy batch, replayed with other lengths, tables, caches and padding: the same to the last
     bit. No row may change the summary of a block that is another's.
     """
@@ -346,6 +357,7 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytes
     size, rows, width = 32, 5, 6 * 32 // page
     method, rotary = make_method("quest", token_budget=3 * size, block_size=size), Rotary(width * page)
     layers = [gated_layer(method, GateScores(gate(size), Unrotation(rotary))) for _ in range(2)]
+    layers[1].anchor = layers[0] if shared else layers[1]
 
     def step(state: dict[str, Any]) -> list[Tensor]:
         metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
@@ -372,12 +384,12 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, monkeypatch: pytes
             assert int(counts[0][1]) == K * int(state["lengths"].sum())
             closing = [row for row in range(rows) if state["lengths"][row] and state["lengths"][row] % size == 0]
             ends = {int(state["table"][row, state["lengths"][row] // page - 1]) for row in closing}
-            for before, after in zip(state["memory"], eager["memory"], strict=True):
+            for layer, before, after in zip(layers, state["memory"], eager["memory"], strict=True):
                 caches = [cache_in(memory, page, E) for memory in (before, after)]
                 assert torch.equal(*caches)
                 old, new = (FlashPages(None, None, cache, E).summary_PKW for cache in caches)
                 changed = (old != new).flatten(1).any(-1).nonzero().flatten().tolist()
-                assert closing and set(changed) == ends | {0}
+                assert closing and set(changed) == (ends | {0} if layer.anchor is layer else set())
 
 
 class Launches(TorchDispatchMode):
@@ -398,7 +410,7 @@ class Launches(TorchDispatchMode):
 
 def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three kernels, and FlashAttention's two, of parts and of their sum. The plan, the schedule and the statistics
-    are the first layer's.
+    are the first layer's. A layer that reads an anchor's choice launches attention alone.
     """
     from triton.runtime.jit import JITFunction
 
@@ -409,7 +421,8 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fa_utils, "get_scheduler_metadata", lambda **named: names.append("schedule"))
     method = make_method("quest", token_budget=64, block_size=32)
     state = decode_state(1, 5, 6, 32, 32)
-    layers = [gated_layer(method, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(3)]
+    layers = [gated_layer(method, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
+    layers[3].anchor = layers[1]
     counts, taken = no_counts(), []
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
     for layer in layers:
@@ -419,7 +432,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
         taken.append(list(names))
         names.clear()
     kernels = ["close_kernel", "paged_score_kernel", "place_kernel"]
-    assert taken[1] == taken[2] == [*kernels, "attention"]
+    assert taken[1] == taken[2] == [*kernels, "attention"] and taken[3] == ["attention"]
     assert len(kernels) + 2 == LAUNCHES["gate"]  # as docs/scale.md counts them
     assert taken[0].count("schedule") == 1 and set(kernels) < set(taken[0]) and len(taken[0]) <= 20
 

@@ -90,9 +90,17 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
     assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4
 
 
-def test_a_share_of_the_context_is_that_of_transformers() -> None:
-    """Rows of different lengths in one batch, each with its own share."""
-    rule: dict[str, Any] = {"budget_share": 0.3, "budget_min": 96}
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"budget_share": 0.3, "budget_min": 96},
+        {"token_budget": 160, "anchors": (0, 2)},
+        {"threshold": 0.02, "anchors": (0,)},
+    ],
+    ids=["a share", "two anchors", "one anchor"],
+)
+def test_rules_are_those_of_transformers(rule: dict[str, Any]) -> None:
+    """Rows of different lengths in one batch, each with its own share; layers that read what others chose."""
     prompts, said = questions(20, 8, 24), []
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
     for ids in prompts:

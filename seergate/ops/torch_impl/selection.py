@@ -61,7 +61,8 @@ def select_blocks(
         fewer = token_budget is None and readable(wanted_B11) and wanted_B11.numel()
         kept = int(wanted_B11.max()) if fewer else budget.read(blocks)
         surplus_X = torch.arange(kept, device=scores.device) >= wanted_B11
-        ranked_BKX = ranked_blocks(scores, candidates, kept).int().masked_fill_(surplus_X, blocks)
+        best_first_BKX = _candidate_keys(scores, candidates).topk(kept, dim=-1).indices
+        ranked_BKX = best_first_BKX.int().masked_fill_(surplus_X, blocks)
         best_BKX = ranked_BKX.sort(dim=-1).values
         counts_BK = wanted_B11[..., 0].int().expand(-1, scores.shape[1])
         return Selection(best_BKX.masked_fill_(best_BKX == blocks, -1), counts_BK.contiguous())
@@ -90,12 +91,12 @@ class Candidates(NamedTuple):
     """The part of a budget's choice that depends on lengths alone.
 
     Attributes:
-        blocks_N: indices of blocks; ``current_B11`` that of each row's newest.
+        ties_N: indices of blocks, negated; ``current_B11`` the index of each row's newest.
         free_B1N: the blocks that scores decide on.
         fixed_B1N: int64 keys of the others: blocks that are always read sort first, blocks of the future last.
     """
 
-    blocks_N: Tensor
+    ties_N: Tensor
     current_B11: Tensor
     free_B1N: Tensor
     fixed_B1N: Tensor
@@ -108,15 +109,19 @@ def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: in
     always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
     limits = torch.iinfo(torch.int64)
     fixed_B1N = torch.where(always_B1N, limits.max, limits.min)
-    return Candidates(blocks_N, current_B11, past_B1N & ~always_B1N, fixed_B1N)
+    return Candidates(-blocks_N, current_B11, past_B1N & ~always_B1N, fixed_B1N)
 
 
-def ranked_blocks(scores: Tensor, candidates: Candidates, kept: int) -> Tensor:
-    """Indices of the ``kept`` best blocks of each row and head, int64 ``[B, K, X]``, the best first. A row that has
-    fewer is filled up with blocks after its newest.
+def best_blocks(scores: Tensor, candidates: Candidates, kept: int) -> Tensor:
+    """Indices of the ``kept`` best blocks of each row and head, int64 ``[B, K, X]``, ascending. A row that has fewer
+    is filled up with blocks after its newest.
     """
-    blocks_N, _, free_B1N, fixed_B1N = candidates
-    return torch.where(free_B1N, _keys(_finite(scores), blocks_N), fixed_B1N).topk(kept, dim=-1).indices
+    return _candidate_keys(scores, candidates).topk(kept, dim=-1, sorted=False).indices.sort(dim=-1).values
+
+
+def _candidate_keys(scores: Tensor, candidates: Candidates) -> Tensor:
+    ties_N, _, free_B1N, fixed_B1N = candidates
+    return torch.where(free_B1N, _keys(_finite(scores), ties_N), fixed_B1N)
 
 
 def _finite(scores: Tensor) -> Tensor:
@@ -130,16 +135,17 @@ def _blocks(lengths: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tens
     return torch.arange(blocks, device=lengths.device), current_B[:, None, None]
 
 
-def _keys(scores_BKN: Tensor, blocks_N: Tensor) -> Tensor:
-    """Different int64 for every block, larger for a higher score, then for a lower index."""
-    bits = (scores_BKN + 0.0).view(torch.int32)  # + 0.0: negative zero equals zero
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # turns the order of negative numbers around
-    return ordered.long().bitwise_left_shift_(32).sub_(blocks_N)
+def _keys(scores_BKN: Tensor, ties_N: Tensor) -> Tensor:
+    """Different int64 for every block, larger for a higher score, then for a lower index: a larger ``ties_N``."""
+    bits = scores_BKN.view(torch.int32)
+    least = torch.iinfo(torch.int32).min  # the bits of negative zero
+    ordered = torch.where(bits < 0, least - bits, bits)  # turns the order of negative numbers around
+    return torch.add(ties_N, ordered, alpha=1 << 32)
 
 
 def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, free_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
     """The fewest free blocks, best first, whose probabilities sum to ``top_p``."""
-    keys_BKN = _keys(scores_BKN, blocks_N).masked_fill(~free_B1N, torch.iinfo(torch.int64).min)
+    keys_BKN = _keys(scores_BKN, -blocks_N).masked_fill(~free_B1N, torch.iinfo(torch.int64).min)
     order_BKN = keys_BKN.argsort(dim=-1, descending=True)
     ranked = probs_BKN.gather(-1, order_BKN).double()
     before = ranked.cumsum(-1) - ranked  # mass of all better blocks
