@@ -20,7 +20,16 @@ from seergate.report.plots import DPI, pyplot
 from seergate.report.styles import style
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "trade-off.png"
-DRAWN = ("oracle", "gate", "quest", "snapkv", "streaming_llm")
+SHIPPED = "gate, layers 7,18 dense"
+DRAWN = {
+    "oracle": "oracle",
+    SHIPPED: "gate",
+    "gate, all sparse": "gate, all layers sparse",
+    "quest": "quest",
+    "snapkv": "snapkv",
+    "streaming_llm": "streaming_llm",
+}
+"""Name in the results -> label."""
 STEPS = {
     "vLLM, dense": ("vllm_dense", "dense", "-"),
     "vLLM, gates": ("vllm_gate", "gate", "-"),
@@ -58,7 +67,8 @@ def draw(results: Path) -> Any:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
     for method, points in distances(results).items():
         shares, means, errors = zip(*points, strict=True)
-        left.errorbar(shares, means, errors, label=method, capsize=3, **style(method))
+        drawn = style(method.partition(",")[0]) | ({} if method == SHIPPED or "," not in method else {"linestyle": ":"})
+        left.errorbar(shares, means, errors, label=DRAWN[method], capsize=3, **drawn)
     left.set_yscale("log")
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
     left.set_title("SmolLM2-135M: 8 texts of 2,560 tokens", fontsize=11)

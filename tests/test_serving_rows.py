@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
-from seergate.ops.torch_impl.selection import candidates_of, ranked_blocks
+from seergate.ops.torch_impl.selection import best_blocks, candidates_of
 from seergate.serving.rope import Unrotation
 from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores
+from seergate.vllm.attention import Counts, Plan, SparseAttention
+from seergate.vllm.pages import FlashPages
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
@@ -64,7 +70,7 @@ def test_blocks_of_a_budget_are_the_methods(sinks: int) -> None:
     scores = torch.randint(-2, 3, (4, K, BLOCKS), generator=torch.Generator().manual_seed(1)).float()  # many are equal
     scores[0, 0, ::3], scores[1, 1, ::5], scores[2, 0, 1] = torch.nan, torch.inf, -0.0
     indices, counts = method.choose(scores, rows.lengths_R)
-    found = ranked_blocks(scores, candidates_of(rows.lengths_R, BLOCKS, SIZE, sinks), 6).sort(-1).values
+    found = best_blocks(scores, candidates_of(rows.lengths_R, BLOCKS, SIZE, sinks), 6)
     assert torch.equal(found.int(), indices) and counts.eq(6).all()
 
 
@@ -74,3 +80,65 @@ def test_rows_are_divided_in_order_and_compute_once() -> None:
     parts = rows.once(divided, 2)
     assert rows.once(divided, 2) is parts and rows.once(divided, 3) is not parts
     assert all(part.kept == rows.kept for part in parts)
+
+
+class Tables(FlashPages):
+    """Pages that note the block tables that they are to attend to."""
+
+    noted: ClassVar[list[Tensor]] = []
+
+    def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> None:
+        return None
+
+    def attend(
+        self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: None, output_QGD: Tensor
+    ) -> None:
+        self.noted.append(table_QX)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
+    draw = torch.Generator().manual_seed(2)
+    rotary: Any = torch.nn.Module()
+    rotary.cos_sin_cache, rotary.is_neox_style = torch.randn(SIZE * BLOCKS, D, generator=draw), True
+    inv_freq = torch.rand(E // 2, generator=draw)
+    gate = AttnGate(GateConfig(SIZE, gate_dim=E), num_heads=K * G, num_kv_heads=K, head_dim=D, inv_freq=inv_freq)
+    layer = SparseAttention()
+    layer.kind, layer.anchor, layer.num_kv_heads, layer.pages = Tables, layer, K, WeakTensorKeyDictionary()
+    layer.method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE)
+    layer.scoring, layer.counts = GateScores(gate, Unrotation(rotary)), Counts(*torch.zeros(2, dtype=torch.long))
+    numbers = K * (SIZE * 2 * D + E)  # of a page, its summary included
+    caches = [torch.randn(2 * BLOCKS * numbers, generator=draw) for _ in range(3)]
+    lengths, table = torch.tensor([319, 100]), torch.randperm(2 * BLOCKS, generator=draw).view(2, BLOCKS, 1)
+    none = torch.empty(0, dtype=torch.long)
+
+    def step(caches: list[Tensor]) -> list[int]:
+        """One step of layers with these caches: how many operators each runs."""
+        plan = Plan(none[:, None], none, torch.arange(2), torch.arange(2), Rows(lengths, table, 6), None, 419, 0)
+        found = []
+        for cache in caches:
+            paged = cache.as_strided((2 * BLOCKS, K, SIZE, 2 * D), (numbers, SIZE * 2 * D, 2 * D, 1))
+            query = cache[: 2 * (K * G + 1) * D].view(2, K * G + 1, D)[:, 1:]  # rows with gaps, as vLLM's
+            with Operators() as operators:
+                layer.forward(None, query, query, query, paged, SimpleNamespace(plan=plan), torch.empty(2, K * G, D))
+            found.append(len(operators.names))
+        return found
+
+    first, *further = step(caches)
+    shared = list(Tables.noted)
+    Tables.noted.clear()
+    alone = [step([cache])[0] for cache in caches]
+    assert all(torch.equal(a, b) for a, b in zip(shared, Tables.noted, strict=True))
+    assert max(further) <= 55 < 120 < min(alone), (first, alone, further)

@@ -137,9 +137,8 @@ def _blocks(lengths: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tens
 
 def _keys(scores_BKN: Tensor, ties_N: Tensor) -> Tensor:
     """Different int64 for every block, larger for a higher score, then for a lower index: a larger ``ties_N``."""
-    bits = scores_BKN.view(torch.int32)
-    least = torch.iinfo(torch.int32).min  # the bits of negative zero
-    ordered = torch.where(bits < 0, least - bits, bits)  # turns the order of negative numbers around
+    bits = (scores_BKN + 0.0).view(torch.int32)  # + 0.0: negative zero equals zero
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # turns the order of negative numbers around
     return torch.add(ties_N, ordered, alpha=1 << 32)
 
 
