@@ -53,9 +53,9 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="*", default=[5, 10, 20, 40, 60, 75], help="variables, dense only"
     )
-    parser.add_argument("--length-problems", type=int, default=100)
+    parser.add_argument("--length-problems", type=int, default=64)
     parser.add_argument("--medium", type=int, default=20, help="variables")
-    parser.add_argument("--medium-problems", type=int, default=256)
+    parser.add_argument("--medium-problems", type=int, default=128)
     parser.add_argument("--medium-budgets", type=int, nargs="*", default=[16, 32, 64, 128])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")
