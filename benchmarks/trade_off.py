@@ -72,7 +72,7 @@ def draw(results: Path) -> Any:
     left.set_yscale("log")
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
     left.set_title("SmolLM2-135M: 8 texts of 2,560 tokens", fontsize=11)
-    left.legend()
+    left.legend(loc="upper right")
 
     lines, options = steps(results)
     for label, points in lines.items():
