@@ -70,6 +70,7 @@ def draw(results: Path) -> Any:
         drawn = style(method.partition(",")[0]) | ({"linestyle": ":"} if method == SPARSE else {})
         left.errorbar(shares, means, errors, label=DRAWN[method], capsize=3, **drawn)
     left.set_yscale("log")
+    left.set_xlim(0, 100)
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
     left.set_title("SmolLM2-135M: 8 texts of 2,560 tokens", fontsize=11)
     left.legend(loc="upper right")
