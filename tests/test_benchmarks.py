@@ -40,7 +40,6 @@ LONG = {
 }
 """Those that take longer than a test should: `make soak` runs them."""
 ELSEWHERE = {
-    "draw_methods": "tests/test_documents.py",
     "estimates": "tests/test_estimates.py",
     "gpu_check": "tests/ops",
     "interval_coverage": "tests/eval",

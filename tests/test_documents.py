@@ -81,15 +81,6 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
     assert {name: tuple(map(float, figures)) for name, *figures in learned} == steps
 
 
-def test_the_figures_of_the_methods_page_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    done = run_script("benchmarks/draw_methods.py", "--output", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    page = (ROOT / "docs/methods.md").read_text(encoding="utf-8")
-    pictures = [path.name for path in tmp_path.iterdir()]
-    assert len(pictures) == 2 and all(f"images/{name}" in page for name in pictures)
-
-
 def public_names() -> dict[str, str]:
     """What the reference has to describe -> where it is defined; a submodule is described by its own names."""
     modules = (seergate, seergate.methods, seergate.ops, seergate.distill, seergate.eval, seergate.report)
