@@ -18,7 +18,7 @@ import yaml
 
 import seergate
 from seergate.eval.stats import mean_and_error
-from tests.running import ROOT, run_script
+from tests.running import ROOT
 
 DOCS = ROOT / "docs"
 
