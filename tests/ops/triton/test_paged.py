@@ -143,7 +143,7 @@ def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.M
     queries = [torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G] for _ in memories]
     impl = type("Impl", (SparseAttention,), {"kind": InPyTorch, "scoring": case.twin})()
     impl.method = make_method("quest", token_budget=96, block_size=32)
-    impl.pages = WeakTensorKeyDictionary()
+    impl.pages, impl.anchor = WeakTensorKeyDictionary(), impl
 
     def run() -> list[Tensor]:
         impl.counts = Counts(*torch.zeros(2, dtype=torch.long, device=case.cache.device))
