@@ -20,7 +20,7 @@ from tests.reasoner import questions
 from tests.vllm.conftest import GATES, answers, engine
 
 GATE = {"gates": GATES, "token_budget": 256}
-SIZES = [random.Random(1).randint(8, 24) for _ in range(64)]
+SIZES = [random.Random(1).randint(12, 28) for _ in range(64)]
 NEW = 420
 
 
@@ -101,7 +101,7 @@ def test_rows_that_pad_a_graph_are_not_counted() -> None:
 
 
 def test_preemption(prompts: list[list[int]], together: list[list[int]]) -> None:
-    """Sixteen rows of up to 650 tokens in a cache of 3,200."""
+    """Sixteen rows of up to 760 tokens in a cache of 3,200."""
     with engine(seergate=GATE, max_num_seqs=16, num_gpu_blocks_override=100, disable_log_stats=False) as llm:
         said = answers(llm, prompts[:16], NEW)
         preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
