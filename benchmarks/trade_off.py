@@ -25,7 +25,7 @@ DRAWN = {
     "oracle": "oracle",
     "gate, layers 7,18 dense": "gate",
     SPARSE: "gate, all layers sparse",
-    "quest": "quest",
+    "quest, all sparse": "quest",
     "snapkv": "snapkv",
     "streaming_llm": "streaming_llm",
 }
