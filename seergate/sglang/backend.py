@@ -41,7 +41,7 @@ class Plan:
         lengths_R: tokens of each request, the new ones included; ``table_RNr`` the pages of its blocks.
         closed_Cr: pages of the blocks that the step completes; ``starts_C`` the positions of their first tokens.
         sparse, dense: of a step that decodes, the requests that read a part and those that read everything.
-        chosen: anchor -> what it chose, for the layers that read its choice.
+        chosen: the last layer that chose -> its choice, for the layers above that read it.
     """
 
     lengths_R: Tensor
@@ -188,7 +188,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         each = torch.arange(len(rows), device=rows.device)[:, None, None]
         slots_RKT = self._slots(table_RNr[each, indices_RKX.clamp(min=0).long()])
         chosen = slots_RKT, (counts_RK - 1) * size + ((lengths_R - 1) % size + 1)[:, None]
-        self.plan.chosen[anchor] = chosen
+        self.plan.chosen = {anchor: chosen}
         return chosen
 
     def _attend(self, query_RHD: Tensor, slots_RKT: Tensor, lengths_RK: Tensor, layer: Any) -> Tensor:

@@ -58,7 +58,7 @@ class Plan:
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
         shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
         counted: the statistics that have this step already.
-        tables: what each layer chose, for those that read its choice (`SparseAttention.anchor`).
+        chosen: the last layer that chose -> its choice, for the layers above that read it (`SparseAttention.anchor`).
     """
 
     closed_Cr: Tensor
@@ -71,7 +71,7 @@ class Plan:
     read_all: int | Tensor
     shared: tuple[Tensor, Any] | None = None
     counted: list[Counts] = field(default_factory=list)
-    tables: dict[Any, Any] = field(default_factory=dict)
+    chosen: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -80,7 +80,7 @@ class DecodePlan:
 
     Attributes:
         lengths_R: tokens so far, 0 in rows that pad a graph; ``table_RP`` the rows' pages.
-        held, read_all, shared, counted, tables: see `Plan`.
+        held, read_all, shared, counted, chosen: see `Plan`.
     """
 
     lengths_R: Tensor
@@ -89,7 +89,7 @@ class DecodePlan:
     read_all: Tensor
     shared: tuple[Tensor, Any] | None = None
     counted: list[Counts] = field(default_factory=list)
-    tables: dict[Any, Any] = field(default_factory=dict)
+    chosen: dict[Any, Any] = field(default_factory=dict)
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> Plan:
@@ -327,10 +327,10 @@ class SparseAttention:
             self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
             scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
             steps = pages.page_step, pages.head_step
-            plan.tables[self] = chosen_places(scores_RKN, *given, pages.size, *rule, *steps)
+            plan.chosen = {self: chosen_places(scores_RKN, *given, pages.size, *rule, *steps)}
         else:
             query_QGD = query[:rows].reshape(rows * pages.heads, -1, pages.dim)
-        table_QX, lengths_Q = plan.tables[self.anchor]
+        table_QX, lengths_Q = plan.chosen[self.anchor]
         if plan.shared is None:
             plan.shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
         lengths_Q, schedule = plan.shared
@@ -355,8 +355,8 @@ class SparseAttention:
         rows, size = plan.rows, self.method.block_size
         if self.anchor is self:
             indices_RKX, counts = self._chosen(self._scores(pages, rows, query_RHD), rows)
-            plan.tables[self] = pages.table(rows, indices_RKX), counts
-        table_QX, counts = plan.tables[self.anchor]
+            plan.chosen = {self: (pages.table(rows, indices_RKX), counts)}
+        table_QX, counts = plan.chosen[self.anchor]
         query_QGD = query_RHD.contiguous().view(len(table_QX), -1, pages.dim)
         if plan.shared is None:
             current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens of the block still open, or just closed

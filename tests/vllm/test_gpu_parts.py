@@ -422,7 +422,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     method = make_method("quest", token_budget=64, block_size=32)
     state = decode_state(1, 5, 6, 32, 32)
     layers = [gated_layer(method, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
-    layers[3].anchor = layers[1]
+    layers[3].anchor = layers[2]
     counts, taken = no_counts(), []
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
     for layer in layers:
