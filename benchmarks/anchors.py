@@ -89,12 +89,12 @@ class Bench:
         return logits[0, SETTLING:].float().log_softmax(-1)
 
     def method(self, name: str, rule: dict[str, Any], anchors: Sequence[int] = ()) -> methods.SelectingMethod:
-        """A method with a rule of how much is read; all have the gates' blocks and sinks."""
+        """A method with a rule of how much is read; all have the gates' blocks, sinks and dense layers."""
+        gate = methods.Gate.with_gates(self.bank, anchors=tuple(anchors), **rule)
         if name == "gate":
-            return methods.Gate(bank=self.bank, anchors=tuple(anchors), **rule)
-        size, sinks = self.bank.config.block_size, self.bank.config.sink_blocks
-        options = {"block_size": size, "sink_blocks": sinks, "dense_layers": (), "anchors": tuple(anchors)}
-        method = methods.make_method(name, **options, **rule)
+            return gate
+        options = {"block_size": gate.block_size, "sink_blocks": self.bank.config.sink_blocks}
+        method = methods.make_method(name, **options, dense_layers=gate.dense_layers, anchors=gate.anchors, **rule)
         assert isinstance(method, methods.SelectingMethod)
         return method
 
