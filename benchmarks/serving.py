@@ -9,9 +9,9 @@ with static caches: the ways of transformers run in ``.venv`` (``--transformers-
 random weights; gates of a real model begin as its own attention and are not trained, which the time of a step does not
 depend on. Each way to decode has a process of its own, in which an engine waits; they take turns of a few tokens,
 so that a busy machine slows all of them, and no two work at once. Times are medians over steps in which all rows
-decode, ``ratios`` those of medians. Inside vLLM the prompt is read once; later turns find it in the prefix cache. The
-rows of a batch are prefixes of one text, each with a last block of its own, so their pages are partly the same memory.
-Transformers' caches are filled with random keys and values instead (`end_to_end.py`).
+decode, ``ratios`` those of medians. Inside vLLM the prompts are read once; later turns find them in the prefix cache.
+Every row has a text of its own, as rows that share a prefix share its memory, which makes dense attention faster.
+Transformers' caches are filled with random keys and values instead, anew in each turn (`end_to_end.py`).
 
 No row is shorter than the budget. What dense vLLM takes where all are as long as the budget is the least that any
 selection of as many tokens could take at a longer context: ``over the floor`` is what a step with gates takes more.
@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,18 @@ from seergate.hf.loading import load_base
 COVERING = 1 << 20
 """A budget for everything."""
 WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate")
+COMPARED = (
+    ("vllm_gate", "vllm_dense"),
+    ("vllm_covering", "vllm_dense"),
+    ("vllm_gate", "hf_static"),
+    ("vllm_gate", "hf_gate"),
+    ("hf_gate", "hf_static"),
+)
 ENVIRONMENT = Path(__file__).parents[1] / ".venv/bin/python"
 TRANSFORMERS_PYTHON = str(ENVIRONMENT) if ENVIRONMENT.exists() else sys.executable
 REAL_MODEL = {"lengths": [1024, 7168], "batches": [1, 4, 16], "budget": 1024, "block_size": 32, "rounds": 3}
-"""Defaults for a real model. vLLM's pages have multiples of 32 tokens on a CPU."""
+REAL_MODEL["ways"] = ["vllm_dense", "vllm_gate", "hf_static", "hf_gate"]
+"""Defaults for a real model. vLLM's pages have multiples of 32 tokens on a CPU. Five ways would need 24 GiB."""
 MODEL_SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim")
 """Options of a model with random weights."""
 
@@ -71,6 +80,14 @@ def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
     return bank
 
 
+def cache_gib(model: PreTrainedModel, options: argparse.Namespace) -> int:
+    """Room for the keys and values of the largest cell, whose turns find their prompts there, and 1 GiB."""
+    config = model.config
+    per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    cells = [sum(row_lengths(length, batch, options)) for length in options.lengths for batch in options.batches]
+    return 2 + per_token * max(cells) // 2**30
+
+
 def row_lengths(length: int, batch: int, options: argparse.Namespace) -> list[int]:
     """Tokens of each row."""
     return [min(length, max(options.budget, int(length * SHORTER[row % len(SHORTER)]))) for row in range(batch)]
@@ -83,13 +100,16 @@ class VLLMWay:
         directory: of the model; its gates are beside it.
         options: of the command line.
         budget: 0 for vLLM as it is.
+        anchors: layers that choose for those above them.
         engine: options of vLLM in place of those of this benchmark.
     """
 
-    def __init__(self, directory: str, options: argparse.Namespace, budget: int, **engine: Any) -> None:
+    def __init__(
+        self, directory: str, options: argparse.Namespace, budget: int, anchors: Sequence[int] = (), **engine: Any
+    ) -> None:
         from vllm import LLM, SamplingParams
 
-        gates = {"gates": f"{directory}/gates", "token_budget": budget}
+        gates = {"gates": f"{directory}/gates", "token_budget": budget, "anchors": list(anchors)}
         settings = {"dtype": "float32", "enforce_eager": True, "max_num_batched_tokens": 2048} | engine
         self.llm = LLM(
             f"{directory}/model",
@@ -102,11 +122,10 @@ class VLLMWay:
         self.sampling, self.options = SamplingParams, options
 
     def prompts(self, length: int, batch: int) -> list[list[int]]:
-        """Rows of a batch: prefixes of one text with a last block of their own."""
+        """Random texts, the same whenever they are asked for."""
         draw = torch.Generator().manual_seed(length)
-        text = torch.randint(1, self.options.vocabulary, (length,), generator=draw).tolist()
-        block, sizes = self.options.block_size, row_lengths(length, batch, self.options)
-        return [text[: size - block] + [row + 1] * block for row, size in enumerate(sizes)]
+        sizes = row_lengths(length, batch, self.options)
+        return [torch.randint(1, self.options.vocabulary, (size,), generator=draw).tolist() for size in sizes]
 
     def said(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations."""
@@ -136,32 +155,31 @@ class TransformersWay:
         self.model, self.options, self.name = model_of(options), options, name
         options.memory_share = 1.0
         self.bank = GateBank.from_pretrained(f"{directory}/gates")
-        self.cell: tuple[int, int] | None = None
 
     def turn(self, length: int, batch: int, tokens: int) -> list[float]:
-        """Milliseconds of each token."""
-        if self.cell != (length, batch):
-            lengths = torch.tensor(row_lengths(length, batch, self.options))
-            self.mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
-            self.way = ways(self.model, self.options, self.options.budget, self.bank)[self.name]
-            room = (self.options.rounds + 1) * (tokens + 1)
-            fill(self.model, {self.name: self.way}, self.mask, room, self.options.budget)
-            self.cell = length, batch
-        turn(self.model, self.name, self.way, self.mask, tokens)
-        return self.way.milliseconds[-1]
+        """Milliseconds of each token. The cache is freed afterwards: those of all ways together are too large."""
+        lengths = torch.tensor(row_lengths(length, batch, self.options))
+        mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
+        way = ways(self.model, self.options, self.options.budget, self.bank)[self.name]
+        fill(self.model, {self.name: way}, mask, 2 * (tokens + 1), self.options.budget)
+        turn(self.model, self.name, way, mask, tokens)  # warms up
+        turn(self.model, self.name, way, mask, tokens)
+        return way.milliseconds[-1]
 
 
 def work(address: str) -> None:
     """The process of one way: does what it is asked for, one thing at a time."""
     pipe = Client(address)
     name, directory, options = pipe.recv()
-    os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(options.cache_gib)
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     torch.set_num_threads(options.threads)
     with torch.inference_mode():
         if name.startswith("vllm"):
-            budget = {"vllm_dense": 0, "vllm_covering": COVERING, "vllm_gate": options.budget}[name]
-            way: Any = VLLMWay(directory, options, budget)
+            kind, _, anchors = name.partition(" ")
+            budget = {"vllm_dense": 0, "vllm_covering": COVERING, "vllm_gate": options.budget}[kind]
+            way: Any = VLLMWay(directory, options, budget, [int(layer) for layer in anchors.split("+") if layer])
         else:
             way = TransformersWay(directory, options, name.removeprefix("hf_") if name == "hf_gate" else name)
         pipe.send(version("transformers"))
@@ -203,13 +221,7 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
         "step_median_ms": ms,
         "step_min_ms": {name: min(each) for name, each in times.items()},
         "tokens_per_second": {name: 1e3 * batch / each for name, each in ms.items()},
-        "ratios": {
-            "vllm_gate over vllm_dense": ms["vllm_dense"] / ms["vllm_gate"],
-            "vllm_gate over hf_static": ms["hf_static"] / ms["vllm_gate"],
-            "vllm_gate over hf_gate": ms["hf_gate"] / ms["vllm_gate"],
-            "hf_gate over hf_static": ms["hf_static"] / ms["hf_gate"],
-            "cost of a covering budget": ms["vllm_covering"] / ms["vllm_dense"] - 1,
-        },
+        "ratios": {f"{fast} over {slow}": ms[slow] / ms[fast] for fast, slow in COMPARED if {fast, slow} <= ms.keys()},
     }
 
 
@@ -231,6 +243,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=10, help="of each way per round")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that are timed [all]")
+    parser.add_argument("--anchors", nargs="+", default=[], metavar="I+J", help="time vLLM with these anchors, too")
     parser.add_argument("--transformers-python", default=TRANSFORMERS_PYTHON, help="of the ways hf_*")
     parser.add_argument("--output", type=Path, default=RESULTS)
     if parser.parse_known_args()[0].model is not None:
@@ -243,15 +257,17 @@ def main() -> None:
         else:
             Path(f"{directory}/model").symlink_to(Path(options.model).absolute())
         gates_of(model, options).save_pretrained(f"{directory}/gates")
-        options.vocabulary = model.config.vocab_size
+        options.vocabulary, options.cache_gib = model.config.vocab_size, cache_gib(model, options)
         shape = {"layers": model.config.num_hidden_layers, "parameters": model.num_parameters()}
         del model
         pipes, releases = {}, {}
-        for name in WAYS:
+        for name in (*WAYS, *(f"vllm_gate {anchors}" for anchors in options.anchors)):
             pipes[name], releases[name] = start(name, directory, options)
         text = [torch.randint(1, options.vocabulary, (min(1500, *options.lengths),)).tolist()]
         if ask(pipes["vllm_dense"], "said", text, 16) != ask(pipes["vllm_covering"], "said", text, 16):
             sys.exit("a budget for everything gives other tokens than vLLM without seergate")
+        for name in set(WAYS) - set(options.ways):
+            pipes.pop(name).send(None)
         rows = []
         for length in options.lengths:
             for batch in options.batches:
