@@ -4,15 +4,19 @@ r"""What is lost where layers read the choice of others, and under which rule bu
     python benchmarks/anchors.py --threads 1 --model models/smollm2 --gates checkpoints/smollm2-135m \
         --data held_out.jsonl --calibration train.jsonl --lengths 640 1280 2560 --budget 256 --name anchors_smollm2
 
-1. ``plan``: the anchors that `seergate anchors` finds for every number of them, with the recall of the gates' choices
-   and of the oracle's.
-2. ``anchors``: gate, Quest and oracle, each with these anchors: the KL from dense attention's distribution of the next
-   token on texts that the plan was not measured on, the bytes that a step reads and what of them serves to choose,
-   and the time of a step. The oracle's loss is that of sharing alone.
-3. ``rules``: the gate with a token budget, with a share of the context and with a threshold, made equal in bytes read
-   over texts of different lengths.
-4. ``needles``, with ``--needles``: right answers of the gate with these anchors.
+* ``plan``: the anchors that `seergate anchors` finds for every number of them, with the recall of the gates' choices
+  and of the oracle's.
+* ``anchors``: gate, Quest and oracle, each with these anchors: the KL from dense attention's distribution of the next
+  token on texts that the plan was not measured on, and the bytes that a step reads and what of them serves to choose.
+  The oracle's loss is that of sharing alone.
+* ``times``: of a step of each.
+* ``rules``: the gate with a token budget, with a share of the context and with a threshold, made equal in bytes read
+  over texts of different lengths.
+* ``trained``: gates that `seergate train --anchors` made, ``--trained``, each with its own anchors and with the dense
+  layers of ``--gates``.
+* ``needles``: right answers of the gate with these anchors.
 
+With ``--parts`` only these are measured anew in the file of results.
 Without ``--data`` texts are problems of chain_sum with their solutions, which the tiny reasoner knows.
 """
 
@@ -45,6 +49,8 @@ from seergate.hf.loading import load_tokenizer
 from seergate.report.load import load_sweeps
 
 METHODS = ("gate", "quest", "oracle")
+Plans = dict[int, tuple[int, ...]]
+"""Number of anchors -> the anchors."""
 FIGURES = ("bytes_read_per_step", "bytes_scored_per_step", "state_bytes", "tokens_per_head")
 
 
@@ -93,8 +99,9 @@ class Bench:
         gate = methods.Gate.with_gates(self.bank, anchors=tuple(anchors), **rule)
         if name == "gate":
             return gate
-        options = {"block_size": gate.block_size, "sink_blocks": self.bank.config.sink_blocks}
-        method = methods.make_method(name, **options, dense_layers=gate.dense_layers, anchors=gate.anchors, **rule)
+        options: dict[str, Any] = {"block_size": gate.block_size, "sink_blocks": self.bank.config.sink_blocks}
+        options |= {"dense_layers": gate.dense_layers, "anchors": gate.anchors}
+        method = methods.make_method(name, **options, **rule)
         assert isinstance(method, methods.SelectingMethod)
         return method
 
@@ -120,8 +127,11 @@ class Bench:
         return shared_recall(self.model, self.method(name, rule), [ids[0] for ids in texts], options.rows)
 
 
-def step_times(bench: Bench, settings: dict[str, methods.Method]) -> dict[str, dict[str, float]]:
+def times(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
     """Milliseconds of a step of one row behind the longest text, settings in turn."""
+    rule = {"token_budget": bench.options.budget}
+    settings: dict[str, methods.Method] = {"dense": methods.Dense()}
+    settings |= {f"{name} {n}": bench.method(name, rule, plan) for name in METHODS for n, plan in plans.items()}
     model, ids = bench.model, max(bench.texts, key=lambda ids: ids.shape[1])
     caches = {name: DynamicCache(config=model.config) for name in settings}
 
@@ -135,41 +145,39 @@ def step_times(bench: Bench, settings: dict[str, methods.Method]) -> dict[str, d
         steps(name, 1, ids[:, :1])
     runs = {name: partial(steps, name, bench.options.steps, ids[:, :1]) for name in settings}
     found = timed_in_turns(runs, bench.options.rounds, torch.device("cpu"))
-    return {name: {key: value / bench.options.steps for key, value in times.items()} for name, times in found.items()}
+    rows = list[dict[str, Any]]()
+    for setting, taken in found.items():
+        name, _, count = setting.partition(" ")
+        rows.append({"part": "times", "method": name, **({"anchors": int(count)} if count else {})})
+        rows[-1]["step_ms"] = {key: value / bench.options.steps for key, value in taken.items()}
+    return rows
 
 
-def plans_of(bench: Bench) -> tuple[dict[int, tuple[int, ...]], list[dict[str, Any]]]:
-    """Part 1: the anchors for all, a half, a quarter and an eighth of the layers."""
+def plan(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+    """The anchors for all, a half, a quarter and an eighth of the layers."""
     recalls = {name: bench.recall(name) for name in ("gate", "oracle")}
     gates = recalls["gate"]
-    counts = dict.fromkeys(-(-len(gates.layers) // part) for part in (1, 2, 4, 8))
-    plans = {count: gates.anchors(count) for count in counts}
-    rows = [
-        {"part": "plan", "anchors": count, "layers": list(anchors)}
-        | {f"{name}_recall": found.mean(anchors) for name, found in recalls.items()}
-        for count, anchors in plans.items()
-    ]
-    return plans, rows
+    rows = list[dict[str, Any]]()
+    for count in dict.fromkeys(-(-len(gates.layers) // part) for part in (1, 2, 4, 8)):
+        layers = gates.anchors(count)
+        recall = {f"{name}_recall": found.mean(layers) for name, found in recalls.items()}
+        rows.append({"part": "plan", "anchors": count, "layers": list(layers), **recall})
+    return rows
 
 
-def sharing(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Part 2."""
-    settings: dict[str, methods.Method] = {"dense": methods.Dense()}
+def anchors(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
+    """What sharing costs each method."""
     rows = list[dict[str, Any]]()
     for name in METHODS:
-        for count, anchors in plans.items():
-            method = bench.method(name, {"token_budget": bench.options.budget}, anchors)
-            if name in bench.options.timed:
-                settings[f"{name} {count}"] = method
+        for count, layers in plans.items():
+            method = bench.method(name, {"token_budget": bench.options.budget}, layers)
             rows.append({"part": "anchors", "method": name, "anchors": count, **bench.measured(method)})
             print(rows[-1], flush=True)
-    times = step_times(bench, settings)
-    dense = {"part": "anchors", "method": "dense", "step_ms": times["dense"]}
-    return [dense, *({**row, "step_ms": times.get(f"{row['method']} {row['anchors']}")} for row in rows)]
+    return rows
 
 
-def rules(bench: Bench, _: Any) -> list[dict[str, Any]]:
-    """Part 3: the share and the threshold whose bytes, over one text of each length, are nearest to the budget's."""
+def rules(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+    """The share and the threshold whose bytes, over one text of each length, are nearest to the budget's."""
     texts, rows = len(bench.options.lengths), list[dict[str, Any]]()
     budget = {"token_budget": bench.options.budget}
     target = bench.measured(bench.method("gate", budget), texts)["bytes_read_per_step"]
@@ -188,10 +196,21 @@ def rules(bench: Bench, _: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def needles(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, Any]]:
-    """Part 4."""
-    if not bench.options.needles:
-        return []
+def trained(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+    """Gates that learned as anchors."""
+    rows = list[dict[str, Any]]()
+    dense = methods.Gate.with_gates(bench.bank).dense_layers
+    for directory in bench.options.trained:
+        bank = GateBank.from_pretrained(directory)
+        method = methods.Gate.with_gates(bank, token_budget=bench.options.budget, dense_layers=dense)
+        layers = method.anchors or [layer for layer in bank.geometry.layers if layer not in dense]
+        rows.append({"part": "trained", "anchors": len(layers), "layers": list(layers), **bench.measured(method)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def needles(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
+    """Right answers with the anchors of each plan."""
     options, size = bench.options, bench.bank.config.block_size
     task = make_task("needle", problems=options.needles, length=tuple(options.lengths))
     texts = [f"gate:anchors={'+'.join(map(str, anchors))}" for anchors in plans.values()]
@@ -200,6 +219,9 @@ def needles(bench: Bench, plans: dict[int, tuple[int, ...]]) -> list[dict[str, A
     sweep(bench.model, bench.tokenizer, task, specs, out, RunOptions(batch_size=1), gates=bench.bank)
     (found,) = load_sweeps(out)
     return [{"part": "needles", **row} for row in rows_of(found)]
+
+
+PARTS = {part.__name__: part for part in (plan, anchors, times, rules, trained, needles)}
 
 
 def main() -> None:
@@ -215,23 +237,27 @@ def main() -> None:
     parser.add_argument("--calibration-texts", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64, help="tokens of each of them that choose")
     parser.add_argument("--budget", type=int, default=64)
-    parser.add_argument("--timed", nargs="*", choices=METHODS, default=METHODS, help="methods whose steps are timed")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["plan", "anchors", "times", "rules"])
+    parser.add_argument("--trained", nargs="+", default=[], metavar="DIR", help="gates for the part of this name")
     parser.add_argument("--rounds", type=int, default=5, help="of the times")
     parser.add_argument("--steps", type=int, default=8, help="of each setting in a round")
-    parser.add_argument("--needles", type=int, default=0, help="problems; 0 for none")
+    parser.add_argument("--needles", type=int, default=64, help="problems")
     parser.add_argument("--runs", default="runs/anchors", help="of the needles")
     parser.add_argument("--name", default="anchors", help="of the file of results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    asked = {key: value for key, value in vars(options).items() if key not in ("output", "runs", "name")}
+    unsaid = ("output", "runs", "name", "parts", "trained")
+    asked = {key: value for key, value in vars(options).items() if key not in unsaid}
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name
+    file = options.output / f"{options.name}.json"
+    known = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = [row for row in known if row["part"] not in options.parts]
     with torch.no_grad():
         bench = Bench(options)
-        plans, rows = plans_of(bench)
-        for part in (sharing, rules, needles):
-            print(json.dumps(rows), flush=True)
-            rows += part(bench, plans)
+        for part in options.parts:
+            plans = {row["anchors"]: tuple(row["layers"]) for row in rows if row["part"] == "plan"}
+            rows += PARTS[part](bench, plans)
             print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output), flush=True)
 
 

@@ -124,20 +124,21 @@ def needles() -> list[Sequence[str]]:
     return lines
 
 
-def anchors() -> list[Sequence[str]]:
-    """What the tiny reasoner loses where layers read the choice of others, and what a step of its gates takes."""
-    rows = rows_of("anchors")
-    plans = {row["anchors"]: row for row in rows if row["part"] == "plan"}
-    found = {(row["method"], row.get("anchors")): row for row in rows if row["part"] == "anchors"}
-    lines: list[Sequence[str]] = [("anchors", "KL, `gate`", "KL, `oracle`", "KiB read", "to choose", "step, ms")]
-    for count, plan in plans.items():
+def anchors(name: str) -> list[Sequence[str]]:
+    """What is lost where layers read the choice of others, and what a step with gates takes."""
+    rows = rows_of(name)
+    parts = {part: [row for row in rows if row["part"] == part] for part in ("plan", "anchors", "trained", "times")}
+    trained = {row["anchors"]: row for row in parts["trained"]}
+    found, times = ({(row["method"], row.get("anchors")): row for row in parts[part]} for part in ("anchors", "times"))
+    heads = ["anchors", "KL, `gate`", *(["trained"] if trained else []), "KL, `quest`", "KL, `oracle`"]
+    lines: list[Sequence[str]] = [(*heads, "KiB read", "to choose", "step, ms")]
+    for count in (row["anchors"] for row in parts["plan"]):
         gate = found["gate", count]
-        layers = "all" if count == max(plans) else " and ".join(map(str, plan["layers"]))
-        kib = (f"{gate[key] / 1024:.0f}" for key in ("bytes_read_per_step", "bytes_scored_per_step"))
-        lines.append(
-            (layers, distance(gate), distance(found["oracle", count]), *kib, f"{gate['step_ms']['median']:.1f}")
-        )
-    return [*lines, ("dense attention", "", "", "", "", f"{found['dense', None]['step_ms']['median']:.1f}")]
+        kls = [gate, *([trained[count]] if trained else []), found["quest", count], found["oracle", count]]
+        kib = (f"{gate[key] / 1024:,.0f}" for key in ("bytes_read_per_step", "bytes_scored_per_step"))
+        lines.append((str(count), *map(distance, kls), *kib, f"{times['gate', count]['step_ms']['median']:.1f}"))
+    blank = [""] * (len(lines[0]) - 2)
+    return [*lines, ("dense attention", *blank, f"{times['dense', None]['step_ms']['median']:.1f}")]
 
 
 def rules() -> list[Sequence[str]]:
@@ -185,7 +186,8 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "budgets": lambda: by_budget([row for row in rows_of("tiny_reasoner") if row["part"] == "medium"], right),
     "msa": lambda: by_budget(rows_of("gates_msa"), right, "read %"),
     "methods": lambda: by_budget(rows_of("methods"), lambda row: f"{100 * row['accuracy']:.0f}", "read %", "held %"),
-    "anchors": anchors,
+    "anchors": lambda: anchors("anchors"),
+    "anchors-real": lambda: anchors("anchors_smollm2"),
     "rules": rules,
     "drafts": drafts,
     "sharing": sharing,
