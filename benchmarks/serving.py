@@ -283,7 +283,8 @@ def main() -> None:
     if options.model is not None:
         said = {key: value for key, value in said.items() if key not in MODEL_SHAPE}
         said |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
-    name = f"serving{'_model' if options.model else ''}{'_anchors' if options.anchors else ''}-cpu-float32-{options.threads}t"
+    name = "_".join(["serving", *["model"] * bool(options.model), *["anchors"] * bool(options.anchors)])
+    name += f"-cpu-float32-{options.threads}t"
     print("saved", save(name, torch.device("cpu"), said, rows, options.output))
 
 
