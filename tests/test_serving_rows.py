@@ -126,7 +126,7 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
 
     def step(caches: list[Tensor]) -> list[int]:
         """One step of layers with these caches: how many operators each runs."""
-        plan = Plan(none[:, None], none, torch.arange(2), torch.arange(2), Rows(lengths, table, 6), None, 419, 0)
+        plan = Plan(none[:, None], none, torch.arange(2), Rows(lengths, table, 6), torch.arange(2), None, 419, 0)
         found = []
         for cache in caches:
             paged = cache.as_strided((2 * BLOCKS, K, SIZE, 2 * D), (numbers, SIZE * 2 * D, 2 * D, 1))

@@ -3,9 +3,10 @@
 A step's `Plan` is made once and shared by the layers: on the host, with vLLM's own metadata, or, where all rows decode
 and a CUDA graph is to hold the step, on the device. In each layer, blocks that the step completed get their summaries;
 then the rows that decode read the blocks that the method picks, and all others what they would read without seergate.
+A request with drafts to verify is as many rows as it has tokens in the step, each as long as when decoded alone.
 
-Shape suffixes: R rows that decode sparsely, C blocks that are completed, N blocks of the longest row, r pages of a
-block, K KV heads, X blocks read, others as in `seergate.serving.scoring`.
+Shape suffixes: R rows that decode sparsely, B requests, C blocks that are completed, N blocks of the longest row, r
+pages of a block, K KV heads, X blocks read, others as in `seergate.serving.scoring`.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class Plan:
 
     Attributes:
         closed_Cr: pages of the blocks that it completes; ``starts_C`` the positions of their first tokens.
-        rows_R: which rows read less than everything; ``tokens_R`` their places in the batch of tokens; ``rows`` their
-            lengths and pages.
-        dense: vLLM's metadata with as good as nothing to do for those rows; ``None`` if there are no others.
+        tokens_R: places in the batch of the tokens that read less than everything; ``rows`` their lengths and pages.
+        sparse_B: the requests that have no other tokens.
+        dense: vLLM's metadata with as good as nothing to do for those requests; ``None`` if there are no others.
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
         shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
         counted: the statistics that have this step already.
@@ -63,9 +64,9 @@ class Plan:
 
     closed_Cr: Tensor
     starts_C: Tensor
-    rows_R: Tensor
     tokens_R: Tensor
     rows: Rows
+    sparse_B: Tensor
     dense: Any
     held: int | Tensor
     read_all: int | Tensor
@@ -92,7 +93,7 @@ class DecodePlan:
     chosen: dict[Any, Any] = field(default_factory=dict)
 
 
-def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> Plan:
+def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, drafts: int = 0) -> Plan:
     """What a step is to do.
 
     Args:
@@ -100,6 +101,7 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
         common: vLLM's for all kernels.
         method: its rule says which rows are short enough to be read as a whole.
         page: tokens per page.
+        drafts: how many tokens are drafted at most. A request that has more to compute is recomputed, like a prompt.
     """
     from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -118,21 +120,21 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int) -> P
     blocks = np.arange(len(closed)) - np.repeat(np.cumsum(after - before) - after, after - before)
     closed_Cr = table[here(closed)[:, None], here(blocks[:, None] * run + np.arange(run))]
 
-    decodes = (queries == 1) & ~common.is_prefilling[: common.num_reqs].numpy()
-    rows = np.flatnonzero(decodes & (lengths > max(method.covered_tokens, method.dense_below)))
-    longest = int(lengths[rows].max(initial=0))
-    rows_R = here(rows)
+    requests = np.repeat(np.arange(len(queries)), queries)  # of each token
+    held = (lengths - starts[1:])[requests] + np.arange(len(requests)) + 1
+    decodes = ((queries <= 1 + drafts) & ~common.is_prefilling[: common.num_reqs].numpy())[requests]
+    tokens = np.flatnonzero(decodes & (held > max(method.covered_tokens, method.dense_below)))
+    longest = int(held[tokens].max(initial=0))
     kept = method.budget // size if method.budget is not None and same_in_all_layers(method) else None
-    held = int(lengths[decodes].sum())
     return Plan(
         closed_Cr=closed_Cr,
         starts_C=here(blocks * size),
-        rows_R=rows_R,
-        tokens_R=here(starts[rows]),
-        rows=Rows(here(lengths[rows]), by_block(table[rows_R], -(-longest // size), run), kept),
+        tokens_R=here(tokens),
+        rows=Rows(here(held[tokens]), by_block(table[here(requests[tokens])], -(-longest // size), run), kept),
+        sparse_B=here(np.flatnonzero(np.bincount(requests[tokens], minlength=len(queries)) == queries)),
         dense=metadata,
-        held=held,
-        read_all=held - int(lengths[rows].sum()),
+        held=int(held[decodes].sum()),
+        read_all=int(held[decodes].sum()) - int(held[tokens].sum()),
     )
 
 
@@ -161,9 +163,9 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     return Plan(
         closed_Cr=torch.where(closes_R1, table_RNr[rows_R, newest_R], 0),
         starts_C=newest_R * size,
-        rows_R=rows_R,
         tokens_R=rows_R,
         rows=Rows(lengths_R, table_RNr),
+        sparse_B=rows_R,
         dense=None,
         held=held,
         read_all=-padding,  # their one token each is counted as read
@@ -205,7 +207,7 @@ class SparseBuilder:
                 f"anchors is {list(self.method.anchors)}; vLLM's cache has layers in groups with pages of their own, "
                 "and an anchor must be in the group of the layers that it chooses for"
             )
-        self.graphs = fits_graphs(self.method)
+        self.graphs, self.drafts = fits_graphs(self.method), vllm_config.num_speculative_tokens
         page, size = kv_cache_spec.block_size, self.method.block_size
         room = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
         if room < impl.room:
@@ -232,11 +234,13 @@ class SparseBuilder:
         if self.graphs and common.max_query_len == 1:
             metadata.plan = None
             return metadata
-        plan = metadata.plan = plan_of(metadata, common, self.method, self.kv_cache_spec.block_size)  # type: ignore[attr-defined]
-        if len(plan.rows_R) == common.num_reqs:
+        page = self.kv_cache_spec.block_size  # type: ignore[attr-defined]
+        plan = metadata.plan = plan_of(metadata, common, self.method, page, self.drafts)
+        if len(plan.sparse_B) == common.num_reqs:
             plan.dense = None
-        elif len(plan.rows_R):
-            lengths = common.seq_lens.index_fill(0, plan.rows_R, 1)
+        elif len(plan.sparse_B):
+            queries_B = common.query_start_loc.diff()[plan.sparse_B]
+            lengths = common.seq_lens.index_copy(0, plan.sparse_B, queries_B)
             plan.dense = super().build(0, common.replace(seq_lens=lengths), fast_build)  # type: ignore[misc]
         return metadata
 
@@ -300,7 +304,7 @@ class SparseAttention:
             pages.summary_PKW[plan.closed_Cr[:, -1]] = self.scoring.summary(keys_CKSD, plan.starts_C)
         if plan.dense is not None:
             self._dense(layer, query, key, value, cache, plan.dense, output, *scales, **named)
-        rows = len(plan.rows_R)
+        rows = len(plan.tokens_R)
         if not rows:
             self._count(plan, pages, None)
         elif plan.dense is None:  # rows and tokens are the same, in order

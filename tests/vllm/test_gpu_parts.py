@@ -120,7 +120,8 @@ class Stock(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         common = common_attn_metadata
-        return SimpleNamespace(block_table=common.block_table_tensor, seq_lens=common.seq_lens)
+        lengths, starts = common.seq_lens, common.query_start_loc
+        return SimpleNamespace(block_table=common.block_table_tensor, seq_lens=lengths, query_start_loc=starts)
 
 
 class Backend(SparseBackend, FlashAttentionBackend):
@@ -137,14 +138,15 @@ class StockLayer:
         return FullAttentionSpec(block_size=self.size, num_kv_heads=K, head_size=D, dtype=torch.float32)
 
 
-def builder(method: SelectingMethod, page: int, room: int | None = None) -> Any:
+def builder(method: SelectingMethod, page: int, room: int | None = None, drafts: int = 0) -> Any:
     """The builder of a model with one gated layer and one that is none."""
     layer = sparse_layer(StockLayer)(page)
     layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
     spec, layers = layer.get_kv_cache_spec(None), {"layer": layer, "other": None}
     if room is not None:
         spec = replace(spec, page_size_padded=spec.unpadded_page_size_bytes + room)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    compilation = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts)
     kind = type("Builder", (SparseBuilder, Stock), {})
     made = kind(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[call-arg]
     support = kind.get_cudagraph_support(config, spec)
@@ -186,13 +188,13 @@ def test_vllm_calls_the_builder_by_its_names(graphs: bool, capture: bool, reques
         is_prefilling=torch.zeros(2, dtype=torch.bool),
         for_cudagraph_capture=capture,
     )["layer"]
-    assert metadata.plan is None if graphs else metadata.plan.rows_R.tolist() == [0]
+    assert metadata.plan is None if graphs else metadata.plan.tokens_R.tolist() == [0]
 
 
 @pytest.mark.usefixtures("on_gpu")
 def test_vllm_calls_the_builder_for_drafts() -> None:
     made = builder(make_method("quest", token_budget=64, block_size=32), 32)
-    common = SimpleNamespace(max_query_len=1, block_table_tensor=None, seq_lens=None)
+    common = SimpleNamespace(max_query_len=1, block_table_tensor=None, seq_lens=None, query_start_loc=None)
     assert made.build_for_drafting(common, 0).plan is None
 
 
