@@ -40,7 +40,11 @@ def engine(model: Any = REASONER, seergate: dict[str, Any] | None = None, **opti
     """A `vllm.LLM` in this process; gone at the end of the block."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.triton_utils import dispatcher
 
+    # Each engine registers vLLM's kernels for CPUs again, which fails once Numba has compiled the search for n-grams.
+    if dispatcher._registry:
+        dispatcher.register_kernels = lambda overrides: None
     extra = {} if seergate is None else {"additional_config": {"seergate": seergate}}
     settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "block_size": 32}
     llm = LLM(str(model), **{**settings, **options}, **extra)

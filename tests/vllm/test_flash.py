@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from seergate.vllm import attention
-from tests.vllm.conftest import answers, engine, gated_layers
+from tests.vllm import test_speculation
+from tests.vllm.conftest import GATES, answers, engine, gated_layers
 from tests.vllm.flash import use_backend
 from tests.vllm.test_batches import (  # noqa: F401
     GATE,
@@ -51,3 +52,8 @@ def test_layouts_of_the_cache(
         assert answers(llm, prompts[:4], NEW) == together[:4]
         pages = {type(page).__name__ for layer in gated_layers(llm).values() for page in layer.impl.pages.values()}
     assert pages == {"FlashPages"}
+
+
+def test_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in which no row has drafts are planned as in a graph, all others on the host."""
+    test_speculation.test_drafts_change_no_token({"gates": GATES, "token_budget": 128}, monkeypatch)

@@ -177,8 +177,8 @@ def test_a_verified_token_reads_what_it_reads_alone(
     ids=["gate", "anchors", "threshold", "quest"],
 )
 def test_drafts_change_no_token(rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve requests, four at a time, so that the prompts of some come in steps which verify tokens of others."""
-    prompts, steps = questions(*range(12, 24)), []
+    """Six requests, three at a time, so that the prompts of some come in steps which verify tokens of others."""
+    prompts, steps = questions(*range(12, 24, 2)), []
     plain = attention.plan_of
 
     def noted(metadata: Any, common: Any, *rest: Any) -> attention.Plan:
@@ -187,17 +187,16 @@ def test_drafts_change_no_token(rule: dict[str, Any], monkeypatch: pytest.Monkey
         steps.append((verifies, bool(common.is_prefilling.any()), len(plan.rows) > common.num_reqs))
         return plan
 
-    with engine(seergate=rule, max_num_seqs=4) as llm:
+    with engine(seergate=rule, max_num_seqs=3) as llm:
         undrafted = answers(llm, prompts, NEW)
         del llm  # its end takes vLLM's process groups with it
     monkeypatch.setattr(attention, "plan_of", noted)
-    with engine(seergate=rule, max_num_seqs=4, **DRAFTED) as llm:
+    with engine(seergate=rule, max_num_seqs=3, **DRAFTED) as llm:
         assert answers(llm, prompts, NEW) == undrafted
         (stats,) = llm.collective_rpc("seergate_stats")
         accepted, drafted = drafts_of(llm)
     assert all(layer["density"] < 0.8 for layer in stats["layers"].values())
-    assert (True, True, False) in steps or (True, True, True) in steps
-    assert any(sparse for _, _, sparse in steps)
+    assert any(verifies and prefills for verifies, prefills, _ in steps) and any(sparse for *_, sparse in steps)
     assert 0 < accepted < drafted
 
 
