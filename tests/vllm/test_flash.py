@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from seergate.vllm import attention
+from tests.reasoner import questions
 from tests.vllm import test_speculation
 from tests.vllm.conftest import GATES, answers, engine, gated_layers
 from tests.vllm.flash import use_backend
@@ -54,6 +55,6 @@ def test_layouts_of_the_cache(
     assert pages == {"FlashPages"}
 
 
-def test_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts() -> None:
     """Steps in which no row has drafts are planned as in a graph, all others on the host."""
-    test_speculation.test_drafts_change_no_token({"gates": GATES, "token_budget": 128}, monkeypatch)
+    test_speculation.same_with_drafts({"gates": GATES, "token_budget": 128}, questions(12, 16, 14, 13), 60)
