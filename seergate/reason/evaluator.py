@@ -17,7 +17,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from seergate.reason.distance import Block, BlockDistances, PercentileThreshold
+from seergate.reason.distance import Block, PercentileThreshold, block_distances
 from seergate.reason.method import RandomSharing, ReasonCache
 from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, kind_of_repeat, similarity
 
@@ -102,7 +102,6 @@ class Evaluator:
         self.method, self._decode = method, decode
         self.tally = Tally()
         self._rows: dict[int, _Row] = {}
-        self._distances = BlockDistances()
         self._common = PercentileThreshold(method.percentile, method.warm_up)
 
     def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
@@ -210,7 +209,7 @@ class Evaluator:
             else:
                 pairs += [(a, b) for a in new for b in old]
         pairs = [(a, b) for a, b in pairs if a < len(row.blocks) and row.blocks[a] != row.blocks[b]]
-        distances = self._distances(layers, [(row.blocks[a], row.blocks[b]) for a, b in pairs])
+        distances = block_distances(layers, [(row.blocks[a][0], row.blocks[b][0]) for a, b in pairs])
         self.tally.counts["measured_blocks"] += len(pairs)
         near: dict[int, tuple[float, int]] = {}
         for (newer, older), distance, admitted in zip(pairs, distances, row.threshold.admit(distances), strict=True):
