@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
-from seergate.distill.packing import PackedBatch, efficiency, pack
+from seergate.distill.packing import efficiency, pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import SeergateError
 
@@ -140,9 +141,9 @@ class TrainingData:
     report: DataReport
     fingerprint: str
 
-    def batch(self, samples: list[int]) -> PackedBatch:
-        """The tensors of a pack."""
-        return PackedBatch.of([self.samples[i] for i in samples])
+    def batch(self, samples: list[int]) -> tuple[Tensor, Tensor]:
+        """The ids and ``cu_seqlens`` of a pack (`packed`)."""
+        return packed([self.samples[i] for i in samples])
 
 
 def prepare_data(

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from seergate.ops.host_memory import copied
+from torch import Tensor
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
@@ -86,30 +84,9 @@ class PackOrder:
         return [self[i] for i in range(first, first + packs_per_step)]
 
 
-@dataclass(frozen=True)
-class PackedBatch:
-    """One pack as the frozen model takes it.
-
-    Attributes:
-        input_ids: ``[1, T]`` int64, the samples one after another.
-        cu_seqlens: ``[n + 1]`` int32, where each sample starts, and ``T``; always in host memory.
+def packed(samples: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """A pack as the frozen model takes it, in host memory: the samples' ids one after another, int64 ``[1, T]``, and
+    ``cu_seqlens``, int32 ``[n + 1]``: where each sample starts, and ``T``.
     """
-
-    input_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-
-    @classmethod
-    def of(cls, samples: Sequence[np.ndarray]) -> PackedBatch:
-        """Concatenate token arrays."""
-        ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))[None]
-        starts = torch.tensor([0, *np.cumsum([len(s) for s in samples])], dtype=torch.int32)
-        return cls(ids, starts)
-
-    @property
-    def tokens(self) -> int:
-        """``T``."""
-        return self.input_ids.shape[1]
-
-    def to(self, device: torch.device) -> PackedBatch:
-        """The same pack with its ids on a device, without a wait."""
-        return PackedBatch(copied(self.input_ids, device), self.cu_seqlens)
+    ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))[None]
+    return ids, torch.tensor([0, *np.cumsum([len(s) for s in samples])], dtype=torch.int32)

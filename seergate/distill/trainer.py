@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -104,25 +104,6 @@ def scheduled_rate(config: TrainConfig, step: int) -> float:
     return config.min_lr + (config.learning_rate - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) -> Path:
-    """Distil gates for a frozen model, or continue where a run of the same options was interrupted.
-
-    Started in several processes (`torchrun`, `accelerate launch`, `deepspeed`), they share the work.
-
-    Args:
-        config: the run. ``config.deepspeed`` chooses DeepSpeed's engine.
-        callbacks: listeners beside the console and ``config.report_to``; called in the main process only.
-
-    Returns:
-        The adapter's directory.
-
-    Raises:
-        SeergateError: for mistakes in the model, the data or the options, or a checkpoint of another run. In a run of
-            several processes a `CommonError`, where all of them fail together. `Stopped` after one of `STOP_SIGNALS`.
-    """
-    return run_together({"": (config, callbacks)})[0]
-
-
 def prepare_run(config: TrainConfig) -> DataReport:
     """Look up commits, download model and data, tokenise and pack: what a run does before it needs a GPU.
 
@@ -140,7 +121,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
-    """`run_distillation` of several runs that learn from one frozen model, which computes a pack once for all of them.
+    """Distil gates in runs that learn from one frozen model, which computes a pack once for all of them.
 
     Each ends with what it would have ended with alone.
 
@@ -220,14 +201,14 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
     world = runs[0].world
     for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
         active = [run for run in runs if run.done <= step < run.config.max_steps]
-        started, outputs = time.monotonic(), dict[_Run, list[PackOutput]]()
+        started, outputs = time.monotonic(), dict[_Run, list[DistillOutput]]()
         for group in _sharing(active):
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
         stop = False
         for run in active:
             with run.own_random():
                 stop |= run.update(step, outputs[run], started, bool(requested))
-        held_out = dict[_Run, list[PackOutput]]()
+        held_out = dict[_Run, list[DistillOutput]]()
         for group in _sharing([run for run in active if run.evaluates(step)]):
             held_out |= _distill(group, group[0].data.held_out, 0, held_out=True)
         for run in active:
@@ -254,7 +235,7 @@ def _sharing(runs: list[_Run]) -> list[list[_Run]]:
 
 def _distill(
     runs: list[_Run], packs: list[list[int]], first_number: int, *, held_out: bool = False
-) -> dict[_Run, list[PackOutput]]:
+) -> dict[_Run, list[DistillOutput]]:
     """Run this process's share of the packs through the frozen model, once for all runs, and add up their gradients.
 
     Args:
@@ -262,7 +243,7 @@ def _distill(
         first_number: number of the first pack; with a row stride it decides which rows count.
     """
     world, base = runs[0].world, runs[0].base
-    outputs: dict[_Run, list[PackOutput]] = {run: [] for run in runs}
+    outputs: dict[_Run, list[DistillOutput]] = {run: [] for run in runs}
     for place in range(world.rank, world.rank + len(packs), world.size):
         if place >= len(packs):  # other processes have one pack more than this one
             accompany(base)
@@ -270,22 +251,15 @@ def _distill(
                 if not held_out:
                     run.engine.skip()
             continue
-        batch = runs[0].data.batch(packs[place]).to(world.device)
+        ids, cu_seqlens = runs[0].data.batch(packs[place])
         with torch.set_grad_enabled(not held_out):
             specs = [run.spec(first_number + place, held_out) for run in runs]
-            found = distill_steps(specs, base, batch.input_ids, batch.cu_seqlens)
+            found = distill_steps(specs, base, ids, cu_seqlens)
         for run, output in zip(runs, found, strict=True):
             if not held_out:
                 run.engine.accumulate(output.loss)
-            outputs[run].append(PackOutput(replace(output, loss=output.loss.detach()), batch.tokens))
+            outputs[run].append(replace(output, loss=output.loss.detach()))
     return outputs
-
-
-class PackOutput(NamedTuple):
-    """Loss and statistics of one run on a pack, and the pack's number of tokens."""
-
-    output: DistillOutput
-    tokens: int
 
 
 @dataclass
@@ -320,14 +294,14 @@ class Averages:
     stop: bool
 
     @classmethod
-    def over(cls, run: _Run, outputs: list[PackOutput], packs: int, stop: bool = False) -> Averages:
+    def over(cls, run: _Run, outputs: list[DistillOutput], packs: int, stop: bool = False) -> Averages:
         """Average over ``packs``, of which this process has these outputs: one all-reduce of one float64 vector."""
         layers, heads, budgets = len(run.bank), run.bank.geometry.num_kv_heads, run.config.recall_budgets
         numbers = 4 + layers * (1 + len(budgets) * heads)
         sums = torch.zeros(numbers, dtype=torch.float64, device=run.world.device)
         sums[0] = stop
-        for output, count in outputs:
-            counted = sums.new_full((), count)  # filled on the device: a copy from the host would wait for it
+        for output in outputs:
+            counted = sums.new_full((), output.tokens)  # filled on the device: a copy from the host would wait for it
             parts = (sums.new_zeros(2), output.loss, counted, output.kl_per_layer, output.recall)
             pack = torch.cat([x.to(sums).reshape(-1) for x in parts])
             finite = output.loss.isfinite()
@@ -550,7 +524,7 @@ class _Run:
             options["row_start"] = self.config.eval_row_start
         return DistillSpec(self.bank, **options, row_shift=number, checked=True, far=held_out)
 
-    def update(self, step: int, outputs: list[PackOutput], started: float, stop: bool) -> bool:
+    def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
         """Take an optimizer step with the gradients of its packs, and report it.
 
         Args:
@@ -599,11 +573,11 @@ class _Run:
         every, done = self.config.eval_steps, step + 1
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
-    def evaluated(self, step: int, outputs: list[PackOutput]) -> None:
+    def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
         """Report an evaluation, given the outputs of this process's packs, and export the best gates so far."""
         numbers = 3 + 2 * len(self.config.recall_budgets)
         far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
-        for output, _ in outputs:
+        for output in outputs:
             if output.far is not None:
                 far += torch.where(output.loss.isfinite(), output.far, 0.0)
         beyond = Far.of(self.world.sum(far).tolist(), self.config.recall_budgets)

@@ -145,7 +145,7 @@ def shared_recall(
         at = torch.linspace(first, len(ids), min(rows, len(ids) - first + 1), device=model.device).long()
         chosen.clear()
         positions = torch.arange(len(ids), device=model.device)[None]
-        with intercepted_attention(model, dict(families.full_attention_modules(model)), attend):
+        with intercepted_attention(model, specs, attend):
             given = ids.to(model.device, torch.int64)[None]
             families.decoder_of(model)(input_ids=given, position_ids=positions, use_cache=False)
         counted += len(at)

@@ -81,9 +81,11 @@ def distill_steps(
     cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     check_cu_seqlens(cu_seqlens, total)
 
-    distill_losses = [loss_for(spec, model, cu_seqlens) for spec in specs]
+    distill_losses: list[DistillLoss] = [
+        class_of(SCORERS[spec.bank.config.scorer].loss)(spec, model, cu_seqlens) for spec in specs
+    ]
     students = [each for each in distill_losses if isinstance(each, StudentLoss)]
-    gated = {layer: attention for each in distill_losses for layer, attention in each.gated.items()}
+    gated = {layer for each in distill_losses for layer in each.gated}
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
@@ -113,12 +115,6 @@ def distill_steps(
 def tile_rows(device: torch.device) -> int:
     """Rows of the query branch at a time."""
     return TILE if device.type == "cpu" else TILE_DEVICE
-
-
-def loss_for(spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> DistillLoss:
-    """The distillation loss of a spec's gates on a pack."""
-    kind: type[DistillLoss] = class_of(SCORERS[spec.bank.config.scorer].loss)
-    return kind(spec, model, cu_seqlens)
 
 
 def positions_of(cu_seqlens: Tensor) -> Tensor:
@@ -153,11 +149,12 @@ class BlockLoss(LayerwiseLoss):
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         super().__init__(spec, model, cu_seqlens)
         decode = self.bank.decode_config()
-        for layer, attention in families.full_attention_modules(model):
+        for layer, _ in families.full_attention_modules(model):
             anchor = nearest_anchor(layer, decode.anchors)
             if layer not in self.gated and layer not in decode.dense_layers and anchor in self.bank.geometry.layers:
-                self.source[layer], self.gated[layer] = anchor, attention
+                self.source[layer] = anchor
         self.source = dict(sorted(self.source.items()))
+        self.gated = list(self.source)
         self.last_reader = {gate: layer for layer, gate in self.source.items()}
         self.inputs: tuple[Tensor, Tensor] | None = None  # of the gate that more layers will learn with
         self.options: dict[str, Any] = {

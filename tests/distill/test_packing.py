@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seergate.distill.packing import PackedBatch, PackOrder, efficiency, pack
+from seergate.distill.packing import PackOrder, efficiency, pack, packed
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> int:
@@ -88,8 +88,7 @@ def test_order_visits_every_pack_once_per_epoch_whatever_the_batch() -> None:
         assert PackOrder(10, 3).batch(step, 4) == visits[4 * step : 4 * step + 4]
 
 
-def test_packed_batch_keeps_samples_apart() -> None:
-    batch = PackedBatch.of([np.array([5, 6, 7], np.int32), np.array([8], np.int32)])
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4] and str(batch.cu_seqlens.dtype) == "torch.int32"
-    assert batch.tokens == 4
+def test_a_pack_keeps_samples_apart() -> None:
+    ids, cu_seqlens = packed([np.array([5, 6, 7], np.int32), np.array([8], np.int32)])
+    assert ids.tolist() == [[5, 6, 7, 8]] and str(ids.dtype) == "torch.int64"
+    assert cu_seqlens.tolist() == [0, 3, 4] and str(cu_seqlens.dtype) == "torch.int32"
