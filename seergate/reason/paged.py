@@ -285,7 +285,7 @@ class PagedStep(Step):
 
     Args:
         page_table: int32 ``[B, P]``, each row's pages; then ``keys_BKCD`` and ``values_BKCD`` are given as pages
-            ``[pages, K, page, D]``. ``None``: they are given as they are, as in any step.
+            ``[pages, K, page, D]``. ``None``: they are given as they are, as in any step (`replace`).
         **facts: the fields of `Step`.
     """
 
