@@ -18,7 +18,6 @@ from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
-from seergate.gates.merging import with_anchors
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.models.families import (
@@ -58,7 +57,7 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
     """Fresh gates of the run, as its ``init`` says."""
     bank = GateBank.for_model(model, gate_config(config, model))
     if config.anchors:
-        bank = with_anchors(bank, config.anchors)
+        bank = bank.with_anchors(config.anchors)
     if config.init == "model":
         for _, gate in bank:
             gate.begin_as_model()

@@ -63,7 +63,7 @@ from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
-from seergate.gates import base_note, cast, save_adapter
+from seergate.gates import base_note, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
@@ -611,7 +611,7 @@ class _Run:
             "kl_last_step": self.progress.final_kl,
             "kl_held_out_best": self.progress.best_kl,
         }
-        save_adapter(cast(self.bank, base_dtype(self.config, self.world.device)), directory)
+        save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
 
     def _publish(self) -> None:
         """Upload the finished adapter, if asked to. A failure costs the upload and nothing else."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.gates import Gates, GatesDiff, average, check_repo_id, diff, push_adapter, save_adapter, subset
+from seergate.gates import Gates, check_repo_id, push_adapter, save_adapter
 from seergate.hf.published import load_gates
 from seergate.hf.teacher_forward import distill_step
 from seergate.hub import only_commit
@@ -121,19 +120,6 @@ class GateBank(Gates):
             SeergateError: if the Hub refuses, with its reason.
         """
         return push_adapter(self, repo_id, **options)
-
-    @classmethod
-    def average(cls, banks: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
-        """The weighted mean of gates for the same model; results measured with the parts do not hold for the mean."""
-        return average(banks, weights)
-
-    def subset(self, layers: Iterable[int]) -> Self:
-        """The gates of some layers, as a bank of its own; the model's other layers stay dense."""
-        return subset(self, layers)
-
-    def diff(self, other: Gates) -> GatesDiff:
-        """Differences from other gates, field by field and tensor by tensor."""
-        return diff(self, other)
 
     def distill_loss(
         self,
