@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, first_line
 from seergate.gates import Gates, fetch
 from seergate.gates import files as adapter_files
-from seergate.gates.files import read_json, write_json
+from seergate.gates.files import read_json, write_json, written
 from seergate.geometry import ModelGeometry
 from seergate.hf.loading import base_config, skeleton
 from seergate.models.families import gate_geometry
@@ -158,19 +157,11 @@ def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
         _, layer, member, _ = name.split(".")
         weights[f"{_PREFIX.format(layer=layer)}{members[member]}.weight"] = tensor.detach().cpu().contiguous()
     out = Path(directory)
-    if out.exists() and not out.is_dir():
-        raise SeergateError(f"{out} is a file; the gates need a directory")
     if (out / CONFIG_FILE).exists() and not _is_published(out):
         raise SeergateError(f"{out} holds a {CONFIG_FILE} of something else; name another directory")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as scratch:
-            torch.save(weights, Path(scratch, WEIGHTS_FILE))
-            write_json(Path(scratch, CONFIG_FILE), config)
-            for name in (WEIGHTS_FILE, CONFIG_FILE):
-                os.replace(Path(scratch, name), out / name)
-    except (OSError, RuntimeError) as error:
-        raise SeergateError(f"the gates cannot be written to {out}: {error}") from error
+    with written(out) as scratch:
+        torch.save(weights, scratch / WEIGHTS_FILE)
+        write_json(scratch / CONFIG_FILE, config)
     return out
 
 
