@@ -33,13 +33,9 @@ ROWS_PER_PROCESS = 2000
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of a dataset's rows by outcome.
+    """Counts of a dataset's rows by outcome, of samples, which are the rows that can be trained on, and of packs.
 
     Attributes:
-        rows: rows read.
-        samples: rows that can be trained on.
-        tokens: tokens in all samples.
-        longest: tokens of the longest sample.
         truncated: samples cut to the length of a pack.
         dropped: samples left out because they are longer than a pack.
         duplicates: samples left out because an equal one came before.
@@ -50,8 +46,6 @@ class DataReport:
         earlier_reasoning: rows of which the reasoning of earlier assistant turns was left out: the model does not see
             it again at inference either.
         unanswered: rows of which the last turns were left out, because no assistant turn follows them.
-        packs: packs to train on.
-        held_out: packs kept for evaluation.
         efficiency: share of the packs' capacity that holds tokens.
         mixed: source -> rows of it, where several are mixed.
     """
@@ -128,10 +122,8 @@ class TrainingData:
     """The packs of a run.
 
     Attributes:
-        samples: the tokenised samples.
         train: per pack to train on, its samples.
         held_out: per pack to evaluate on, its samples.
-        report: counts of the rows by outcome.
         fingerprint: changes whenever the packs would; the same on every machine.
     """
 

@@ -62,14 +62,7 @@ def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
 
 @dataclass(frozen=True)
 class DistributedState:
-    """This process's place in the distributed run.
-
-    Attributes:
-        rank: number of the process; 0 writes and prints.
-        size: number of processes.
-        local_rank: number of the process on this machine.
-        device: device of the process.
-    """
+    """This process's place in the distributed run: ``rank`` of ``size``, and ``local_rank`` of its machine."""
 
     rank: int
     size: int

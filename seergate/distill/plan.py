@@ -44,10 +44,7 @@ class Plan:
     """A run's needs.
 
     Attributes:
-        config: the run.
         shape: one line about the model and its gates.
-        device: device of each process.
-        processes: how many.
         memory: bytes per process.
         libraries: bytes that are not for tensors, see `overhead`.
         capacity: bytes of the device's memory.

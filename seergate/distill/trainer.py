@@ -85,11 +85,7 @@ NON_FINITE_LIMIT = 20
 
 
 class Stopped(CommonError):
-    """Raised after a stop signal, once the run has saved a checkpoint.
-
-    Attributes:
-        signal: the number of the signal that asked.
-    """
+    """Raised after a stop signal, of this number, once the run has saved a checkpoint."""
 
     def __init__(self, text: str, signal: int) -> None:
         super().__init__(text)
@@ -278,12 +274,10 @@ class Averages:
     """Averages over the packs of all processes.
 
     Attributes:
-        loss: the loss that is optimised.
         tokens: tokens of all packs together, not an average.
         non_finite: packs that are left out of all averages.
         kl_per_layer: nats per row.
         recall: budget in tokens -> per layer, per KV head, the share of the teacher's mass in the gate's best blocks.
-        stop: whether any of the processes was asked to end.
     """
 
     loss: float

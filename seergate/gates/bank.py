@@ -224,11 +224,7 @@ class Gates(nn.Module):
 
 
 def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:
-    """The gate of one layer, with fresh weights.
-
-    Raises:
-        ValueError: if the configuration does not fit the model.
-    """
+    """The gate of one layer, with fresh weights."""
     gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate).for_geometry(config, geometry)
     return gate
 

@@ -30,13 +30,7 @@ _HALF = 196.0
 
 @dataclass(frozen=True)
 class Source:
-    """The place that a card's usage example loads gates from.
-
-    Attributes:
-        name: directory or Hub id.
-        revision: branch or commit of a repository, if not ``main``.
-        subfolder: directory in it, if not its root.
-    """
+    """The place that a card's usage example loads gates from: a directory or a Hub id."""
 
     name: str
     revision: str | None = None
@@ -51,13 +45,8 @@ class Source:
 
 
 def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
-    """The README of gates.
-
-    Args:
-        bank: the gates.
-        source: place that the usage example loads from.
-        existing: the card to replace; its owner's text is kept.
-        plotted: whether `accuracy.png` lies beside it.
+    """The README of gates. The owner's text in ``existing``, the card to replace, is kept; ``plotted`` tells whether
+    `accuracy.png` lies beside it.
     """
     old_metadata, old_text = _split(existing or "")
     new = _metadata(bank, source)

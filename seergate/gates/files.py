@@ -38,11 +38,7 @@ G = TypeVar("G", bound=Gates)
 
 
 def read_adapter(directory: Path, kind: type[G]) -> G:
-    """Read an adapter as gates of this class, trusting nothing in it.
-
-    Raises:
-        SeergateError: if it is incomplete, damaged, or does not fit its own description.
-    """
+    """Read an adapter as gates of this class, trusting nothing in it."""
     config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config, weights):
         if not path.is_file():
@@ -67,15 +63,11 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
     process has replaced only in part are refused when they are read.
 
     Args:
-        bank: the gates.
         directory: made if need be; an adapter that is there is replaced, other files are left alone.
         card_source: place that the card's usage example loads from; by default ``directory``.
 
     Returns:
         The directory.
-
-    Raises:
-        SeergateError: if it cannot be written there, or could not be read back.
     """
     out, bank = Path(directory), bank.derived()
     record = {**to_record(bank), "seergate_version": __version__}

@@ -24,11 +24,7 @@ the middle between their maximum and minimum."""
 class AttnGate(Scorer):
     """``score[t, n] = queries(t) . keys(n) / sqrt(E)``; with ``q_pooling="none"`` the highest of the group's.
 
-    Args:
-        config, sizes: see `Scorer`.
-
-    Raises:
-        ValueError: see `Scorer`; and if ``q_pooling="avg"`` with E different from D.
+    With ``q_pooling="avg"`` E must be D.
     """
 
     def __init__(self, config: GateConfig, **sizes: Any) -> None:
@@ -51,10 +47,7 @@ class AttnGate(Scorer):
     @torch.no_grad()
     def begin_as_model(self) -> None:
         """Add the maps of the model's own product: the mean of a group's queries, or each of them, times the
-        poolings of a block by `POOLING_SHARES`. Fresh weights are the noise around it.
-
-        Raises:
-            ValueError: if E is different from D.
+        poolings of a block by `POOLING_SHARES`. Fresh weights are the noise around it. E must be D.
         """
         width = self.config.gate_dim
         if width != self.head_dim:

@@ -28,7 +28,6 @@ class RetentionGate(nn.Module, ABC):
     """Scores each token once, when it comes. Computes in float32 or wider.
 
     Args:
-        config: the architecture.
         hidden_size: W.
         num_heads: H, query heads of the model's layer.
         num_kv_heads: K, KV heads; divides H.

@@ -48,10 +48,8 @@ class Scorer(nn.Module, ABC):
     of their own weights.
 
     Args:
-        config: the architecture.
         num_heads: H, query heads of the model's layer.
         num_kv_heads: K, KV heads; divides H.
-        head_dim: D.
         inv_freq: ``[E / 2]`` RoPE frequencies of the base model in gate width; required when ``config.rope``.
         attention_scaling: the base model's RoPE attention factor.
 
@@ -116,11 +114,7 @@ class Scorer(nn.Module, ABC):
         return self
 
     def begin_as_model(self) -> None:
-        """Turn fresh weights into those of a gate that scores with the model's own products of queries and keys.
-
-        Raises:
-            ValueError: if the scorer cannot have them.
-        """
+        """Turn fresh weights into those of a gate that scores with the model's own products of queries and keys."""
         raise ValueError(f"init is 'model'; with scorer {self.config.scorer!r} it must be 'random'")
 
     @abstractmethod

@@ -143,10 +143,8 @@ class QKHook:
 
 
 class AttentionSwap:
-    """Puts one attention module's own configuration on our attention function, with a pre-hook; `undo` restores both.
-
-    Args:
-        pre_hook: ``(module, args, kwargs) -> (args, kwargs)``.
+    """Puts one attention module's own configuration on our attention function, with a pre-hook of the form
+    ``(module, args, kwargs) -> (args, kwargs)``; `undo` restores both.
     """
 
     def __init__(self, attention: nn.Module, pre_hook: Any) -> None:

@@ -59,9 +59,6 @@ def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
         source: directory or Hub repository.
         **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``
             (`seergate.gates.fetch`).
-
-    Raises:
-        SeergateError: if it is not there, incomplete, damaged, or does not fit its own description.
     """
     files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
     directory = fetch(str(source), patterns=files, **hub)
@@ -81,9 +78,6 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
         kind: class of the result.
         directory: with `config.json` and `attn_gate_weights.pth`.
         source: the user's name for it.
-
-    Raises:
-        SeergateError: if it is not that format, is damaged, or holds gates for prefill.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
@@ -124,7 +118,6 @@ def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
     """Write gates in the published format, for the published code.
 
     Args:
-        bank: the gates.
         directory: made if need be; must not hold a model.
 
     Raises:

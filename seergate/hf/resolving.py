@@ -42,7 +42,6 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
     """The method that gates are for.
 
     Args:
-        bank: the gates.
         config: how to decode, for those that select blocks.
         **options: fields of the configuration, or for retention gates the method's options.
     """

@@ -52,15 +52,10 @@ def distill_step(
     """Run the frozen model over one pack and compare its attention with the gates'.
 
     Args:
-        bank: the gates.
         model: the frozen model. Dropout must be off (``model.eval()``).
         input_ids: ``[1, T]`` or ``[T]``.
         cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
         **options: the other fields of `DistillSpec`.
-
-    Raises:
-        SeergateError: if the gates do not fit the model.
-        ValueError: for malformed packs.
     """
     return distill_steps([DistillSpec(bank, **options)], model, input_ids, cu_seqlens)[0]
 

@@ -24,7 +24,6 @@ class TeacherCall:
     """The inputs of one attention layer over a pack.
 
     Attributes:
-        layer: the layer's index.
         hidden_BSW: input of the attention module.
         query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1 and S the pack's tokens.
         q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers without a hook.
