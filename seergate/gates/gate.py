@@ -77,12 +77,7 @@ class AttnGate(Scorer):
         return ops.pool_keys(k_BKSD, self.config.block_size, self.config.k_pooling)
 
     def keys(self, pooled_BKNP: Tensor, positions: Tensor) -> Tensor:
-        """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``.
-
-        Args:
-            pooled_BKNP: from `pool`.
-            positions: ``[B, N]`` or ``[N]``, the position of each block's first token.
-        """
+        """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``."""
         norm_weight = self._weight_of("k_norm")
         return compressed_keys(
             pooled_BKNP, self.k_proj.weight, norm_weight, positions, self.inv_freq, self.attention_scaling

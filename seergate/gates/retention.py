@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
-from seergate.gates.scorer import INIT_STD, GateRMSNorm
+from seergate.gates.scorer import INIT_STD, GateRMSNorm, group_size
 from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import rms_norm
 
@@ -40,12 +40,8 @@ class RetentionGate(nn.Module, ABC):
         super().__init__()
         if hidden_size is None or hidden_size < 1:
             raise ValueError(f"hidden_size is {hidden_size}; retention gates need the width of their model")
-        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})"
-            )
         self.config, self.hidden_size, self.num_kv_heads = config, hidden_size, num_kv_heads
-        self.group_size = num_heads // num_kv_heads
+        self.group_size = group_size(num_heads, num_kv_heads)
 
     @classmethod
     def for_geometry(cls, config: GateConfig, geometry: ModelGeometry) -> Self:

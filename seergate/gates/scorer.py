@@ -41,6 +41,13 @@ class HeadwiseLinear(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
+def group_size(num_heads: int, num_kv_heads: int) -> int:
+    """Query heads per KV head; refused if they do not divide."""
+    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        raise ValueError(f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})")
+    return num_heads // num_kv_heads
+
+
 class Scorer(nn.Module, ABC):
     """Scores every key block for every query token, once per KV head.
 
@@ -80,16 +87,12 @@ class Scorer(nn.Module, ABC):
         attention_scaling: float = 1.0,
     ) -> None:
         super().__init__()
-        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})"
-            )
+        self.group_size = group_size(num_heads, num_kv_heads)
         if config.rope and (inv_freq is None or inv_freq.shape != (config.gate_dim // 2,)):
             got = None if inv_freq is None else tuple(inv_freq.shape)
             raise ValueError(f"inv_freq has shape {got}; with rope on it must be ({config.gate_dim // 2},)")
         self.config = config
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.group_size = num_heads // num_kv_heads
         self.attention_scaling = attention_scaling
         self.register_buffer("inv_freq", inv_freq.float() if config.rope and inv_freq is not None else None, False)
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from seergate import ops
 from seergate.checks import check_count
 from seergate.config import nearest_anchor
 from seergate.decode.step import block_probabilities, recall_of
@@ -120,9 +119,6 @@ def shared_recall(
     at = torch.empty(0, dtype=torch.int64)
 
     def attend(call: TeacherCall) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
-        options: dict[str, Any] = {"window": call.window, "sinks": call.sinks, "softcap": call.softcap}
         if call.layer in place:
             text, steps = _steps(call, at)
             if call.layer in chooses:
@@ -136,7 +132,8 @@ def shared_recall(
                 if heads[anchor] == heads[call.layer]:
                     found = recall_of(blocks_BKGN, selection).double().sum()
                     sums[place[anchor], place[call.layer]] += found.cpu()
-        return ops.packed_attention(q, k, v, ends, call.sm_scale, **options).output[None]
+        tokens = call.query_BHSD.shape[2]
+        return call.attention(torch.tensor([0, tokens], dtype=torch.int32, device=call.query_BHSD.device)).output[None]
 
     for ids in texts:
         longest, first = max(longest, len(ids)), read_all + 1

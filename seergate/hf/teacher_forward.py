@@ -84,10 +84,7 @@ def distill_steps(
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        output_THD, lse_TH = ops.packed_attention(
-            q, k, v, cu_seqlens, call.sm_scale, window=call.window, sinks=call.sinks, softcap=call.softcap
-        )
+        output_THD, lse_TH = call.attention(cu_seqlens)
         for each in distill_losses:
             if call.layer in each.gated:
                 each.learn(call, lse_TH)
@@ -252,9 +249,7 @@ class BlockLoss(LayerwiseLoss):
                     qg_TKE.detach(),
                     kg_NKE.detach(),
                     self.cu_seqlens,
-                    self.bank.config.block_size,
                     counted=self._rows(),
-                    sink_blocks=self.bank.config.sink_blocks,
                     target=self.spec.target,
                     budgets=self.spec.recall_budgets,
                 )

@@ -15,8 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seergate import ops
 from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, AttentionSwap, QKHook, attention_input
 from seergate.models import families
+from seergate.ops.attention import PackedAttention
 
 
 @dataclass
@@ -44,6 +46,12 @@ class TeacherCall:
     window: int | None
     sinks: Tensor | None
     softcap: float | None
+
+    def attention(self, cu_seqlens: Tensor) -> PackedAttention:
+        """The model's own attention over the pack."""
+        q, k, v = (x[0].transpose(0, 1) for x in (self.query_BHSD, self.key_BKSD, self.value_BKSD))
+        options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "softcap": self.softcap}
+        return ops.packed_attention(q, k, v, cu_seqlens, self.sm_scale, **options)
 
 
 @contextmanager
