@@ -161,12 +161,8 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
-    """Load the frozen model for training gates: no gradients.
-
-    Args:
-        path: directory, GGUF file or Hub id.
-        config: ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
-        headless: without its LM head, which only gates that learn from the model's output need.
+    """Load the frozen model for training gates: no gradients, and if ``headless`` no LM head, which only gates that
+    learn from the model's output need.
     """
     options = _load_options(config, world)
     if config.shard_base or config.rope_scaling:
@@ -194,10 +190,7 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
     """Compile the decoder's RMSNorms and gated MLPs, so that each reads and writes its activations once.
 
     The methods are compiled, not the modules, whose hooks would be compiled with them and then be those of the first
-    pack for good. Nothing is compiled anew for packs of other lengths.
-
-    Args:
-        model: frozen, and run without a graph.
+    pack for good. Nothing is compiled anew for packs of other lengths. The model runs without a graph.
     """
     for module in decoder_of(model).modules():
         norm = type(module).__name__.endswith("RMSNorm")

@@ -163,13 +163,8 @@ class Callback:
 
 
 class Console(Callback):
-    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
-
-    Args:
-        steps, done: steps of the run, and those done before it was continued.
-        logging_steps: steps between lines.
-        name: name of the run, printed before each line if there are several.
-        shows_steps: whether steps are printed.
+    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps. A run that does not show its steps
+    prints its messages only, each behind its name.
     """
 
     def __init__(self, steps: int, done: int, logging_steps: int, name: str, shows_steps: bool) -> None:

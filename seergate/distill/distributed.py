@@ -165,11 +165,7 @@ class DistributedState:
 
 
 def init_distributed(*, alone: bool = False) -> DistributedState:
-    """Connect to the other processes, if there are any.
-
-    Args:
-        alone: make a group of this process even if there are no others.
-    """
+    """Connect to the other processes, if there are any; ``alone`` makes a group of this process by itself."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()

@@ -117,16 +117,14 @@ def prepare_run(config: TrainConfig) -> DataReport:
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
-    """Distil gates in runs that learn from one frozen model, which computes a pack once for all of them.
+    """Distil gates in runs that learn from one frozen model, which computes a pack once for all of them;
+    returns the adapters' directories.
 
     Each ends with what it would have ended with alone.
 
     Args:
         runs: name -> the run and its listeners. Only the first prints its progress; messages of the others begin with
             their names.
-
-    Returns:
-        The adapters' directories.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
@@ -188,11 +186,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
 
 
 def _train(runs: list[_Run], requested: set[int]) -> None:
-    """Train all runs step by step. Runs that learn from the same packs share the frozen model's forward.
-
-    Args:
-        runs: the runs, each of which may begin and end at another step.
-        requested: numbers of the signals that ask the process to end, as they come.
+    """Train all runs, each of which may begin and end at another step, until a signal is ``requested``. Runs that
+    learn from the same packs share the frozen model's forward.
     """
     world = runs[0].world
     for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
@@ -519,14 +514,8 @@ class _Run:
         return DistillSpec(self.bank, **options, row_shift=number, checked=True, far=held_out)
 
     def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
-        """Take an optimizer step with the gradients of its packs, and report it.
-
-        Args:
-            step: number of the step, from 0.
-            started: `time.monotonic` at the beginning of the step.
-
-        Returns:
-            Whether any process was asked to end.
+        """Take an optimizer step with the gradients of its packs, and report it, with its time from ``started`` on;
+        true if any process was asked to end.
         """
         config, progress = self.config, self.progress
         means = Averages.over(self, outputs, config.packs_per_step, stop)

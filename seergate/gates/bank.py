@@ -117,16 +117,11 @@ class Gates(nn.Module):
 
     @classmethod
     def holding(cls, tensors: Mapping[str, Tensor], source: str, **record: Any) -> Self:
-        """Gates with copies of these weights, on the CPU and all in one dtype, the widest of them.
-
-        Args:
-            tensors: the state dict.
-            source: for error messages.
-            **record: the arguments of the constructor.
+        """Gates with copies of these weights, on the CPU and all in one dtype, the widest of them, and this record.
 
         Raises:
-            SeergateError: naming the first result that cannot be, or the first tensor that is missing, left over, of
-                the wrong shape, not floating-point or not finite.
+            SeergateError: naming the ``source``, and the first result that cannot be, or the first tensor that is
+                missing, left over, of the wrong shape, not floating-point or not finite.
         """
         _check_results(record.get("results", ()), source)
         _check_tensors(tensors, _expected_shapes(record["config"], record["geometry"], source), source)
@@ -163,10 +158,8 @@ class Gates(nn.Module):
         return self.derived(tensors, geometry=replace(self.geometry, layers=tuple(wanted)), results=())
 
     def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:
-        """The gates of the anchors alone, which choose for the layers above them wherever the gates are loaded.
-
-        Args:
-            training: added to the record of how the gates were made.
+        """The gates of the anchors alone, which choose for the layers above them wherever the gates are loaded;
+        ``training`` is added to the record of how they were made.
         """
         defaults = {**self.decode_defaults, "anchors": list(anchors)}
         return self.subset(anchors).derived(decode_defaults=defaults, training={**self.training_record, **training})

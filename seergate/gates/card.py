@@ -324,12 +324,7 @@ def _plain(text: str | None) -> str:
 def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
     """Draw accuracy against budget, a line per task and method, with 95 % intervals; dense is a horizontal line.
 
-    Args:
-        results: see `Gates`.
-        path: path of the PNG file.
-
-    Returns:
-        Whether there is a plot: not without results at a budget, nor without matplotlib.
+    False if there is no plot: without results at a budget, or without matplotlib.
     """
     lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for result in results:

@@ -65,9 +65,6 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
     Args:
         directory: made if need be; an adapter that is there is replaced, other files are left alone.
         card_source: place that the card's usage example loads from; by default ``directory``.
-
-    Returns:
-        The directory.
     """
     out, bank = Path(directory), bank.derived()
     record = {**to_record(bank), "seergate_version": __version__}

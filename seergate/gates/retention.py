@@ -27,11 +27,6 @@ KEEPS_EVERYTHING = 10.0
 class RetentionGate(nn.Module, ABC):
     """Scores each token once, when it comes. Computes in float32 or wider.
 
-    Args:
-        hidden_size: W.
-        num_heads: H, query heads of the model's layer.
-        num_kv_heads: K, KV heads; divides H.
-
     Raises:
         ValueError: if the head counts do not divide, or the width of the model is not known.
     """

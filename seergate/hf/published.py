@@ -52,14 +52,7 @@ G = TypeVar("G", bound=Gates)
 
 
 def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
-    """Read gates from a directory or from the Hub: an adapter, or the published format.
-
-    Args:
-        kind: class of the result.
-        source: directory or Hub repository.
-        **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``
-            (`seergate.gates.fetch`).
-    """
+    """Read gates from a directory or from the Hub (`seergate.gates.fetch`): an adapter, or the published format."""
     files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
     directory = fetch(str(source), patterns=files, **hub)
     if (directory / adapter_files.CONFIG_FILE).is_file() or not _is_published(directory):
@@ -72,12 +65,8 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
 
     The file of the weights is a pickle: it is read with PyTorch's weights-only unpickler, and only after a look at the
     archive around it. Each layer must have 2 tensors, or 4 with q/k norm, and none may be left over. The gates ask for
-    ``compat="published"``, so that they decode as the published code does.
-
-    Args:
-        kind: class of the result.
-        directory: with `config.json` and `attn_gate_weights.pth`.
-        source: the user's name for it.
+    ``compat="published"``, so that they decode as the published code does. ``source`` is the user's name for the
+    directory.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
@@ -115,14 +104,7 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
 
 
 def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
-    """Write gates in the published format, for the published code.
-
-    Args:
-        directory: made if need be; must not hold a model.
-
-    Raises:
-        SeergateError: if the published code could not read these gates, or they cannot be written.
-    """
+    """Write gates in the published format; refused if the published code could not read them, or over a model."""
     gate, geometry = bank.config, bank.geometry
     _check_exportable(gate, geometry)
     recorded = bank.training_record.get(_RECORD)

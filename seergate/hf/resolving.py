@@ -95,10 +95,8 @@ def check_dense_layers(method: Method, layers: int) -> None:
 
 
 def check_anchors(method: Method, kv_heads: Mapping[int, int]) -> None:
-    """Refuse anchors that a model does not have, that choose nothing, or whose choice is of other KV heads.
-
-    Args:
-        kv_heads: layer that can be gated -> its KV heads.
+    """Refuse anchors that a model does not have, that choose nothing, or whose choice is of other KV heads, given the
+    number of KV heads of each layer that can be gated.
     """
     if not isinstance(method, SelectingMethod):
         return

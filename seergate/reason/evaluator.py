@@ -92,11 +92,7 @@ class _Row:
 
 
 class Evaluator:
-    """Receives the events of rows, and sends decisions to a row's source.
-
-    Args:
-        decode: token ids -> text.
-    """
+    """Receives the events of rows, and sends decisions to a row's source; ``decode`` turns token ids into text."""
 
     def __init__(self, method: ReasonCache, decode: Callable[[list[int]], str]) -> None:
         self.method, self._decode = method, decode

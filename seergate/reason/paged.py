@@ -172,10 +172,8 @@ class BlockStore:
             row.length, row.sealed = length, length // self.block_size
 
     def select(self, index: Sequence[int]) -> dict[int, int]:
-        """Take these rows, in this order; a row that comes again is a fork, which shares all of its blocks.
-
-        Returns:
-            uid of every fork -> uid of the row it was taken from.
+        """Take these rows, in this order; a row that comes again is a fork, which shares all of its blocks. Returns
+        the uid of every fork -> uid of the row it was taken from.
         """
         forks: dict[int, int] = {}
         taken: set[int] = set()
@@ -202,13 +200,8 @@ class BlockStore:
         self.select([])
 
     def adopt(self, other: BlockStore) -> Copies:
-        """Put another store's rows after this one's; blocks that they share stay shared.
-
-        Returns:
-            What must be copied, from the other store's blocks to this one's.
-
-        Raises:
-            OutOfBlocks: at the limit; nothing has changed then.
+        """Put another store's rows after this one's; blocks that they share stay shared. Returns what must be copied,
+        from the other store's blocks to this one's. `OutOfBlocks` at the limit: nothing has changed then.
         """
         self._reserve(other.physical)
         homes: dict[int, int] = {}
@@ -224,11 +217,7 @@ class BlockStore:
         return list(homes.items())
 
     def remap(self, position: int, block: int, physical: int) -> None:
-        """Let a row's logical block be another physical one; no data moves.
-
-        Raises:
-            SeergateError: if one of the two is not sealed.
-        """
+        """Let a row's logical block be another physical one; no data moves. Both must be sealed."""
         row = self.rows[position]
         old = row.table[block]
         for what, number in (("replaced", old), ("shared", physical)):

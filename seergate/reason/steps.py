@@ -134,11 +134,7 @@ class Segmenter:
         return self.steps[-1].end if self.steps else self._start
 
     def feed(self, ids: Sequence[int]) -> list[ReasoningStep]:
-        """Take in new tokens.
-
-        Returns:
-            The steps that they end.
-        """
+        """Take in new tokens; returns the steps that they end."""
         ended = []
         for token in ids:
             if token not in self._pieces:

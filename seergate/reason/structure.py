@@ -49,11 +49,7 @@ def check_installed() -> None:
 
 
 def formal_content(text: str, in_code: bool = False) -> Tree | None:
-    """The formulas and the code of a step as one tree, in order; ``None`` if it is prose.
-
-    Args:
-        in_code: whether it begins inside a code fence.
-    """
+    """The formulas and the code of a step, which may begin ``in_code``, as one tree, in order; ``None`` for prose."""
     parts: list[Tree] = []
     for number, piece in enumerate(FENCE.split(text)):
         if in_code ^ bool(number % 2):
