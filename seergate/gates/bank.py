@@ -218,7 +218,7 @@ class Gates(nn.Module):
 
 def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:
     """The gate of one layer, with fresh weights."""
-    gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate).for_geometry(config, geometry)
+    gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate)(config, geometry)
     return gate
 
 

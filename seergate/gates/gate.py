@@ -6,7 +6,6 @@ Shape suffixes: see `seergate.gates.scorer`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from seergate import ops
 from seergate.config import GateConfig
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, Scorer
+from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
 
 POOLING_SHARES = {"max": 0.25, "min": 0.25, "avg": 0.5}
@@ -27,8 +27,8 @@ class AttnGate(Scorer):
     With ``q_pooling="avg"`` E must be D.
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.fused = config.q_pooling != "none"
         width, kv_heads, head_dim = config.gate_dim, self.num_kv_heads, self.head_dim
         if config.q_pooling == "avg" and width != head_dim:

@@ -41,11 +41,12 @@ class HeadwiseLinear(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
-def group_size(num_heads: int, num_kv_heads: int) -> int:
+def group_size(geometry: ModelGeometry) -> int:
     """Query heads per KV head; refused if they do not divide."""
-    if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})")
-    return num_heads // num_kv_heads
+    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"num_heads is {heads}; it must be a positive multiple of num_kv_heads ({kv_heads})")
+    return heads // kv_heads
 
 
 class Scorer(nn.Module, ABC):
@@ -53,12 +54,6 @@ class Scorer(nn.Module, ABC):
 
     All inputs are the model's **pre-RoPE** vectors, after its q/k norm where it has one. Scorers compute in the dtype
     of their own weights.
-
-    Args:
-        num_heads: H, query heads of the model's layer.
-        num_kv_heads: K, KV heads; divides H.
-        inv_freq: ``[E / 2]`` RoPE frequencies of the base model in gate width; required when ``config.rope``.
-        attention_scaling: the base model's RoPE attention factor.
 
     Attributes:
         entry_tokens: tokens per entry.
@@ -76,37 +71,19 @@ class Scorer(nn.Module, ABC):
     key_heads: int
     fused: bool = False
 
-    def __init__(
-        self,
-        config: GateConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        inv_freq: Tensor | None = None,
-        attention_scaling: float = 1.0,
-    ) -> None:
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
         super().__init__()
-        self.group_size = group_size(num_heads, num_kv_heads)
-        if config.rope and (inv_freq is None or inv_freq.shape != (config.gate_dim // 2,)):
-            got = None if inv_freq is None else tuple(inv_freq.shape)
-            raise ValueError(f"inv_freq has shape {got}; with rope on it must be ({config.gate_dim // 2},)")
-        self.config = config
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.attention_scaling = attention_scaling
-        self.register_buffer("inv_freq", inv_freq.float() if config.rope and inv_freq is not None else None, False)
-
-    @classmethod
-    def for_geometry(cls, config: GateConfig, geometry: ModelGeometry) -> Self:
-        """The scorer of one layer of a model, with fresh weights."""
-        return cls(
-            config,
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            inv_freq=torch.tensor(geometry.inv_freq, dtype=torch.float32, device="cpu") if config.rope else None,
-            attention_scaling=geometry.attention_scaling,
-        )
+        self.group_size = group_size(geometry)
+        if config.rope and len(geometry.inv_freq) != config.gate_dim // 2:
+            raise ValueError(
+                f"inv_freq has {len(geometry.inv_freq)} frequencies; with rope on it must have {config.gate_dim // 2}"
+            )
+        self.config, self.geometry = config, geometry
+        self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
+        self.head_dim = geometry.head_dim
+        self.attention_scaling = geometry.attention_scaling
+        inv_freq = torch.tensor(geometry.inv_freq, dtype=torch.float32, device="cpu") if config.rope else None
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Frequencies follow the gate to its device but never to a narrower dtype: bf16 ones would turn far positions.
@@ -193,8 +170,8 @@ class TokenScorer(Scorer):
     The score of a block is the highest of its tokens' scores.
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.entry_tokens = self.key_heads = 1
         self.k_proj = HeadwiseLinear(1, self.num_kv_heads * self.head_dim, config.gate_dim)
 
