@@ -41,11 +41,7 @@ class DataReport:
         duplicates: samples left out because an equal one came before.
         too_short: samples left out because they fit in two blocks: no row has two past blocks to choose from.
         malformed: reason -> rows left out for it.
-        think_added: samples that lacked the opening think tag and got it.
-        no_reasoning: samples without reasoning.
-        earlier_reasoning: rows of which the reasoning of earlier assistant turns was left out: the model does not see
-            it again at inference either.
-        unanswered: rows of which the last turns were left out, because no assistant turn follows them.
+        think_added, no_reasoning, earlier_reasoning, unanswered: rows with these notes of `TrainingText`.
         efficiency: share of the packs' capacity that holds tokens.
         mixed: source -> rows of it, where several are mixed.
     """

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -75,20 +75,14 @@ class Tally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
+@dataclass
 class _Row:
-    """State of a row."""
+    """State of a row; without a segmenter before its first tokens."""
 
-    def __init__(self, segmenter: Segmenter | None, threshold: PercentileThreshold) -> None:
-        self.segmenter = segmenter  # None before its first tokens
-        self.threshold = threshold
-        self.source: Source | None = None
-        self.blocks: list[Block] = []
-
-    def copy(self, threshold: PercentileThreshold) -> _Row:
-        """A copy for a fork of the row, which continues with a threshold of its own."""
-        twin = _Row(None if self.segmenter is None else self.segmenter.copy(), threshold)
-        twin.source, twin.blocks = self.source, list(self.blocks)
-        return twin
+    threshold: PercentileThreshold
+    segmenter: Segmenter | None = None
+    source: Source | None = None
+    blocks: list[Block] = field(default_factory=list)
 
 
 class Evaluator:
@@ -122,8 +116,9 @@ class Evaluator:
     def row_forked(self, uid: int, fork: int) -> None:
         """A row goes on twice."""
         row = self._row(uid)
-        own = row.threshold is not self._common
-        self._rows[fork] = row.copy(row.threshold.copy() if own else self._common)
+        threshold = row.threshold if row.threshold is self._common else row.threshold.copy()
+        segmenter = None if row.segmenter is None else row.segmenter.copy()
+        self._rows[fork] = replace(row, threshold=threshold, segmenter=segmenter, blocks=list(row.blocks))
 
     def row_cropped(self, uid: int, length: int) -> None:
         """A row has only its first ``length`` tokens now."""
@@ -143,7 +138,7 @@ class Evaluator:
         if uid not in self._rows:
             method, common = self.method, self.method.percentile_of == "all"
             threshold = self._common if common else PercentileThreshold(method.percentile, method.warm_up)
-            self._rows[uid] = _Row(None, threshold)
+            self._rows[uid] = _Row(threshold)
         return self._rows[uid]
 
     def _give_way(self) -> None:
