@@ -91,7 +91,7 @@ class DistributedState:
         return x
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Broadcast the main process's result to every process."""
+        """Run a function in the main process, and broadcast its result; if it fails, all processes do."""
         made: list[Any] = [None]
         with self.fail_together():
             if self.is_main:
@@ -100,12 +100,6 @@ class DistributedState:
             _connected(lambda: dist.broadcast_object_list(made, src=0))
         result: T = made[0]
         return result
-
-    def on_main(self, run: Callable[[], object]) -> None:
-        """Run a function in the main process; if it fails, all do."""
-        with self.fail_together():
-            if self.is_main:
-                run()
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.

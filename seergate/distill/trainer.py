@@ -327,7 +327,7 @@ class _Run:
             check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
-        world.on_main(lambda: clear_drafts(root))
+        world.from_main(lambda: clear_drafts(root))
         newest = newest_checkpoint(root) if self.config.resume else None
         world.must_agree(
             str(newest and newest.name),
@@ -340,7 +340,7 @@ class _Run:
         """Make gates and engine, resume, open the listeners; returns the frozen model, loaded if it is not given."""
         self.divided = divided
         config, world = self.config, self.world
-        world.on_main(lambda: config.save(self.dir / "train_config.yaml"))
+        world.from_main(lambda: config.save(self.dir / "train_config.yaml"))
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
@@ -391,7 +391,7 @@ class _Run:
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
         report = json.dumps(self.data.report.to_dict(), indent=1)
-        world.on_main(lambda: (self.dir / "data.json").write_text(report))
+        world.from_main(lambda: (self.dir / "data.json").write_text(report))
 
     def finish(self) -> None:
         """Write the adapter, and upload it if asked to."""
@@ -441,7 +441,7 @@ class _Run:
         root = self.dir / "checkpoints"
         # Old checkpoints go only now: had this run been refused, they would still be of use.
         clear = clear_drafts if self.config.resume else remove_checkpoints
-        self.world.on_main(lambda: clear(root))
+        self.world.from_main(lambda: clear(root))
         newest = newest_checkpoint(root)
         if newest is None:
             return 0
@@ -580,7 +580,7 @@ class _Run:
         state = self.engine.state()  # every process takes part
         checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
         root, keep = self.dir / "checkpoints", self.config.save_total_limit
-        self.world.on_main(lambda: save_checkpoint(root, checkpoint, keep))
+        self.world.from_main(lambda: save_checkpoint(root, checkpoint, keep))
 
     def _export(self, directory: Path) -> None:
         """Write the adapter, in the frozen model's precision."""
