@@ -56,32 +56,20 @@ def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Sequence[int
     return float(np.sum(lengths)) / (len(packs) * capacity) if packs else 0.0
 
 
-class PackOrder:
-    """The order of packs, endless and seeded, so that a position in the data is one number.
+def packs_of_step(packs: int, seed: int, step: int, packs_per_step: int) -> list[int]:
+    """The numbers of the packs of an optimizer step, over all processes.
 
-    Each epoch is a fresh permutation of all packs, made from the seed and the epoch's number alone: all ranks compute
-    the same order, and a resumed run finds its place without replaying anything.
+    Their order is endless: each epoch is a fresh permutation of all packs, made from the seed and the epoch's number
+    alone. So all ranks compute the same order, and a resumed run finds its place without replaying anything.
     """
-
-    def __init__(self, packs: int, seed: int) -> None:
-        if packs < 1:
-            raise ValueError(f"packs is {packs}; it must be at least 1")
-        self.packs, self.seed = packs, seed
-        self._epoch, self._permutation = -1, [0]
-
-    def __getitem__(self, position: int) -> int:
-        """The pack at a position, counted from the start of the run."""
-        epoch, offset = divmod(position, self.packs)
-        if epoch != self._epoch:
-            permutation = list(range(self.packs))
-            random.Random(f"packs/{self.seed}/{epoch}").shuffle(permutation)
-            self._epoch, self._permutation = epoch, permutation
-        return self._permutation[offset]
-
-    def batch(self, step: int, packs_per_step: int) -> list[int]:
-        """The packs of an optimizer step, over all processes."""
-        first = step * packs_per_step
-        return [self[i] for i in range(first, first + packs_per_step)]
+    epoch, first = divmod(step * packs_per_step, packs)
+    order: list[int] = []
+    while len(order) < first + packs_per_step:
+        permutation = list(range(packs))
+        random.Random(f"packs/{seed}/{epoch}").shuffle(permutation)
+        order += permutation
+        epoch += 1
+    return order[first : first + packs_per_step]
 
 
 def packed(samples: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:

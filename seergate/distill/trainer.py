@@ -58,7 +58,7 @@ from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
-from seergate.distill.packing import PackOrder
+from seergate.distill.packing import packs_of_step
 from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.errors import SeergateError, first_line
@@ -355,7 +355,6 @@ class _Run:
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.base = bank, base
-        self.order = PackOrder(len(self.data.train), config.seed)
         self.engine = make_engine(bank, config, world)
         self.done = self._resume()
         self.random = random_states()
@@ -504,7 +503,8 @@ class _Run:
 
     def packs(self, step: int) -> list[list[int]]:
         """The packs of a step, over all processes: the samples of each."""
-        return [self.data.train[number] for number in self.order.batch(step, self.config.packs_per_step)]
+        train, config = self.data.train, self.config
+        return [train[number] for number in packs_of_step(len(train), config.seed, step, config.packs_per_step)]
 
     def spec(self, number: int, held_out: bool) -> DistillSpec:
         """The loss of the gates on the pack of this number."""
