@@ -137,7 +137,6 @@ class CheckedModel:
         fingerprint: fingerprint of the weights in a directory, or revision of a Hub model.
         why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
         gates: gates that the run begins with, unless they are fresh.
-        max_length: tokens per pack.
     """
 
     fingerprint: str | None

@@ -38,7 +38,6 @@ class TrainingText(NamedTuple):
     """The text of a row.
 
     Attributes:
-        text: the text that is tokenised.
         is_chat: whether a chat template made it, which writes all special tokens itself.
         notes: kinds of repairs and omissions. ``think_added``: it had the end of a reasoning without its beginning,
             and got an opening tag. ``no_reasoning``: it has none. ``earlier_reasoning``: it lost the reasoning of its

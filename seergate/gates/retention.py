@@ -24,11 +24,7 @@ KEEPS_EVERYTHING = 10.0
 
 
 class RetentionGate(nn.Module, ABC):
-    """Scores each token once, when it comes. Computes in float32 or wider.
-
-    Raises:
-        ValueError: if the head counts do not divide, or the width of the model is not known.
-    """
+    """Scores each token once, when it comes. Computes in float32 or wider."""
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
         super().__init__()

@@ -60,9 +60,6 @@ class Scorer(nn.Module, ABC):
         key_heads: J.
         fused: whether the score of a block is ``scale * query . key`` of the one query and the one key that each KV
             head has, which `ops.gate_kl` fuses into the loss.
-
-    Raises:
-        ValueError: if the head counts do not divide, or the number of frequencies is not E / 2.
     """
 
     inv_freq: Tensor | None

@@ -39,7 +39,6 @@ class SharedRecall:
         layers: the layers, ascending: those with full attention that are not dense, from the first that can choose on.
         recall: float64 ``[L, L]``: in row a and column l, the share of layer l's attention on the blocks that layer a
             chose, mean over rows and heads; minus infinity where a cannot choose for l.
-        rows: tokens at which it was measured.
     """
 
     layers: tuple[int, ...]

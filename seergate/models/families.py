@@ -162,10 +162,8 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
 
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]]:
-    """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone.
-
-    Raises:
-        SeergateError: if the family is not supported, no layer has full attention, or each device has part of it.
+    """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone. Refuses a model that
+    has none, or is split over devices by heads.
     """
     config = text_config(model)
     family_of(config)
@@ -216,11 +214,7 @@ def head_dim_of(model: PreTrainedModel) -> int:
 
 
 def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
-    """The geometry that gates for this model must fit.
-
-    Raises:
-        SeergateError: if the family is not supported, or its query heads cannot be divided among its KV heads.
-    """
+    """The geometry that gates for this model must fit. Refuses query heads that its KV heads do not divide."""
     base = text_config(model)
     modules = full_attention_modules(model)
     heads, kv_heads = base.num_attention_heads, getattr(base, "num_key_value_heads", None)

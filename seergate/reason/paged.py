@@ -56,7 +56,6 @@ class Row:
     Attributes:
         uid: number of the row, which never changes; a fork gets another.
         table: the physical block of each logical one.
-        length: tokens.
         sealed: how many of its first blocks are known to be sealed.
         repeats: how many entries of the table name a block that an earlier entry names too.
     """
@@ -329,9 +328,6 @@ def page_tokens(method: Method, size: int | None, limit: int | None = None) -> i
         method: chooses what is read.
         size: tokens per page; the method's block size, or `PAGE_TOKENS`, if ``None``.
         limit: maximum number of pages.
-
-    Raises:
-        SeergateError: if pages would cut a block, or a number is not positive.
     """
     own = int(getattr(method, "block_size", PAGE_TOKENS))
     size = own if size is None else size

@@ -225,10 +225,8 @@ class CacheSharing(Listener):
         self.rows[:] = [row.uid for row in self.pages.store.rows]
 
     def resumed(self, backend: KVBackend) -> None:
-        """Leave the cache to another handle.
-
-        Raises:
-            SeergateError: if similar blocks were shared, as only this handle knows what they were compared with.
+        """Leave the cache to another handle; refused if similar blocks were shared, as only this one knows with what
+        they were compared.
         """
         sharing = getattr(backend, "sharing", None)
         if sharing is self.handle:
