@@ -5,7 +5,7 @@ Shape suffixes: see `seergate.gates.scorer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,15 +103,7 @@ class AttnGate(Scorer):
             attention_scaling=self.attention_scaling,
         )
 
-    def remember(
-        self,
-        k_BKD: Tensor,
-        lengths: Tensor,
-        recent: Tensor,
-        entries: Tensor,
-        position_offset: int,
-        host_lengths: Sequence[int] | None,
-    ) -> None:
+    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Store the key, and make the entry of each row whose block has just closed."""
         ops.update_compressed_keys(
             k_BKD,
@@ -124,6 +116,5 @@ class AttnGate(Scorer):
             norm_weight=self._weight_of("k_norm"),
             inv_freq=self.inv_freq,
             attention_scaling=self.attention_scaling,
-            position_offset=position_offset,
-            host_lengths=host_lengths,
+            **placing,
         )

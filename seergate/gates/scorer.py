@@ -10,7 +10,6 @@ gate dimension, P width of the input of an entry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -135,15 +134,7 @@ class Scorer(nn.Module, ABC):
         return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), keys_BJME)[:, :, 0]
 
     @abstractmethod
-    def remember(
-        self,
-        k_BKD: Tensor,
-        lengths: Tensor,
-        recent: Tensor,
-        entries: Tensor,
-        position_offset: int,
-        host_lengths: Sequence[int] | None,
-    ) -> None:
+    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Add the newest key of each row at a decode step, and make the entries that it completes.
 
         Args:
@@ -152,8 +143,7 @@ class Scorer(nn.Module, ABC):
             recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` lies at slot ``p % (2 * entry_tokens)``.
                 Changed in place.
             entries: ``[B, J, M, E]``, changed in place.
-            position_offset: added to the position of a block.
-            host_lengths: ``lengths`` in host memory, if known.
+            **placing: ``position_offset`` and ``host_lengths`` of `ops.update_compressed_keys`.
         """
 
     def _weight_of(self, norm: str) -> Tensor | None:
@@ -200,15 +190,7 @@ class TokenScorer(Scorer):
         padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
         return padded.unflatten(-1, (-1, size)).amax(-1)
 
-    def remember(
-        self,
-        k_BKD: Tensor,
-        lengths: Tensor,
-        recent: Tensor,
-        entries: Tensor,
-        position_offset: int,
-        host_lengths: Sequence[int] | None,
-    ) -> None:
+    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Add the index key of each row's newest token."""
         at = lengths - 1
         rows = torch.arange(len(lengths), device=at.device)

@@ -40,7 +40,6 @@ def far_sums(
     the newest, its own included.
 
     Args:
-        gate: scores blocks.
         call, lse_TH: the layer's attention.
         qs, ks: the gate's queries ``[T, I, E']`` and keys ``[sum M_i, J, E]``, as `ops.scorer_kl` takes them.
         cu_seqlens, target: see `ops.scorer_kl`; ``"selected"`` is compared with ``"sum"``.
