@@ -32,6 +32,7 @@ from torch import Tensor
 
 from seergate import GateConfig, ops
 from seergate.gates.gate import AttnGate
+from seergate.geometry import ModelGeometry
 from seergate.ops import reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -61,12 +62,12 @@ class Caches:
         ]
         self.lengths = torch.full((batch,), length, device=device)
         width, blocks = options.gate_dim, -(-length // options.block_size)
-        shape = {"num_heads": self.q.shape[1], "num_kv_heads": kv_heads, "head_dim": dim}
-        shape["inv_freq"] = 1e6 ** -(torch.arange(0, width, 2) / width)
+        frequencies = tuple((1e6 ** -(torch.arange(0, width, 2) / width)).tolist())
+        shape = ModelGeometry("qwen3", self.q.shape[1], kv_heads, dim, (0,), frequencies)
         config = GateConfig(options.block_size, width)
         self.gates, self.kg = list[AttnGate](), list[Tensor]()
         while not self.gates or (len(self.gates) < 64 and self.gate_bytes < CACHE_BYTES[device.type]):
-            self.gates.append(AttnGate(config, **shape).to(device, dtype))
+            self.gates.append(AttnGate(config, shape).to(device, dtype))
             self.kg.append(torch.randn(batch, kv_heads, blocks, width, device=device, dtype=dtype))
 
     @property

@@ -48,7 +48,6 @@ from seergate.distill.base_model import gate_config, load_frozen
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.memory import WORKING_BYTES
-from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import make_plan
 from seergate.hf import teacher_forward
 from seergate.hf.teacher_pass import TeacherCall
@@ -163,15 +162,17 @@ def make_run(folder: Path, length: int, options: argparse.Namespace) -> TrainCon
     return load_train_config(str(folder), values)
 
 
-def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | None]:
-    """Load the model, and return what takes a step of a pack and gives its loss (none without gates)."""
+def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tensor], float | None]:
+    """Load the model, and return what takes a step of a pack, of its ids and borders, and gives its loss (none without
+    gates).
+    """
     world = DistributedState(0, 1, 0, CPU)
     model = load_frozen(run.model, run, world)
     if way == "frozen":
 
-        def forward(pack: PackedBatch) -> None:
+        def forward(ids: torch.Tensor, borders: torch.Tensor) -> None:
             with torch.no_grad():  # one sequence, whatever the samples
-                families.decoder_of(model)(input_ids=pack.input_ids, use_cache=False)
+                families.decoder_of(model)(input_ids=ids, use_cache=False)
 
         return forward
     torch.manual_seed(1)
@@ -181,10 +182,8 @@ def make_step(run: TrainConfig, way: str) -> Callable[[PackedBatch], float | Non
         teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # of this process only
     engine = PlainEngine(bank, run, world)
 
-    def step(pack: PackedBatch) -> float:
-        out = teacher_forward.distill_step(
-            bank, model, pack.input_ids, pack.cu_seqlens, **run.loss_options, checked=True
-        )
+    def step(ids: torch.Tensor, borders: torch.Tensor) -> float:
+        out = teacher_forward.distill_step(bank, model, ids, borders, **run.loss_options, checked=True)
         engine.accumulate(out.loss)
         engine.update(lr=0.0)  # the whole step, but the gates of every cell stay alike
         return float(out.loss)
@@ -201,13 +200,13 @@ def measure(way: str, layers: int, length: int, folder: Path, options: argparse.
     random = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, length), generator=random)
     borders = torch.tensor([*range(0, length, options.sample_tokens or length), length], dtype=torch.int32)
-    step(PackedBatch(ids[:, :SHORT], torch.tensor([0, SHORT], dtype=torch.int32)))
+    step(ids[:, :SHORT], torch.tensor([0, SHORT], dtype=torch.int32))
     resident, lessons = Resident(), []
     before = resident.restart()
     resident.most = 0
     (busy, own), started = cores_used(), time.perf_counter()
     with lessons_watched(resident, lessons):
-        loss = step(PackedBatch(ids, borders))
+        loss = step(ids, borders)
     seconds = time.perf_counter() - started
     busy_after, own_after = cores_used()
     resident.peak()

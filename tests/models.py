@@ -10,10 +10,13 @@ and a test that selects the wrong blocks would pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from seergate.geometry import ModelGeometry
 
 VOCABULARY = 128
 PAD = 0
@@ -121,6 +124,18 @@ def tiny_model(
         )
     model.generation_config.do_sample = False
     return model.eval().requires_grad_(False).to(dtype)
+
+
+def geometry(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    inv_freq: Sequence[float] | torch.Tensor = (),
+    attention_scaling: float = 1.0,
+) -> ModelGeometry:
+    """The geometry of a model with one layer, for a gate of its own."""
+    frequencies = tuple(inv_freq.tolist() if isinstance(inv_freq, torch.Tensor) else inv_freq)
+    return ModelGeometry("qwen3", num_heads, num_kv_heads, head_dim, (0,), frequencies, attention_scaling)
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from seergate import GateConfig, ops
 from seergate.gates.gate import AttnGate
+from tests.models import geometry
 
 
 def test_score_by_hand():
@@ -23,7 +24,7 @@ def test_score_by_hand():
         (True, 105, 102, -4.499543),
     ):
         config = GateConfig(block_size=8, gate_dim=2, qk_norm=False, rope=rope)
-        gate = AttnGate(config, num_heads=1, num_kv_heads=1, head_dim=2, inv_freq=torch.tensor([1.0]))
+        gate = AttnGate(config, geometry(1, 1, 2, inv_freq=torch.tensor([1.0])))
         gate.q_proj.weight.data = torch.eye(2)[None, None]
         gate.k_proj.weight.data = torch.cat((torch.eye(2), torch.zeros(4, 2)))[None]
         q = torch.tensor([2.0, 1.0]).view(1, 1, 1, 2)
@@ -90,7 +91,7 @@ def naive(gate: AttnGate, q, k, block_size):
 def test_against_naive(group, q_pooling, k_pooling, gate_dim, qk_norm, rope):
     config = GateConfig(8, gate_dim, k_pooling, q_pooling, qk_norm, rope)
     inv_freq = 1.0 / 100.0 ** (torch.arange(0, gate_dim, 2) / gate_dim)
-    gate = AttnGate(config, num_heads=2 * group, num_kv_heads=2, head_dim=6, inv_freq=inv_freq)
+    gate = AttnGate(config, geometry(2 * group, 2, 6, inv_freq=inv_freq))
     for parameter in gate.parameters():
         parameter.data.normal_()
     q, k = torch.randn(1, 2 * group, 27, 6), torch.randn(1, 2, 27, 6)
@@ -102,7 +103,7 @@ def test_against_naive(group, q_pooling, k_pooling, gate_dim, qk_norm, rope):
 
 def test_permuting_the_group_together_with_its_weights_changes_nothing():
     config = GateConfig(8, 8, rope=False)
-    gate = AttnGate(config, num_heads=10, num_kv_heads=2, head_dim=8)
+    gate = AttnGate(config, geometry(10, 2, 8))
     q = torch.randn(1, 10, 3, 8)
     order = torch.tensor([3, 0, 4, 1, 2])
     before = gate.queries(q, torch.arange(3))
@@ -114,7 +115,7 @@ def test_permuting_the_group_together_with_its_weights_changes_nothing():
 
 
 def test_initialisation():
-    gate = AttnGate(GateConfig(64, 128, rope=False), num_heads=32, num_kv_heads=8, head_dim=128)
+    gate = AttnGate(GateConfig(64, 128, rope=False), geometry(32, 8, 128))
     for linear in (gate.q_proj, gate.k_proj):
         assert linear.weight.std().item() == pytest.approx(0.02, rel=0.01)
         assert linear.weight.mean().item() == pytest.approx(0, abs=1e-4)
@@ -123,7 +124,7 @@ def test_initialisation():
 
 def test_frequencies_survive_a_change_of_dtype():
     inv_freq = 1.0 / 1e6 ** (torch.arange(0, 128, 2) / 128)
-    gate = AttnGate(GateConfig(64, 128), num_heads=4, num_kv_heads=1, head_dim=128, inv_freq=inv_freq).bfloat16()
+    gate = AttnGate(GateConfig(64, 128), geometry(4, 1, 128, inv_freq=inv_freq)).bfloat16()
     assert gate.k_proj.weight.dtype == torch.bfloat16
     assert torch.equal(gate.inv_freq, inv_freq)
 
@@ -152,6 +153,6 @@ def test_bad_configurations(options, message):
 
 def test_wrong_heads():
     with pytest.raises(ValueError, match="num_heads is 6; it must be a positive multiple of num_kv_heads"):
-        AttnGate(GateConfig(rope=False), num_heads=6, num_kv_heads=4, head_dim=8)
+        AttnGate(GateConfig(rope=False), geometry(6, 4, 8))
     with pytest.raises(ValueError, match='q_pooling="avg" it must equal the head dimension'):
-        AttnGate(GateConfig(gate_dim=4, q_pooling="avg", rope=False), num_heads=4, num_kv_heads=4, head_dim=8)
+        AttnGate(GateConfig(gate_dim=4, q_pooling="avg", rope=False), geometry(4, 4, 8))

@@ -13,7 +13,7 @@ from seergate.gates.gate import AttnGate
 from seergate.ops import reference
 from tests.host.reference_decoder import ReferenceRow, Rule
 from tests.host.test_decode import gates
-from tests.models import left_padded, prompt, tiny_model
+from tests.models import geometry, left_padded, prompt, tiny_model
 from tests.ops.helpers import Pack, cu_seqlens, relative
 from tests.test_gate import naive
 
@@ -24,7 +24,7 @@ LENGTHS = [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE + 63]
 @pytest.mark.parametrize("group", [1, 5])
 def test_a_gate_against_naive(group):
     inv_freq = 1.0 / 100.0 ** (torch.arange(0, 6, 2) / 6)
-    gate = AttnGate(GateConfig(SIZE, 6), num_heads=2 * group, num_kv_heads=2, head_dim=4, inv_freq=inv_freq)
+    gate = AttnGate(GateConfig(SIZE, 6), geometry(2 * group, 2, 4, inv_freq=inv_freq))
     for parameter in gate.parameters():
         parameter.data.normal_()
     q, k = torch.randn(1, 2 * group, 2 * SIZE + 3, 4), torch.randn(1, 2, 2 * SIZE + 3, 4)

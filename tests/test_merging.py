@@ -10,7 +10,6 @@ import torch
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
-from seergate.gates import cast
 from tests.models import prompt, tiny_model
 
 
@@ -80,7 +79,7 @@ def test_subset(bank, model):
 
 
 def test_conversion(bank, tmp_path):
-    half = cast(bank, torch.float16)
+    half = bank.cast(torch.float16)
     by_module = bank.derived().half()
     assert half.diff(by_module).same_weights and half.gate(0).inv_freq.dtype == torch.float32
     by_module.save_pretrained(tmp_path)
@@ -88,9 +87,9 @@ def test_conversion(bank, tmp_path):
     assert again.gate(0).k_proj.weight.dtype == torch.float16 and again.diff(half).same_weights
     assert GateBank.from_pretrained(tmp_path, dtype=torch.float32).gate(0).k_proj.weight.dtype == torch.float32
     with pytest.raises(SeergateError, match="holds values that are not finite"):
-        cast(filled(bank, 1e6), torch.float16)
+        filled(bank, 1e6).cast(torch.float16)
     with pytest.raises(SeergateError, match="dtype torch.int8; it must be one of"):
-        cast(bank, torch.int8)
+        bank.cast(torch.int8)
 
 
 def test_difference(bank, model):

@@ -24,8 +24,8 @@ from tests.models import prompt
 class Bare(TokenScorer):
     """Linear maps of queries and keys, without norm and without RoPE."""
 
-    def __init__(self, gates, **sizes):
-        super().__init__(gates, **sizes)
+    def __init__(self, gates, geometry):
+        super().__init__(gates, geometry)
         self.q_proj = HeadwiseLinear(self.num_kv_heads, self.group_size, self.head_dim, gates.gate_dim)
 
     def queries(self, q_BHSD, positions):
@@ -41,8 +41,8 @@ class Bare(TokenScorer):
 class Worth(RetentionGate):
     """A linear map of the hidden state."""
 
-    def __init__(self, gates, **sizes):
-        super().__init__(gates, **sizes)
+    def __init__(self, gates, geometry):
+        super().__init__(gates, geometry)
         self.linear = linear(self.hidden_size, self.num_kv_heads, bias=True)
 
     def forward(self, hidden_BSW):

@@ -20,6 +20,7 @@ from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores
 from seergate.vllm.attention import Counts, Plan, SparseAttention
 from seergate.vllm.pages import FlashPages
+from tests.models import geometry
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
@@ -41,9 +42,7 @@ def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, 
         rotary.cos_sin_cache, rotary.is_neox_style = 1.1 * torch.cat((angles.cos(), angles.sin()), -1), neox
     config, unrotate = GateConfig(block_size=SIZE, gate_dim=E, **options), Unrotation(rotary)
     inv_freq = torch.rand(E // 2, generator=draw)
-    gate = AttnGate(config, num_heads=K * G, num_kv_heads=K, head_dim=D, inv_freq=inv_freq, attention_scaling=0.7).to(
-        dtype
-    )
+    gate = AttnGate(config, geometry(K * G, K, D, inv_freq=inv_freq, attention_scaling=0.7)).to(dtype)
     gate.requires_grad_(False)
     rows = rows_of(319, 100, 8, 1)
     last_R1 = rows.lengths_R[:, None] - 1
@@ -114,7 +113,7 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
     rotary: Any = torch.nn.Module()
     rotary.cos_sin_cache, rotary.is_neox_style = torch.randn(SIZE * BLOCKS, D, generator=draw), True
     inv_freq = torch.rand(E // 2, generator=draw)
-    gate = AttnGate(GateConfig(SIZE, gate_dim=E), num_heads=K * G, num_kv_heads=K, head_dim=D, inv_freq=inv_freq)
+    gate = AttnGate(GateConfig(SIZE, gate_dim=E), geometry(K * G, K, D, inv_freq=inv_freq))
     layer = SparseAttention()
     layer.kind, layer.anchor, layer.num_kv_heads, layer.pages = Tables, layer, K, WeakTensorKeyDictionary()
     layer.method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE)

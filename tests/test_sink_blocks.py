@@ -10,7 +10,6 @@ import torch
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
-from seergate.gates import average
 from seergate.hf.published import export_published
 from seergate.hf.resolving import method_of
 from seergate.methods import Gate, Quest, make_method
@@ -53,7 +52,7 @@ def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
     with pytest.raises(SeergateError, match=r"cannot use these gates: .*sink_blocks is 1 \(they have none\)"):
         export_published(bank, tmp_path)
     with pytest.raises(SeergateError, match="sink_blocks is 1 and 0"):
-        average([bank, gates(tiny_model("qwen3"))])
+        GateBank.average([bank, gates(tiny_model("qwen3"))])
     with pytest.raises(ValueError, match='compat is "published"'):
         Gate(bank=bank, token_budget=64, compat="published")
 

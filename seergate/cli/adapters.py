@@ -248,7 +248,8 @@ def _export(options: argparse.Namespace) -> int:
     """Read, change, write."""
     import torch
 
-    from seergate.gates import Source, average, cast, save_adapter, subset
+    from seergate.gates import Source, save_adapter
+    from seergate.hf.bank import GateBank
     from seergate.hf.published import export_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
@@ -257,11 +258,11 @@ def _export(options: argparse.Namespace) -> int:
     if options.weights and len(sources) < 2:
         raise SeergateError("weights are for an average; name two sources or more, with commas")
     banks = [_read_gates(source, options) for source in sources]
-    bank = banks[0] if len(banks) == 1 else average(banks, options.weights)
+    bank = banks[0] if len(banks) == 1 else GateBank.average(banks, options.weights)
     if options.layers is not None:
-        bank = subset(bank, options.layers)
+        bank = bank.subset(options.layers)
     if options.dtype is not None:
-        bank = cast(bank, getattr(torch, options.dtype))
+        bank = bank.cast(getattr(torch, options.dtype))
     _describe(bank, options)
     if options.format == "published":
         export_published(bank, options.out)

@@ -42,7 +42,6 @@ def run(options: argparse.Namespace) -> int:
     from seergate.cli.models import bank_or_refuse, load_model, model_path, new_directory
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
-    from seergate.gates.merging import with_anchors
     from seergate.hf.anchors import shared_recall
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import Gate
@@ -69,6 +68,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"{count:4} anchors  recall {found.mean(plan):.4f}  {'+'.join(map(str, plan))}")
     figures = {"anchor_recall": found.mean(anchors), "own_recall": found.mean(found.layers)}
     made = {**figures, "recall_measured_on": f"{config.data}, {found.rows} rows at {method.nominal}"}
-    with_anchors(bank, anchors, **made).save_pretrained(out)
+    bank.with_anchors(anchors, **made).save_pretrained(out)
     print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers read what they choose)")
     return 0

@@ -124,7 +124,7 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
             print_plan(replace(config, output_dir=str(config.run_dir)))
         return
     prepare_process()
-    from seergate.distill.trainer import run_distillation
+    from seergate.distill import run_distillation
 
     adapter = run_distillation(config)
     if is_main:

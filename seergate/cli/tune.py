@@ -309,7 +309,7 @@ class _Job:
 
 def _train(config: TrainConfig, steps: int, *callbacks: Callback) -> None:
     """Train for so many steps, of which at most a tenth warm up."""
-    from seergate.distill.trainer import run_distillation
+    from seergate.distill import run_distillation
 
     run_distillation(replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10)), callbacks)
     gc.collect()  # the frozen model, before another is loaded

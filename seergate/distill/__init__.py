@@ -23,17 +23,24 @@ __all__ = ["TrainConfig", "load_train_config", "run_distillation"]
 
 
 def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) -> Path:
-    """Distil gates, or continue an interrupted run.
+    """Distil gates for a frozen model, or continue where a run of the same options was interrupted.
+
+    Started in several processes (`torchrun`, `accelerate launch`, `deepspeed`), they share the work.
 
     Args:
-        callbacks: listeners (`seergate.distill.callbacks`).
+        callbacks: listeners (`seergate.distill.callbacks`) beside the console and ``config.report_to``; called in the
+            main process only.
 
     Returns:
         The adapter's directory.
-    """
-    from seergate.distill.trainer import run_distillation as run
 
-    return run(config, callbacks)
+    Raises:
+        SeergateError: for mistakes in the model, the data or the options, or a checkpoint of another run. In a run of
+            several processes a `CommonError`, where all of them fail together; `Stopped` after a stop signal.
+    """
+    from seergate.distill.trainer import run_together
+
+    return run_together({"": (config, callbacks)})[0]
 
 
 class _CallablePackage(ModuleType):

@@ -33,7 +33,6 @@ class Study:
     """The options of a study that vary.
 
     Attributes:
-        name: name of the study.
         options: training options of every variant.
         variants: name -> the options that make it, over those of the study and the user's.
     """
@@ -48,9 +47,6 @@ class Outcome:
     """Result of a variant.
 
     Attributes:
-        variant: name of the variant.
-        parameters: number of parameters of all gates.
-        tokens: tokens that it trained on.
         kl: nats per row on the held-out packs, at the last step.
         recall: budget in tokens -> mean share of the teacher's mass on the held-out packs.
         seconds: time of a training step of all variants that trained together, the median.

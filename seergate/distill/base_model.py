@@ -18,7 +18,6 @@ from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
-from seergate.gates.merging import with_anchors
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.models.families import (
@@ -58,7 +57,7 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
     """Fresh gates of the run, as its ``init`` says."""
     bank = GateBank.for_model(model, gate_config(config, model))
     if config.anchors:
-        bank = with_anchors(bank, config.anchors)
+        bank = bank.with_anchors(config.anchors)
     if config.init == "model":
         for _, gate in bank:
             gate.begin_as_model()
@@ -138,7 +137,6 @@ class CheckedModel:
         fingerprint: fingerprint of the weights in a directory, or revision of a Hub model.
         why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
         gates: gates that the run begins with, unless they are fresh.
-        max_length: tokens per pack.
     """
 
     fingerprint: str | None
@@ -162,12 +160,8 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
-    """Load the frozen model for training gates: no gradients.
-
-    Args:
-        path: directory, GGUF file or Hub id.
-        config: ``dtype``, ``quantize``, ``base_memory_gb`` and ``shard_base`` decide how it is kept.
-        headless: without its LM head, which only gates that learn from the model's output need.
+    """Load the frozen model for training gates: no gradients, and if ``headless`` no LM head, which only gates that
+    learn from the model's output need.
     """
     options = _load_options(config, world)
     if config.shard_base or config.rope_scaling:
@@ -195,10 +189,7 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
     """Compile the decoder's RMSNorms and gated MLPs, so that each reads and writes its activations once.
 
     The methods are compiled, not the modules, whose hooks would be compiled with them and then be those of the first
-    pack for good. Nothing is compiled anew for packs of other lengths.
-
-    Args:
-        model: frozen, and run without a graph.
+    pack for good. Nothing is compiled anew for packs of other lengths. The model runs without a graph.
     """
     for module in decoder_of(model).modules():
         norm = type(module).__name__.endswith("RMSNorm")

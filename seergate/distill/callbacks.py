@@ -18,11 +18,7 @@ class StepLog:
         loss: mean over the packs; with ``row_mean`` it is the KL in nats.
         kl_per_layer: nats per row, mean over KV heads and packs.
         recall: budget in tokens -> per layer, the share of the teacher's mass that the gate's best blocks hold.
-        layers: the layers' indices in the model.
         grad_norm: before clipping.
-        learning_rate: learning rate of this step.
-        tokens: tokens of this step.
-        seconds: wall-clock time of this step.
         memory_gb: most memory this process has held (GPU if there is one, else resident).
     """
 
@@ -167,13 +163,8 @@ class Callback:
 
 
 class Console(Callback):
-    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps.
-
-    Args:
-        steps, done: steps of the run, and those done before it was continued.
-        logging_steps: steps between lines.
-        name: name of the run, printed before each line if there are several.
-        shows_steps: whether steps are printed.
+    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps. A run that does not show its steps
+    prints its messages only, each behind its name.
     """
 
     def __init__(self, steps: int, done: int, logging_steps: int, name: str, shows_steps: bool) -> None:

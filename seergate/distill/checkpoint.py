@@ -132,11 +132,7 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse to continue a run with options that would make it another.
-
-    Args:
-        found, wanted: options and fingerprints of the checkpoint, and of this run.
-    """
+    """Refuse to continue a run with options or fingerprints that would make it another."""
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
             continue  # the Hub did not say which commit it was: the fingerprint tells

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
-from seergate.distill.packing import PackedBatch, efficiency, pack
+from seergate.distill.packing import efficiency, pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import SeergateError
 
@@ -32,25 +33,15 @@ ROWS_PER_PROCESS = 2000
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of a dataset's rows by outcome.
+    """Counts of a dataset's rows by outcome, of samples, which are the rows that can be trained on, and of packs.
 
     Attributes:
-        rows: rows read.
-        samples: rows that can be trained on.
-        tokens: tokens in all samples.
-        longest: tokens of the longest sample.
         truncated: samples cut to the length of a pack.
         dropped: samples left out because they are longer than a pack.
         duplicates: samples left out because an equal one came before.
         too_short: samples left out because they fit in two blocks: no row has two past blocks to choose from.
         malformed: reason -> rows left out for it.
-        think_added: samples that lacked the opening think tag and got it.
-        no_reasoning: samples without reasoning.
-        earlier_reasoning: rows of which the reasoning of earlier assistant turns was left out: the model does not see
-            it again at inference either.
-        unanswered: rows of which the last turns were left out, because no assistant turn follows them.
-        packs: packs to train on.
-        held_out: packs kept for evaluation.
+        think_added, no_reasoning, earlier_reasoning, unanswered: rows with these notes of `TrainingText`.
         efficiency: share of the packs' capacity that holds tokens.
         mixed: source -> rows of it, where several are mixed.
     """
@@ -127,10 +118,8 @@ class TrainingData:
     """The packs of a run.
 
     Attributes:
-        samples: the tokenised samples.
         train: per pack to train on, its samples.
         held_out: per pack to evaluate on, its samples.
-        report: counts of the rows by outcome.
         fingerprint: changes whenever the packs would; the same on every machine.
     """
 
@@ -140,9 +129,9 @@ class TrainingData:
     report: DataReport
     fingerprint: str
 
-    def batch(self, samples: list[int]) -> PackedBatch:
-        """The tensors of a pack."""
-        return PackedBatch.of([self.samples[i] for i in samples])
+    def batch(self, samples: list[int]) -> tuple[Tensor, Tensor]:
+        """The ids and ``cu_seqlens`` of a pack (`packed`)."""
+        return packed([self.samples[i] for i in samples])
 
 
 def prepare_data(

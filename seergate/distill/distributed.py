@@ -62,14 +62,7 @@ def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
 
 @dataclass(frozen=True)
 class DistributedState:
-    """This process's place in the distributed run.
-
-    Attributes:
-        rank: number of the process; 0 writes and prints.
-        size: number of processes.
-        local_rank: number of the process on this machine.
-        device: device of the process.
-    """
+    """This process's place in the distributed run: ``rank`` of ``size``, and ``local_rank`` of its machine."""
 
     rank: int
     size: int
@@ -98,7 +91,7 @@ class DistributedState:
         return x
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Broadcast the main process's result to every process."""
+        """Run a function in the main process, and broadcast its result; if it fails, all processes do."""
         made: list[Any] = [None]
         with self.fail_together():
             if self.is_main:
@@ -107,12 +100,6 @@ class DistributedState:
             _connected(lambda: dist.broadcast_object_list(made, src=0))
         result: T = made[0]
         return result
-
-    def on_main(self, run: Callable[[], object]) -> None:
-        """Run a function in the main process; if it fails, all do."""
-        with self.fail_together():
-            if self.is_main:
-                run()
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.
@@ -172,11 +159,7 @@ class DistributedState:
 
 
 def init_distributed(*, alone: bool = False) -> DistributedState:
-    """Connect to the other processes, if there are any.
-
-    Args:
-        alone: make a group of this process even if there are no others.
-    """
+    """Connect to the other processes, if there are any; ``alone`` makes a group of this process by itself."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()

@@ -8,6 +8,7 @@ lacks the opening tag because the prompt it was generated from already held it; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -37,7 +38,6 @@ class TrainingText(NamedTuple):
     """The text of a row.
 
     Attributes:
-        text: the text that is tokenised.
         is_chat: whether a chat template made it, which writes all special tokens itself.
         notes: kinds of repairs and omissions. ``think_added``: it had the end of a reasoning without its beginning,
             and got an opening tag. ``no_reasoning``: it has none. ``earlier_reasoning``: it lost the reasoning of its
@@ -120,14 +120,11 @@ class Formatter:
         self, tokenizer: PreTrainedTokenizerBase, column: str | None = None, chat_template: str | None = None
     ) -> None:
         self.tokenizer, self.column, self._override = tokenizer, column, chat_template
-        self._template: str | None = None
 
-    @property
+    @cached_property
     def template(self) -> str:
         """The template in use; found on first need, since a dataset of plain text needs none."""
-        if self._template is None:
-            self._template = training_template(self.tokenizer, self._override)
-        return self._template
+        return training_template(self.tokenizer, self._override)
 
     def text(self, row: Any) -> TrainingText:
         """The training text of a row; `MalformedRow`, with the reason, if the row cannot be used."""

@@ -30,13 +30,7 @@ ROWS_OF_TEXT = (".jsonl", ".ndjson")
 
 
 class Divided(NamedTuple):
-    """The two parts.
-
-    Attributes:
-        rows: to train on, as `seergate train` takes them.
-        held_out: texts.
-        malformed: the fault of each row that is in neither part.
-    """
+    """Rows to train on, as `seergate train` takes them, texts that are held out, and the faults of all other rows."""
 
     rows: list[dict[str, Any]]
     held_out: list[str]

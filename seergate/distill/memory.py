@@ -51,7 +51,6 @@ class Memory:
             memory-mapped (embedding included).
         base_elsewhere: layers of the frozen model in host memory, on disk, or in other processes.
         gathered: layers of a sharded frozen model that are put together: one computes, the next one arrives.
-        gates: the gates' parameters.
         gradients: accumulated over packs, and of the current pack.
         moments: AdamW's two; with DeepSpeed this process's share, with its own copies of gates and gradients.
         buckets: DeepSpeed's buffer for gradients on their way.

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-
-from seergate.ops.host_memory import copied
+from torch import Tensor
 
 
 def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
@@ -58,58 +56,25 @@ def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Sequence[int
     return float(np.sum(lengths)) / (len(packs) * capacity) if packs else 0.0
 
 
-class PackOrder:
-    """The order of packs, endless and seeded, so that a position in the data is one number.
+def packs_of_step(packs: int, seed: int, step: int, packs_per_step: int) -> list[int]:
+    """The numbers of the packs of an optimizer step, over all processes.
 
-    Each epoch is a fresh permutation of all packs, made from the seed and the epoch's number alone: all ranks compute
-    the same order, and a resumed run finds its place without replaying anything.
+    Their order is endless: each epoch is a fresh permutation of all packs, made from the seed and the epoch's number
+    alone. So all ranks compute the same order, and a resumed run finds its place without replaying anything.
     """
-
-    def __init__(self, packs: int, seed: int) -> None:
-        if packs < 1:
-            raise ValueError(f"packs is {packs}; it must be at least 1")
-        self.packs, self.seed = packs, seed
-        self._epoch, self._permutation = -1, [0]
-
-    def __getitem__(self, position: int) -> int:
-        """The pack at a position, counted from the start of the run."""
-        epoch, offset = divmod(position, self.packs)
-        if epoch != self._epoch:
-            permutation = list(range(self.packs))
-            random.Random(f"packs/{self.seed}/{epoch}").shuffle(permutation)
-            self._epoch, self._permutation = epoch, permutation
-        return self._permutation[offset]
-
-    def batch(self, step: int, packs_per_step: int) -> list[int]:
-        """The packs of an optimizer step, over all processes."""
-        first = step * packs_per_step
-        return [self[i] for i in range(first, first + packs_per_step)]
+    epoch, first = divmod(step * packs_per_step, packs)
+    order: list[int] = []
+    while len(order) < first + packs_per_step:
+        permutation = list(range(packs))
+        random.Random(f"packs/{seed}/{epoch}").shuffle(permutation)
+        order += permutation
+        epoch += 1
+    return order[first : first + packs_per_step]
 
 
-@dataclass(frozen=True)
-class PackedBatch:
-    """One pack as the frozen model takes it.
-
-    Attributes:
-        input_ids: ``[1, T]`` int64, the samples one after another.
-        cu_seqlens: ``[n + 1]`` int32, where each sample starts, and ``T``; always in host memory.
+def packed(samples: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """A pack as the frozen model takes it, in host memory: the samples' ids one after another, int64 ``[1, T]``, and
+    ``cu_seqlens``, int32 ``[n + 1]``: where each sample starts, and ``T``.
     """
-
-    input_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
-
-    @classmethod
-    def of(cls, samples: Sequence[np.ndarray]) -> PackedBatch:
-        """Concatenate token arrays."""
-        ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))[None]
-        starts = torch.tensor([0, *np.cumsum([len(s) for s in samples])], dtype=torch.int32)
-        return cls(ids, starts)
-
-    @property
-    def tokens(self) -> int:
-        """``T``."""
-        return self.input_ids.shape[1]
-
-    def to(self, device: torch.device) -> PackedBatch:
-        """The same pack with its ids on a device, without a wait."""
-        return PackedBatch(copied(self.input_ids, device), self.cu_seqlens)
+    ids = torch.from_numpy(np.concatenate(samples).astype(np.int64))[None]
+    return ids, torch.tensor([0, *np.cumsum([len(s) for s in samples])], dtype=torch.int32)

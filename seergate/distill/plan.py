@@ -44,17 +44,13 @@ class Plan:
     """A run's needs.
 
     Attributes:
-        config: the run.
         shape: one line about the model and its gates.
-        device: device of each process.
-        processes: how many.
         memory: bytes per process.
         libraries: bytes that are not for tensors, see `overhead`.
         capacity: bytes of the device's memory.
         remedies: options that would make it fit, with the bytes they would need; empty if it fits.
         step_flop: floating-point operations of an optimizer step's matrix products, all processes together.
         step_seconds: time of an optimizer step; ``None`` if nothing was measured or given.
-        timing: where that time comes from.
         sample_tokens: length of the samples that the time is for.
         pack_tokens: tokens of a pack of such samples.
         why_one_sample: why a pack holds one of them only; ``None`` if it holds as many as fit.

@@ -42,10 +42,8 @@ RAW = ("json", "problem")
 
 
 def open_source(config: TrainConfig, cache: Path) -> Dataset:
-    """Find the data that a run asks for; a dataset on the Hub at ``data_revision``.
-
-    Args:
-        cache: directory for rows that have to be copied; those that are there already are found again.
+    """Find the data that a run asks for; a dataset on the Hub at ``data_revision``. Rows that have to be copied are
+    kept in the directory ``cache``, and found again.
     """
     if config.data == CHAIN_SUM:
         count, (low, high) = config.data_limit or CHAIN_SUM_PROBLEMS, config.chain_sum_variables

@@ -50,7 +50,6 @@ class Speed:
         per_loss_pair: targets and loss of all KV heads, per key and query that would count in the loss without a
             stride.
         block_size: tokens per block of the gates; a row needs one past block.
-        row_start: where the rows that count in the loss begin.
     """
 
     per_token: float

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,12 +58,12 @@ from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
-from seergate.distill.packing import PackOrder
+from seergate.distill.packing import packs_of_step
 from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
-from seergate.gates import base_note, cast, save_adapter
+from seergate.gates import base_note, save_adapter
 from seergate.hf.bank import GateBank
 from seergate.hf.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.hf.loading import download_weights, load_tokenizer, skeleton
@@ -85,11 +85,7 @@ NON_FINITE_LIMIT = 20
 
 
 class Stopped(CommonError):
-    """Raised after a stop signal, once the run has saved a checkpoint.
-
-    Attributes:
-        signal: the number of the signal that asked.
-    """
+    """Raised after a stop signal, of this number, once the run has saved a checkpoint."""
 
     def __init__(self, text: str, signal: int) -> None:
         super().__init__(text)
@@ -102,25 +98,6 @@ def scheduled_rate(config: TrainConfig, step: int) -> float:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
     return config.min_lr + (config.learning_rate - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-
-
-def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) -> Path:
-    """Distil gates for a frozen model, or continue where a run of the same options was interrupted.
-
-    Started in several processes (`torchrun`, `accelerate launch`, `deepspeed`), they share the work.
-
-    Args:
-        config: the run. ``config.deepspeed`` chooses DeepSpeed's engine.
-        callbacks: listeners beside the console and ``config.report_to``; called in the main process only.
-
-    Returns:
-        The adapter's directory.
-
-    Raises:
-        SeergateError: for mistakes in the model, the data or the options, or a checkpoint of another run. In a run of
-            several processes a `CommonError`, where all of them fail together. `Stopped` after one of `STOP_SIGNALS`.
-    """
-    return run_together({"": (config, callbacks)})[0]
 
 
 def prepare_run(config: TrainConfig) -> DataReport:
@@ -140,16 +117,14 @@ def prepare_run(config: TrainConfig) -> DataReport:
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
-    """`run_distillation` of several runs that learn from one frozen model, which computes a pack once for all of them.
+    """Distil gates in runs that learn from one frozen model, which computes a pack once for all of them;
+    returns the adapters' directories.
 
     Each ends with what it would have ended with alone.
 
     Args:
         runs: name -> the run and its listeners. Only the first prints its progress; messages of the others begin with
             their names.
-
-    Returns:
-        The adapters' directories.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
@@ -211,23 +186,20 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
 
 
 def _train(runs: list[_Run], requested: set[int]) -> None:
-    """Train all runs step by step. Runs that learn from the same packs share the frozen model's forward.
-
-    Args:
-        runs: the runs, each of which may begin and end at another step.
-        requested: numbers of the signals that ask the process to end, as they come.
+    """Train all runs, each of which may begin and end at another step, until a signal is ``requested``. Runs that
+    learn from the same packs share the frozen model's forward.
     """
     world = runs[0].world
     for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
         active = [run for run in runs if run.done <= step < run.config.max_steps]
-        started, outputs = time.monotonic(), dict[_Run, list[PackOutput]]()
+        started, outputs = time.monotonic(), dict[_Run, list[DistillOutput]]()
         for group in _sharing(active):
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
         stop = False
         for run in active:
             with run.own_random():
                 stop |= run.update(step, outputs[run], started, bool(requested))
-        held_out = dict[_Run, list[PackOutput]]()
+        held_out = dict[_Run, list[DistillOutput]]()
         for group in _sharing([run for run in active if run.evaluates(step)]):
             held_out |= _distill(group, group[0].data.held_out, 0, held_out=True)
         for run in active:
@@ -254,7 +226,7 @@ def _sharing(runs: list[_Run]) -> list[list[_Run]]:
 
 def _distill(
     runs: list[_Run], packs: list[list[int]], first_number: int, *, held_out: bool = False
-) -> dict[_Run, list[PackOutput]]:
+) -> dict[_Run, list[DistillOutput]]:
     """Run this process's share of the packs through the frozen model, once for all runs, and add up their gradients.
 
     Args:
@@ -262,7 +234,7 @@ def _distill(
         first_number: number of the first pack; with a row stride it decides which rows count.
     """
     world, base = runs[0].world, runs[0].base
-    outputs: dict[_Run, list[PackOutput]] = {run: [] for run in runs}
+    outputs: dict[_Run, list[DistillOutput]] = {run: [] for run in runs}
     for place in range(world.rank, world.rank + len(packs), world.size):
         if place >= len(packs):  # other processes have one pack more than this one
             accompany(base)
@@ -270,22 +242,15 @@ def _distill(
                 if not held_out:
                     run.engine.skip()
             continue
-        batch = runs[0].data.batch(packs[place]).to(world.device)
+        ids, cu_seqlens = runs[0].data.batch(packs[place])
         with torch.set_grad_enabled(not held_out):
             specs = [run.spec(first_number + place, held_out) for run in runs]
-            found = distill_steps(specs, base, batch.input_ids, batch.cu_seqlens)
+            found = distill_steps(specs, base, ids, cu_seqlens)
         for run, output in zip(runs, found, strict=True):
             if not held_out:
                 run.engine.accumulate(output.loss)
-            outputs[run].append(PackOutput(replace(output, loss=output.loss.detach()), batch.tokens))
+            outputs[run].append(replace(output, loss=output.loss.detach()))
     return outputs
-
-
-class PackOutput(NamedTuple):
-    """Loss and statistics of one run on a pack, and the pack's number of tokens."""
-
-    output: DistillOutput
-    tokens: int
 
 
 @dataclass
@@ -304,12 +269,10 @@ class Averages:
     """Averages over the packs of all processes.
 
     Attributes:
-        loss: the loss that is optimised.
         tokens: tokens of all packs together, not an average.
         non_finite: packs that are left out of all averages.
         kl_per_layer: nats per row.
         recall: budget in tokens -> per layer, per KV head, the share of the teacher's mass in the gate's best blocks.
-        stop: whether any of the processes was asked to end.
     """
 
     loss: float
@@ -320,14 +283,14 @@ class Averages:
     stop: bool
 
     @classmethod
-    def over(cls, run: _Run, outputs: list[PackOutput], packs: int, stop: bool = False) -> Averages:
+    def over(cls, run: _Run, outputs: list[DistillOutput], packs: int, stop: bool = False) -> Averages:
         """Average over ``packs``, of which this process has these outputs: one all-reduce of one float64 vector."""
         layers, heads, budgets = len(run.bank), run.bank.geometry.num_kv_heads, run.config.recall_budgets
         numbers = 4 + layers * (1 + len(budgets) * heads)
         sums = torch.zeros(numbers, dtype=torch.float64, device=run.world.device)
         sums[0] = stop
-        for output, count in outputs:
-            counted = sums.new_full((), count)  # filled on the device: a copy from the host would wait for it
+        for output in outputs:
+            counted = sums.new_full((), output.tokens)  # filled on the device: a copy from the host would wait for it
             parts = (sums.new_zeros(2), output.loss, counted, output.kl_per_layer, output.recall)
             pack = torch.cat([x.to(sums).reshape(-1) for x in parts])
             finite = output.loss.isfinite()
@@ -364,7 +327,7 @@ class _Run:
             check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
-        world.on_main(lambda: clear_drafts(root))
+        world.from_main(lambda: clear_drafts(root))
         newest = newest_checkpoint(root) if self.config.resume else None
         world.must_agree(
             str(newest and newest.name),
@@ -377,7 +340,7 @@ class _Run:
         """Make gates and engine, resume, open the listeners; returns the frozen model, loaded if it is not given."""
         self.divided = divided
         config, world = self.config, self.world
-        world.on_main(lambda: config.save(self.dir / "train_config.yaml"))
+        world.from_main(lambda: config.save(self.dir / "train_config.yaml"))
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
@@ -392,7 +355,6 @@ class _Run:
         # The name the user gave, not where it was found: the adapter must load on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.base = bank, base
-        self.order = PackOrder(len(self.data.train), config.seed)
         self.engine = make_engine(bank, config, world)
         self.done = self._resume()
         self.random = random_states()
@@ -428,7 +390,7 @@ class _Run:
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
         report = json.dumps(self.data.report.to_dict(), indent=1)
-        world.on_main(lambda: (self.dir / "data.json").write_text(report))
+        world.from_main(lambda: (self.dir / "data.json").write_text(report))
 
     def finish(self) -> None:
         """Write the adapter, and upload it if asked to."""
@@ -478,7 +440,7 @@ class _Run:
         root = self.dir / "checkpoints"
         # Old checkpoints go only now: had this run been refused, they would still be of use.
         clear = clear_drafts if self.config.resume else remove_checkpoints
-        self.world.on_main(lambda: clear(root))
+        self.world.from_main(lambda: clear(root))
         newest = newest_checkpoint(root)
         if newest is None:
             return 0
@@ -541,7 +503,8 @@ class _Run:
 
     def packs(self, step: int) -> list[list[int]]:
         """The packs of a step, over all processes: the samples of each."""
-        return [self.data.train[number] for number in self.order.batch(step, self.config.packs_per_step)]
+        train, config = self.data.train, self.config
+        return [train[number] for number in packs_of_step(len(train), config.seed, step, config.packs_per_step)]
 
     def spec(self, number: int, held_out: bool) -> DistillSpec:
         """The loss of the gates on the pack of this number."""
@@ -550,15 +513,9 @@ class _Run:
             options["row_start"] = self.config.eval_row_start
         return DistillSpec(self.bank, **options, row_shift=number, checked=True, far=held_out)
 
-    def update(self, step: int, outputs: list[PackOutput], started: float, stop: bool) -> bool:
-        """Take an optimizer step with the gradients of its packs, and report it.
-
-        Args:
-            step: number of the step, from 0.
-            started: `time.monotonic` at the beginning of the step.
-
-        Returns:
-            Whether any process was asked to end.
+    def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
+        """Take an optimizer step with the gradients of its packs, and report it, with its time from ``started`` on;
+        true if any process was asked to end.
         """
         config, progress = self.config, self.progress
         means = Averages.over(self, outputs, config.packs_per_step, stop)
@@ -599,11 +556,11 @@ class _Run:
         every, done = self.config.eval_steps, step + 1
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
-    def evaluated(self, step: int, outputs: list[PackOutput]) -> None:
+    def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
         """Report an evaluation, given the outputs of this process's packs, and export the best gates so far."""
         numbers = 3 + 2 * len(self.config.recall_budgets)
         far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
-        for output, _ in outputs:
+        for output in outputs:
             if output.far is not None:
                 far += torch.where(output.loss.isfinite(), output.far, 0.0)
         beyond = Far.of(self.world.sum(far).tolist(), self.config.recall_budgets)
@@ -623,7 +580,7 @@ class _Run:
         state = self.engine.state()  # every process takes part
         checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
         root, keep = self.dir / "checkpoints", self.config.save_total_limit
-        self.world.on_main(lambda: save_checkpoint(root, checkpoint, keep))
+        self.world.from_main(lambda: save_checkpoint(root, checkpoint, keep))
 
     def _export(self, directory: Path) -> None:
         """Write the adapter, in the frozen model's precision."""
@@ -637,7 +594,7 @@ class _Run:
             "kl_last_step": self.progress.final_kl,
             "kl_held_out_best": self.progress.best_kl,
         }
-        save_adapter(cast(self.bank, base_dtype(self.config, self.world.device)), directory)
+        save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
 
     def _publish(self) -> None:
         """Upload the finished adapter, if asked to. A failure costs the upload and nothing else."""

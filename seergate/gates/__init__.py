@@ -6,5 +6,4 @@ from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, Source
 from seergate.gates.files import CONFIG_FILE, WEIGHTS_FILE, read_adapter, read_card, save_adapter
 from seergate.gates.hub import base_note, check_repo_id, fetch, push_adapter
-from seergate.gates.merging import GatesDiff, average, cast, diff, subset
 from seergate.gates.record import SCHEMA_VERSION

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import reduce
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from seergate.checks import is_number
+from seergate.checks import is_int, is_number
 from seergate.config import RULE_OPTIONS, RULES, SCORERS, DecodeConfig, GateConfig, class_of
 from seergate.errors import SeergateError, first_line
+from seergate.gates.differences import GatesDiff, TensorDiff
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
 from seergate.geometry import ModelGeometry
@@ -114,16 +117,11 @@ class Gates(nn.Module):
 
     @classmethod
     def holding(cls, tensors: Mapping[str, Tensor], source: str, **record: Any) -> Self:
-        """Gates with copies of these weights, on the CPU and all in one dtype, the widest of them.
-
-        Args:
-            tensors: the state dict.
-            source: for error messages.
-            **record: the arguments of the constructor.
+        """Gates with copies of these weights, on the CPU and all in one dtype, the widest of them, and this record.
 
         Raises:
-            SeergateError: naming the first result that cannot be, or the first tensor that is missing, left over, of
-                the wrong shape, not floating-point or not finite.
+            SeergateError: naming the ``source``, and the first result that cannot be, or the first tensor that is
+                missing, left over, of the wrong shape, not floating-point or not finite.
         """
         _check_results(record.get("results", ()), source)
         _check_tensors(tensors, _expected_shapes(record["config"], record["geometry"], source), source)
@@ -142,15 +140,97 @@ class Gates(nn.Module):
         weights = self.state_dict() if tensors is None else tensors
         return self.holding(weights, "these gates", **{**self.record(), **changes})
 
+    def cast(self, dtype: torch.dtype) -> Self:
+        """A copy in another precision; refused if gates cannot have it, or a number is not finite in it."""
+        return self.derived({name: tensor.to(dtype) for name, tensor in self.state_dict().items()})
+
+    def subset(self, layers: Iterable[int]) -> Self:
+        """The gates of some layers, without results; the model's other layers stay dense.
+
+        Raises:
+            SeergateError: for a layer that has no gate, or none at all.
+        """
+        wanted = sorted(set(layers))
+        absent = [layer for layer in wanted if not is_int(layer) or layer not in self.geometry.layers]
+        if absent or not wanted:
+            raise SeergateError(f"layers is {absent or wanted}; it must name some of {list(self.geometry.layers)}")
+        tensors = {name: x for name, x in self.state_dict().items() if int(name.split(".")[1]) in wanted}
+        return self.derived(tensors, geometry=replace(self.geometry, layers=tuple(wanted)), results=())
+
+    def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:
+        """The gates of the anchors alone, which choose for the layers above them wherever the gates are loaded;
+        ``training`` is added to the record of how they were made.
+        """
+        defaults = {**self.decode_defaults, "anchors": list(anchors)}
+        return self.subset(anchors).derived(decode_defaults=defaults, training={**self.training_record, **training})
+
+    @classmethod
+    def average(cls, banks: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
+        """The weighted mean of gates for the same model, tensor by tensor, computed in fp32 or wider.
+
+        Args:
+            banks: two or more of the same architecture, for the same base model.
+            weights: one number each; divided by their sum. Equal by default.
+
+        Returns:
+            Gates in the dtypes of the first ones, without results: those of the parts do not hold for the mean.
+
+        Raises:
+            SeergateError: if they do not belong together, naming each field that differs.
+            ValueError: for bad weights.
+        """
+        if len(banks) < 2:
+            raise SeergateError(f"{len(banks)} adapters are given; an average needs two or more")
+        given = [1.0] * len(banks) if weights is None else [float(weight) for weight in weights]
+        if len(given) != len(banks) or not all(map(math.isfinite, given)) or sum(given) <= 0:
+            raise ValueError(f"weights is {weights!r}; it must be {len(banks)} numbers with a positive sum")
+        shares = [weight / sum(given) for weight in given]
+        first, states = banks[0], [bank.state_dict() for bank in banks]
+        for number, other in enumerate(banks[1:], start=2):
+            if problems := _architecture_fields(first, other):
+                raise SeergateError(f"gates {number} cannot be averaged with the first: {'; '.join(problems)}")
+        tensors = {}
+        for name, tensor in states[0].items():
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            parts = [state[name].to(tensor.device, wide) * share for state, share in zip(states, shares, strict=True)]
+            tensors[name] = torch.stack(parts).sum(0).to(tensor.dtype)
+        training = {"average_of": [bank.training_record for bank in banks], "weights": shares}
+        return first.derived(tensors, training=training, results=())
+
+    def diff(self, other: Gates) -> GatesDiff:
+        """Differences from other gates, whatever they are for, field by field and tensor by tensor."""
+        found = _architecture_fields(self, other)
+        named = {"dtype": "dtype", "training": "training_record", "decode": "decode_defaults"}
+        for name, attribute in (named | {"results": "results", "licence": "licence"}).items():
+            own, its = getattr(self, attribute), getattr(other, attribute)
+            if own != its:
+                found.append(f"{name} differs" if name in ("training", "results") else f"{name} is {own} and {its}")
+        ours, theirs = self.state_dict(), other.state_dict()
+        shared = [name for name, tensor in ours.items() if name in theirs and theirs[name].shape == tensor.shape]
+        tensors = {name: TensorDiff.of(ours[name], theirs[name]) for name in shared}
+        return GatesDiff(
+            found,
+            {name: tensor for name, tensor in tensors.items() if tensor.largest},
+            sorted(ours.keys() - shared),
+            sorted(theirs.keys() - shared),
+        )
+
 
 def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:
-    """The gate of one layer, with fresh weights.
-
-    Raises:
-        ValueError: if the configuration does not fit the model.
-    """
-    gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate).for_geometry(config, geometry)
+    """The gate of one layer, with fresh weights."""
+    gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate)(config, geometry)
     return gate
+
+
+def _architecture_fields(first: Gates, second: Gates) -> list[str]:
+    """The fields in which the gates or the models they are for differ, as sentences."""
+    found = []
+    for own, other in ((first.config, second.config), (first.geometry, second.geometry)):
+        for entry in fields(own):
+            a, b = getattr(own, entry.name), getattr(other, entry.name)
+            if a != b:
+                found.append(f"{entry.name} differs" if entry.name == "inv_freq" else f"{entry.name} is {a} and {b}")
+    return found
 
 
 def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:

@@ -30,13 +30,7 @@ _HALF = 196.0
 
 @dataclass(frozen=True)
 class Source:
-    """The place that a card's usage example loads gates from.
-
-    Attributes:
-        name: directory or Hub id.
-        revision: branch or commit of a repository, if not ``main``.
-        subfolder: directory in it, if not its root.
-    """
+    """The place that a card's usage example loads gates from: a directory or a Hub id."""
 
     name: str
     revision: str | None = None
@@ -51,13 +45,8 @@ class Source:
 
 
 def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
-    """The README of gates.
-
-    Args:
-        bank: the gates.
-        source: place that the usage example loads from.
-        existing: the card to replace; its owner's text is kept.
-        plotted: whether `accuracy.png` lies beside it.
+    """The README of gates. The owner's text in ``existing``, the card to replace, is kept; ``plotted`` tells whether
+    `accuracy.png` lies beside it.
     """
     old_metadata, old_text = _split(existing or "")
     new = _metadata(bank, source)
@@ -335,12 +324,7 @@ def _plain(text: str | None) -> str:
 def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
     """Draw accuracy against budget, a line per task and method, with 95 % intervals; dense is a horizontal line.
 
-    Args:
-        results: see `Gates`.
-        path: path of the PNG file.
-
-    Returns:
-        Whether there is a plot: not without results at a budget, nor without matplotlib.
+    False if there is no plot: without results at a budget, or without matplotlib.
     """
     lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for result in results:

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,11 +38,7 @@ G = TypeVar("G", bound=Gates)
 
 
 def read_adapter(directory: Path, kind: type[G]) -> G:
-    """Read an adapter as gates of this class, trusting nothing in it.
-
-    Raises:
-        SeergateError: if it is incomplete, damaged, or does not fit its own description.
-    """
+    """Read an adapter as gates of this class, trusting nothing in it."""
     config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config, weights):
         if not path.is_file():
@@ -65,48 +63,46 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
     process has replaced only in part are refused when they are read.
 
     Args:
-        bank: the gates.
         directory: made if need be; an adapter that is there is replaced, other files are left alone.
         card_source: place that the card's usage example loads from; by default ``directory``.
-
-    Returns:
-        The directory.
-
-    Raises:
-        SeergateError: if it cannot be written there, or could not be read back.
     """
-    out = Path(directory)
-    if out.exists() and not out.is_dir():
-        raise SeergateError(f"{out} is a file; gates need a directory")
-    bank = bank.derived()
+    out, bank = Path(directory), bank.derived()
     record = {**to_record(bank), "seergate_version": __version__}
     try:
         json.dumps(record)
     except (TypeError, ValueError) as error:
         raise SeergateError(f"these gates have a training record or results that are not JSON: {error}") from error
+    with written(out) as scratch:
+        weights = scratch / WEIGHTS_FILE
+        save_file(dict(bank.state_dict()), weights, metadata={"format": "pt"})
+        record["files"] = _sums(weights)
+        plotted = results_plot(bank.results, scratch / PLOT_FILE)
+        card = model_card(bank, card_source or Source(str(directory)), existing=read_card(out), plotted=plotted)
+        (scratch / CARD_FILE).write_text(card, encoding="utf-8")
+        if not (out / SIGN_FILE).exists():  # it may be a model's
+            write_json(scratch / SIGN_FILE, SIGN)
+        write_json(scratch / CONFIG_FILE, record)
+        if not plotted:
+            (out / PLOT_FILE).unlink(missing_ok=True)
+    return out
+
+
+@contextmanager
+def written(out: Path) -> Iterator[Path]:
+    """Yield a directory for new files of ``out``, which replace those there one by one when the block succeeds."""
+    if out.exists() and not out.is_dir():
+        raise SeergateError(f"{out} is a file; gates need a directory")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as place:
-            scratch = Path(place)
-            weights = scratch / WEIGHTS_FILE
-            save_file(dict(bank.state_dict()), weights, metadata={"format": "pt"})
-            record["files"] = _sums(weights)
-            plotted = results_plot(bank.results, scratch / PLOT_FILE)
-            card = model_card(bank, card_source or Source(str(directory)), existing=read_card(out), plotted=plotted)
-            (scratch / CARD_FILE).write_text(card, encoding="utf-8")
-            if not (out / SIGN_FILE).exists():  # it may be a model's
-                write_json(scratch / SIGN_FILE, SIGN)
-            write_json(scratch / CONFIG_FILE, record)
-            if not plotted:
-                (out / PLOT_FILE).unlink(missing_ok=True)
-            for path in sorted(scratch.iterdir()):
+            yield Path(place)
+            for path in sorted(Path(place).iterdir()):
                 flush(path)
                 os.replace(path, out / path.name)
         flush(out)
-    except (OSError, SafetensorError) as error:  # a full disk is the latter
+    except (OSError, SafetensorError, RuntimeError) as error:  # a full disk is one of the last two
         reason = getattr(error, "strerror", None) or error
         raise SeergateError(f"the gates cannot be written to {out}: {reason}") from error
-    return out
 
 
 def read_card(directory: Path) -> str | None:

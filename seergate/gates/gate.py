@@ -5,7 +5,6 @@ Shape suffixes: see `seergate.gates.scorer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from seergate import ops
 from seergate.config import GateConfig
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, Scorer
+from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
 
 POOLING_SHARES = {"max": 0.25, "min": 0.25, "avg": 0.5}
@@ -24,15 +24,11 @@ the middle between their maximum and minimum."""
 class AttnGate(Scorer):
     """``score[t, n] = queries(t) . keys(n) / sqrt(E)``; with ``q_pooling="none"`` the highest of the group's.
 
-    Args:
-        config, sizes: see `Scorer`.
-
-    Raises:
-        ValueError: see `Scorer`; and if ``q_pooling="avg"`` with E different from D.
+    With ``q_pooling="avg"`` E must be D.
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.fused = config.q_pooling != "none"
         width, kv_heads, head_dim = config.gate_dim, self.num_kv_heads, self.head_dim
         if config.q_pooling == "avg" and width != head_dim:
@@ -51,10 +47,7 @@ class AttnGate(Scorer):
     @torch.no_grad()
     def begin_as_model(self) -> None:
         """Add the maps of the model's own product: the mean of a group's queries, or each of them, times the
-        poolings of a block by `POOLING_SHARES`. Fresh weights are the noise around it.
-
-        Raises:
-            ValueError: if E is different from D.
+        poolings of a block by `POOLING_SHARES`. Fresh weights are the noise around it. E must be D.
         """
         width = self.config.gate_dim
         if width != self.head_dim:
@@ -84,12 +77,7 @@ class AttnGate(Scorer):
         return ops.pool_keys(k_BKSD, self.config.block_size, self.config.k_pooling)
 
     def keys(self, pooled_BKNP: Tensor, positions: Tensor) -> Tensor:
-        """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``.
-
-        Args:
-            pooled_BKNP: from `pool`.
-            positions: ``[B, N]`` or ``[N]``, the position of each block's first token.
-        """
+        """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``."""
         norm_weight = self._weight_of("k_norm")
         return compressed_keys(
             pooled_BKNP, self.k_proj.weight, norm_weight, positions, self.inv_freq, self.attention_scaling
@@ -115,15 +103,7 @@ class AttnGate(Scorer):
             attention_scaling=self.attention_scaling,
         )
 
-    def remember(
-        self,
-        k_BKD: Tensor,
-        lengths: Tensor,
-        recent: Tensor,
-        entries: Tensor,
-        position_offset: int,
-        host_lengths: Sequence[int] | None,
-    ) -> None:
+    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Store the key, and make the entry of each row whose block has just closed."""
         ops.update_compressed_keys(
             k_BKD,
@@ -136,6 +116,5 @@ class AttnGate(Scorer):
             norm_weight=self._weight_of("k_norm"),
             inv_freq=self.inv_freq,
             attention_scaling=self.attention_scaling,
-            position_offset=position_offset,
-            host_lengths=host_lengths,
+            **placing,
         )

@@ -35,9 +35,6 @@ def fetch(
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
         **hub: ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``, as in `huggingface_hub`.
-
-    Raises:
-        SeergateError: if it is not there, or the Hub does not give it.
     """
     inside = _inside(subfolder)
     here = directory_here(source)

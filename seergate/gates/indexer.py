@@ -20,7 +20,6 @@ Shape suffixes: see `seergate.gates.scorer`.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from torch.nn import functional as F
 
 from seergate.config import GateConfig
 from seergate.gates.scorer import HeadwiseLinear, TokenScorer
+from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import NORM_EPS, branch_end
 
 
@@ -36,8 +36,8 @@ class Indexer(TokenScorer):
     with I index heads for each KV head g.
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.index_heads = max(1, self.group_size // 2)
         inputs, heads = self.num_heads * self.head_dim, self.num_kv_heads * self.index_heads
         self.q_proj = HeadwiseLinear(1, inputs, heads * config.gate_dim)

@@ -13,20 +13,19 @@ Shape suffixes: see `seergate.gates.scorer`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from seergate.config import GateConfig
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, TokenScorer
+from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import branch_end, projected_queries
 
 
 class MSA(TokenScorer):
     """``score_g[t, n] = max over j in n of query_g(t) . key(j) / sqrt(E)``."""
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.q_proj = HeadwiseLinear(self.num_kv_heads, self.group_size, self.head_dim, config.gate_dim)
         if config.qk_norm:
             self.q_norm, self.k_norm = GateRMSNorm(config.gate_dim), GateRMSNorm(config.gate_dim)

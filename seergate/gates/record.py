@@ -36,18 +36,7 @@ def to_record(bank: Gates) -> dict[str, Any]:
 
 
 def parse_record(record: Any, where: str) -> dict[str, Any]:
-    """Check the contents of a `gate_config.json`.
-
-    Args:
-        record: the parsed JSON.
-        where: the file's path, for messages.
-
-    Returns:
-        The arguments of `Gates`.
-
-    Raises:
-        SeergateError: naming the entry, what it is and what it must be.
-    """
+    """The arguments of `Gates` in the JSON of a `gate_config.json`, checked; ``where`` is its path, for messages."""
     if not isinstance(record, dict) or not all(isinstance(record.get(key), dict) for key in ("gate", "model")):
         raise SeergateError(f'{where} must be a JSON object with the objects "gate" and "model"')
     version: Any = record.get("schema_version")

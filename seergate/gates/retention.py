@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
-from seergate.gates.scorer import INIT_STD, GateRMSNorm
+from seergate.gates.scorer import INIT_STD, GateRMSNorm, group_size
 from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import rms_norm
 
@@ -25,34 +24,14 @@ KEEPS_EVERYTHING = 10.0
 
 
 class RetentionGate(nn.Module, ABC):
-    """Scores each token once, when it comes. Computes in float32 or wider.
+    """Scores each token once, when it comes. Computes in float32 or wider."""
 
-    Args:
-        config: the architecture.
-        hidden_size: W.
-        num_heads: H, query heads of the model's layer.
-        num_kv_heads: K, KV heads; divides H.
-
-    Raises:
-        ValueError: if the head counts do not divide, or the width of the model is not known.
-    """
-
-    def __init__(self, config: GateConfig, *, hidden_size: int | None, num_heads: int, num_kv_heads: int) -> None:
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
         super().__init__()
-        if hidden_size is None or hidden_size < 1:
-            raise ValueError(f"hidden_size is {hidden_size}; retention gates need the width of their model")
-        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})"
-            )
-        self.config, self.hidden_size, self.num_kv_heads = config, hidden_size, num_kv_heads
-        self.group_size = num_heads // num_kv_heads
-
-    @classmethod
-    def for_geometry(cls, config: GateConfig, geometry: ModelGeometry) -> Self:
-        """The gate of one layer of a model, with fresh weights."""
-        heads = {"num_heads": geometry.num_heads, "num_kv_heads": geometry.num_kv_heads}
-        return cls(config, hidden_size=geometry.hidden_size, **heads)
+        if geometry.hidden_size is None or geometry.hidden_size < 1:
+            raise ValueError(f"hidden_size is {geometry.hidden_size}; retention gates need the width of their model")
+        self.config, self.hidden_size, self.num_kv_heads = config, geometry.hidden_size, geometry.num_kv_heads
+        self.group_size = group_size(geometry)
 
     @abstractmethod
     def forward(self, hidden_BSW: Tensor) -> Tensor:
@@ -86,8 +65,8 @@ class FastKVzipGate(RetentionGate):
     theirs do. They get the same gradients then and stay equal: together they are one learned key that counts 16 times.
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         heads, width = self.num_kv_heads, config.gate_dim
         self.q_proj = linear(self.hidden_size, heads * self.group_size * width, bias=True)
         self.k_proj = linear(self.hidden_size, heads * width, bias=False)
@@ -116,8 +95,8 @@ class TrimKVGate(RetentionGate):
     authors take the model's own activation, here it is always SiLU (that of Qwen3, Llama and Phi-3, their models).
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.linear1 = linear(self.hidden_size, config.gate_dim, bias=True)
         self.linear2 = linear(config.gate_dim, self.num_kv_heads, bias=True)
         nn.init.constant_(self.linear2.bias, KEEPS_EVERYTHING)

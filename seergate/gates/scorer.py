@@ -10,7 +10,6 @@ gate dimension, P width of the input of an entry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -41,28 +40,25 @@ class HeadwiseLinear(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
+def group_size(geometry: ModelGeometry) -> int:
+    """Query heads per KV head; refused if they do not divide."""
+    heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"num_heads is {heads}; it must be a positive multiple of num_kv_heads ({kv_heads})")
+    return heads // kv_heads
+
+
 class Scorer(nn.Module, ABC):
     """Scores every key block for every query token, once per KV head.
 
     All inputs are the model's **pre-RoPE** vectors, after its q/k norm where it has one. Scorers compute in the dtype
     of their own weights.
 
-    Args:
-        config: the architecture.
-        num_heads: H, query heads of the model's layer.
-        num_kv_heads: K, KV heads; divides H.
-        head_dim: D.
-        inv_freq: ``[E / 2]`` RoPE frequencies of the base model in gate width; required when ``config.rope``.
-        attention_scaling: the base model's RoPE attention factor.
-
     Attributes:
         entry_tokens: tokens per entry.
         key_heads: J.
         fused: whether the score of a block is ``scale * query . key`` of the one query and the one key that each KV
             head has, which `ops.gate_kl` fuses into the loss.
-
-    Raises:
-        ValueError: if the head counts do not divide, or the number of frequencies is not E / 2.
     """
 
     inv_freq: Tensor | None
@@ -71,41 +67,19 @@ class Scorer(nn.Module, ABC):
     key_heads: int
     fused: bool = False
 
-    def __init__(
-        self,
-        config: GateConfig,
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        inv_freq: Tensor | None = None,
-        attention_scaling: float = 1.0,
-    ) -> None:
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
         super().__init__()
-        if num_kv_heads < 1 or num_heads < 1 or num_heads % num_kv_heads:
+        self.group_size = group_size(geometry)
+        if config.rope and len(geometry.inv_freq) != config.gate_dim // 2:
             raise ValueError(
-                f"num_heads is {num_heads}; it must be a positive multiple of num_kv_heads ({num_kv_heads})"
+                f"inv_freq has {len(geometry.inv_freq)} frequencies; with rope on it must have {config.gate_dim // 2}"
             )
-        if config.rope and (inv_freq is None or inv_freq.shape != (config.gate_dim // 2,)):
-            got = None if inv_freq is None else tuple(inv_freq.shape)
-            raise ValueError(f"inv_freq has shape {got}; with rope on it must be ({config.gate_dim // 2},)")
-        self.config = config
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.group_size = num_heads // num_kv_heads
-        self.attention_scaling = attention_scaling
-        self.register_buffer("inv_freq", inv_freq.float() if config.rope and inv_freq is not None else None, False)
-
-    @classmethod
-    def for_geometry(cls, config: GateConfig, geometry: ModelGeometry) -> Self:
-        """The scorer of one layer of a model, with fresh weights."""
-        return cls(
-            config,
-            num_heads=geometry.num_heads,
-            num_kv_heads=geometry.num_kv_heads,
-            head_dim=geometry.head_dim,
-            inv_freq=torch.tensor(geometry.inv_freq, dtype=torch.float32, device="cpu") if config.rope else None,
-            attention_scaling=geometry.attention_scaling,
-        )
+        self.config, self.geometry = config, geometry
+        self.num_heads, self.num_kv_heads = geometry.num_heads, geometry.num_kv_heads
+        self.head_dim = geometry.head_dim
+        self.attention_scaling = geometry.attention_scaling
+        inv_freq = torch.tensor(geometry.inv_freq, dtype=torch.float32, device="cpu") if config.rope else None
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         # Frequencies follow the gate to its device but never to a narrower dtype: bf16 ones would turn far positions.
@@ -116,11 +90,7 @@ class Scorer(nn.Module, ABC):
         return self
 
     def begin_as_model(self) -> None:
-        """Turn fresh weights into those of a gate that scores with the model's own products of queries and keys.
-
-        Raises:
-            ValueError: if the scorer cannot have them.
-        """
+        """Turn fresh weights into those of a gate that scores with the model's own products of queries and keys."""
         raise ValueError(f"init is 'model'; with scorer {self.config.scorer!r} it must be 'random'")
 
     @abstractmethod
@@ -164,15 +134,7 @@ class Scorer(nn.Module, ABC):
         return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), keys_BJME)[:, :, 0]
 
     @abstractmethod
-    def remember(
-        self,
-        k_BKD: Tensor,
-        lengths: Tensor,
-        recent: Tensor,
-        entries: Tensor,
-        position_offset: int,
-        host_lengths: Sequence[int] | None,
-    ) -> None:
+    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Add the newest key of each row at a decode step, and make the entries that it completes.
 
         Args:
@@ -181,8 +143,7 @@ class Scorer(nn.Module, ABC):
             recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` lies at slot ``p % (2 * entry_tokens)``.
                 Changed in place.
             entries: ``[B, J, M, E]``, changed in place.
-            position_offset: added to the position of a block.
-            host_lengths: ``lengths`` in host memory, if known.
+            **placing: ``position_offset`` and ``host_lengths`` of `ops.update_compressed_keys`.
         """
 
     def _weight_of(self, norm: str) -> Tensor | None:
@@ -196,8 +157,8 @@ class TokenScorer(Scorer):
     The score of a block is the highest of its tokens' scores.
     """
 
-    def __init__(self, config: GateConfig, **sizes: Any) -> None:
-        super().__init__(config, **sizes)
+    def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
+        super().__init__(config, geometry)
         self.entry_tokens = self.key_heads = 1
         self.k_proj = HeadwiseLinear(1, self.num_kv_heads * self.head_dim, config.gate_dim)
 
@@ -229,15 +190,7 @@ class TokenScorer(Scorer):
         padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
         return padded.unflatten(-1, (-1, size)).amax(-1)
 
-    def remember(
-        self,
-        k_BKD: Tensor,
-        lengths: Tensor,
-        recent: Tensor,
-        entries: Tensor,
-        position_offset: int,
-        host_lengths: Sequence[int] | None,
-    ) -> None:
+    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Add the index key of each row's newest token."""
         at = lengths - 1
         rows = torch.arange(len(lengths), device=at.device)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from seergate import ops
 from seergate.checks import check_count
 from seergate.config import nearest_anchor
 from seergate.decode.step import block_probabilities, recall_of
@@ -40,7 +39,6 @@ class SharedRecall:
         layers: the layers, ascending: those with full attention that are not dense, from the first that can choose on.
         recall: float64 ``[L, L]``: in row a and column l, the share of layer l's attention on the blocks that layer a
             chose, mean over rows and heads; minus infinity where a cannot choose for l.
-        rows: tokens at which it was measured.
     """
 
     layers: tuple[int, ...]
@@ -120,9 +118,6 @@ def shared_recall(
     at = torch.empty(0, dtype=torch.int64)
 
     def attend(call: TeacherCall) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        ends = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
-        options: dict[str, Any] = {"window": call.window, "sinks": call.sinks, "softcap": call.softcap}
         if call.layer in place:
             text, steps = _steps(call, at)
             if call.layer in chooses:
@@ -136,7 +131,8 @@ def shared_recall(
                 if heads[anchor] == heads[call.layer]:
                     found = recall_of(blocks_BKGN, selection).double().sum()
                     sums[place[anchor], place[call.layer]] += found.cpu()
-        return ops.packed_attention(q, k, v, ends, call.sm_scale, **options).output[None]
+        tokens = call.query_BHSD.shape[2]
+        return call.attention(torch.tensor([0, tokens], dtype=torch.int32, device=call.query_BHSD.device)).output[None]
 
     for ids in texts:
         longest, first = max(longest, len(ids)), read_all + 1
@@ -145,7 +141,7 @@ def shared_recall(
         at = torch.linspace(first, len(ids), min(rows, len(ids) - first + 1), device=model.device).long()
         chosen.clear()
         positions = torch.arange(len(ids), device=model.device)[None]
-        with intercepted_attention(model, dict(families.full_attention_modules(model)), attend):
+        with intercepted_attention(model, specs, attend):
             given = ids.to(model.device, torch.int64)[None]
             families.decoder_of(model)(input_ids=given, position_ids=positions, use_cache=False)
         counted += len(at)

@@ -193,11 +193,7 @@ class Handle(Attachment):
                 self.trace = None
 
     def count_with(self, make: Callable[[list[int]], Counts]) -> Counts:
-        """Count decode steps with statistics of another kind from now on.
-
-        Args:
-            make: ``(gated layers) -> statistics``.
-        """
+        """Count decode steps with statistics of another kind from now on, which ``make`` makes of the gated layers."""
         self.stats_ = counts = make(list(self.stats_.layers))
         return counts
 

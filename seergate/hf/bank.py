@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.gates import Gates, GatesDiff, average, check_repo_id, diff, push_adapter, save_adapter, subset
+from seergate.gates import Gates, check_repo_id, push_adapter, save_adapter
+from seergate.hf.distill_loss import DistillSpec
 from seergate.hf.published import load_gates
-from seergate.hf.teacher_forward import distill_step
+from seergate.hf.teacher_forward import distill_steps
 from seergate.hub import only_commit
-from seergate.models.families import gate_geometry, head_dim_of
+from seergate.models.families import gate_geometry, head_dim_of, text_config
 from seergate.paths import is_hub_id
 
 if TYPE_CHECKING:
@@ -122,19 +122,6 @@ class GateBank(Gates):
         """
         return push_adapter(self, repo_id, **options)
 
-    @classmethod
-    def average(cls, banks: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
-        """The weighted mean of gates for the same model; results measured with the parts do not hold for the mean."""
-        return average(banks, weights)
-
-    def subset(self, layers: Iterable[int]) -> Self:
-        """The gates of some layers, as a bank of its own; the model's other layers stay dense."""
-        return subset(self, layers)
-
-    def diff(self, other: Gates) -> GatesDiff:
-        """Differences from other gates, field by field and tensor by tensor."""
-        return diff(self, other)
-
     def distill_loss(
         self,
         model: PreTrainedModel,
@@ -175,10 +162,7 @@ class GateBank(Gates):
             SeergateError: if the gates do not fit the model.
             ValueError: for ids that the model does not have, or a malformed pack.
         """
-        if not callable(getattr(model, "get_input_embeddings", None)):
-            raise SeergateError(
-                f"model is a {type(model).__name__}; it must be a causal language model of transformers"
-            )
+        text_config(model)  # refuses what is no model of transformers
         if not isinstance(input_ids, Tensor):
             raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids")
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -190,7 +174,5 @@ class GateBank(Gates):
         if lowest < 0 or highest >= vocabulary:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
-        options: dict[str, Any] = {"row_start": row_start, "reduction": reduction}
-        options |= {"target": target, "target_budget": target_budget}
-        options |= {"row_stride": row_stride, "row_shift": row_shift}
-        return distill_step(self, model, input_ids, cu_seqlens, **options).loss
+        spec = DistillSpec(self, row_start, reduction, (), target, target_budget, row_stride, row_shift)
+        return distill_steps([spec], model, input_ids, cu_seqlens)[0].loss

@@ -143,10 +143,8 @@ class QKHook:
 
 
 class AttentionSwap:
-    """Puts one attention module's own configuration on our attention function, with a pre-hook; `undo` restores both.
-
-    Args:
-        pre_hook: ``(module, args, kwargs) -> (args, kwargs)``.
+    """Puts one attention module's own configuration on our attention function, with a pre-hook of the form
+    ``(module, args, kwargs) -> (args, kwargs)``; `undo` restores both.
     """
 
     def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
@@ -202,13 +200,7 @@ def _runs(thread: int, module: nn.Module) -> bool:
 class Attachment:
     """A method attached to a model, as its layers see it; `seergate.hf.attach.Handle` is what a user sees.
 
-    Attributes:
-        tags: tags of the storage, as in `seergate.decode.compatibility`.
-        passes: decides the mode of a forward pass.
-        storage: makes the storages of caches.
-        stats_: where decode steps are counted.
-        trace: the trace of decode steps, or ``None``.
-        disabled: true while the model is the plain one.
+    ``tags`` are those of the storage, in the table of `seergate.decode.compatibility`.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, measure_recall: bool, tags: dict[str, str]) -> None:

@@ -37,12 +37,14 @@ class DistillOutput:
             per token and KV head; of TRIM-KV's, which learn from the model's output, their loss, for all layers.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
             blocks hold; of retention gates see `ops.retention_kl`.
+        tokens: tokens of the pack.
         far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; with ``DistillSpec.far``.
     """
 
     loss: Tensor
     kl_per_layer: Tensor
     recall: Tensor
+    tokens: int
     far: Tensor | None = None
 
 
@@ -77,7 +79,7 @@ class DistillLoss(ABC):
     """The loss of gates on one pack, accumulated layer by layer in the frozen model's forward.
 
     Attributes:
-        gated: layer -> attention module, of those that a gate learns from.
+        gated: the layers that a gate learns from.
         losses, stats: loss and statistics of each of these layers so far.
         gradients: gradients of the gates' parameters.
     """
@@ -92,8 +94,9 @@ class DistillLoss(ABC):
         check_recipe(bank.config, spec.target, spec.reduction, spec.target_budget, spec.row_stride)
         self.spec, self.bank, self.model = spec, bank, model
         self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
+        self.tokens = int(cu_seqlens[-1])
         self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
-        self.gated = {layer: attention for layer, attention in modules if str(layer) in bank.layers}
+        self.gated = [layer for layer, _ in modules if str(layer) in bank.layers]
         self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
         self.losses: list[Tensor] = []
         self.stats: list[GateKLStats] = []
@@ -144,7 +147,7 @@ class LayerwiseLoss(DistillLoss):
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
         sums = [sums.to(home) for sums in self.far]
         far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
-        return DistillOutput(self.total(share), kl_per_layer, recall, far)
+        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, far)
 
 
 class StoredGradients(torch.autograd.Function):

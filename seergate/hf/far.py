@@ -29,10 +29,8 @@ def far_sums(
     qs: Tensor,
     ks: Tensor,
     cu_seqlens: Tensor,
-    block_size: int,
     *,
     counted: Tensor,
-    sink_blocks: int,
     target: str,
     budgets: tuple[int, ...],
 ) -> Tensor:
@@ -42,10 +40,9 @@ def far_sums(
     the newest, its own included.
 
     Args:
-        gate: scores blocks.
         call, lse_TH: the layer's attention.
         qs, ks: the gate's queries ``[T, I, E']`` and keys ``[sum M_i, J, E]``, as `ops.scorer_kl` takes them.
-        cu_seqlens, block_size, sink_blocks, target: see `ops.scorer_kl`; ``"selected"`` is compared with ``"sum"``.
+        cu_seqlens, target: see `ops.scorer_kl`; ``"selected"`` is compared with ``"sum"``.
         counted: rows of the pack that count, ascending; of others there are no queries.
         budgets: budgets in tokens, a row's own block included.
 
@@ -54,7 +51,7 @@ def far_sums(
         blocks; by budget, that share in the blocks that the gate reads; the same of a window.
     """
     sums = torch.zeros(3 + 2 * len(budgets), dtype=torch.float64, device=qs.device)
-    ends, entry = cu_seqlens.tolist(), 0
+    ends, entry, block_size, sink_blocks = cu_seqlens.tolist(), 0, gate.config.block_size, gate.config.sink_blocks
     sampled = counted[:: max(1, len(counted) // ROWS)]
     for a, b in zip(ends, ends[1:], strict=False):
         rows = sampled[(sampled >= a + 3 * block_size) & (sampled < b)]

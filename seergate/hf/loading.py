@@ -33,11 +33,7 @@ def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def skeleton(config: Any) -> PreTrainedModel:
-    """A configuration's model on the meta device, without memory for its weights; its RoPE frequencies are real.
-
-    Raises:
-        SeergateError: if it is no causal language model of a supported family.
-    """
+    """A configuration's model on the meta device, without memory for its weights; its RoPE frequencies are real."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -61,9 +57,6 @@ def load_base(
         name: directory, GGUF file, Hub id, or a model that ships with seergate (``"checkpoints/tiny-reasoner"``).
         device: move it there; for more than one device pass ``device_map``.
         **options: for `AutoModelForCausalLM.from_pretrained`, such as ``revision``, ``dtype`` or ``token``.
-
-    Raises:
-        SeergateError: if it cannot be found or read.
     """
     import transformers
 
@@ -91,11 +84,7 @@ def load_base(
 
 
 def download_weights(name: str, revision: str | None = None) -> None:
-    """Download the files that `load_base` will read. If they are here, the Hub is not asked.
-
-    Raises:
-        SeergateError: if they are not here and the Hub does not give them.
-    """
+    """Download the files that `load_base` will read. If they are here, the Hub is not asked."""
     if not is_hub_id(name) or _weights_here(name, revision):
         return
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,7 @@ from seergate.config import POOLINGS, GateConfig
 from seergate.errors import SeergateError, first_line
 from seergate.gates import Gates, fetch
 from seergate.gates import files as adapter_files
-from seergate.gates.files import read_json, write_json
+from seergate.gates.files import read_json, write_json, written
 from seergate.geometry import ModelGeometry
 from seergate.hf.loading import base_config, skeleton
 from seergate.models.families import gate_geometry
@@ -53,17 +52,7 @@ G = TypeVar("G", bound=Gates)
 
 
 def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
-    """Read gates from a directory or from the Hub: an adapter, or the published format.
-
-    Args:
-        kind: class of the result.
-        source: directory or Hub repository.
-        **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``
-            (`seergate.gates.fetch`).
-
-    Raises:
-        SeergateError: if it is not there, incomplete, damaged, or does not fit its own description.
-    """
+    """Read gates from a directory or from the Hub (`seergate.gates.fetch`): an adapter, or the published format."""
     files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
     directory = fetch(str(source), patterns=files, **hub)
     if (directory / adapter_files.CONFIG_FILE).is_file() or not _is_published(directory):
@@ -76,15 +65,8 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
 
     The file of the weights is a pickle: it is read with PyTorch's weights-only unpickler, and only after a look at the
     archive around it. Each layer must have 2 tensors, or 4 with q/k norm, and none may be left over. The gates ask for
-    ``compat="published"``, so that they decode as the published code does.
-
-    Args:
-        kind: class of the result.
-        directory: with `config.json` and `attn_gate_weights.pth`.
-        source: the user's name for it.
-
-    Raises:
-        SeergateError: if it is not that format, is damaged, or holds gates for prefill.
+    ``compat="published"``, so that they decode as the published code does. ``source`` is the user's name for the
+    directory.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
@@ -122,15 +104,7 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
 
 
 def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
-    """Write gates in the published format, for the published code.
-
-    Args:
-        bank: the gates.
-        directory: made if need be; must not hold a model.
-
-    Raises:
-        SeergateError: if the published code could not read these gates, or they cannot be written.
-    """
+    """Write gates in the published format; refused if the published code could not read them, or over a model."""
     gate, geometry = bank.config, bank.geometry
     _check_exportable(gate, geometry)
     recorded = bank.training_record.get(_RECORD)
@@ -158,19 +132,11 @@ def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
         _, layer, member, _ = name.split(".")
         weights[f"{_PREFIX.format(layer=layer)}{members[member]}.weight"] = tensor.detach().cpu().contiguous()
     out = Path(directory)
-    if out.exists() and not out.is_dir():
-        raise SeergateError(f"{out} is a file; the gates need a directory")
     if (out / CONFIG_FILE).exists() and not _is_published(out):
         raise SeergateError(f"{out} holds a {CONFIG_FILE} of something else; name another directory")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out, prefix=".saving-") as scratch:
-            torch.save(weights, Path(scratch, WEIGHTS_FILE))
-            write_json(Path(scratch, CONFIG_FILE), config)
-            for name in (WEIGHTS_FILE, CONFIG_FILE):
-                os.replace(Path(scratch, name), out / name)
-    except (OSError, RuntimeError) as error:
-        raise SeergateError(f"the gates cannot be written to {out}: {error}") from error
+    with written(out) as scratch:
+        torch.save(weights, scratch / WEIGHTS_FILE)
+        write_json(scratch / CONFIG_FILE, config)
     return out
 
 

@@ -42,7 +42,6 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
     """The method that gates are for.
 
     Args:
-        bank: the gates.
         config: how to decode, for those that select blocks.
         **options: fields of the configuration, or for retention gates the method's options.
     """
@@ -96,10 +95,8 @@ def check_dense_layers(method: Method, layers: int) -> None:
 
 
 def check_anchors(method: Method, kv_heads: Mapping[int, int]) -> None:
-    """Refuse anchors that a model does not have, that choose nothing, or whose choice is of other KV heads.
-
-    Args:
-        kv_heads: layer that can be gated -> its KV heads.
+    """Refuse anchors that a model does not have, that choose nothing, or whose choice is of other KV heads, given the
+    number of KV heads of each layer that can be gated.
     """
     if not isinstance(method, SelectingMethod):
         return

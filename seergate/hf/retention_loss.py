@@ -115,7 +115,7 @@ class StudentLoss(DistillLoss):
                 excess.append(((found.held - room).clamp(min=0) * share_T1.to(found.held)).mean().to(ids_1T.device))
             return found.output[None]
 
-        with intercepted_attention(self.model, {}, attend):
+        with intercepted_attention(self.model, (), attend):
             output = self.model(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=rows)
         return output.logits[0].to(ids_1T.device), torch.stack(excess).mean()
 
@@ -125,4 +125,4 @@ class StudentLoss(DistillLoss):
         recall = loss.new_zeros(0, layers, heads)
         if self.stats:
             recall = torch.stack([stats.recall.float().to(loss.device) for stats in self.stats], dim=1)
-        return DistillOutput(self.total(1.0), loss.expand(layers), recall)
+        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.tokens)

@@ -61,12 +61,12 @@ def score(
         handle = handle_of(model)
     except SeergateError:  # the plain model
         handle = None
-    passes = None if handle is None or handle.disabled else handle.passes
-    if passes is not None and handle is not None and isinstance(handle.correction, LosslessDecoding):
+    if handle is not None and handle.disabled:
+        handle = None
+    if handle is not None and isinstance(handle.correction, LosslessDecoding):
         raise SeergateError("lossless decoding gives what dense attention gives; score without the correction")
-    at_once = VERIFIED_TOKENS
-    if passes is not None and not (passes.decodes_drafts and handle is not None and handle.correction is None):
-        at_once = 1
+    one_by_one = handle is not None and not (handle.passes.decodes_drafts and handle.correction is None)
+    at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()
     seen[:, start:] = True  # padding behind a row's end is decoded too, and changes nothing before it
     positions = (seen.cumsum(1) - 1).clamp(min=0)
@@ -86,7 +86,7 @@ def score(
     found, kept = list[Tensor](), list[Tensor]()
     ends = [start, *range(start + at_once, input_ids.shape[1] - 1, at_once), input_ids.shape[1] - 1]
     for begin, end in zip([0, *ends], dict.fromkeys(ends), strict=False):
-        with nullcontext() if begin == 0 or passes is None or at_once == 1 else passes.forced("decode"):
+        with nullcontext() if begin == 0 or handle is None or one_by_one else handle.passes.forced("decode"):
             given = read(begin, end)
         first = start if begin == 0 else begin + 1
         targets = input_ids[:, first : first + given.shape[1], None]

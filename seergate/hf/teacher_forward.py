@@ -52,15 +52,10 @@ def distill_step(
     """Run the frozen model over one pack and compare its attention with the gates'.
 
     Args:
-        bank: the gates.
         model: the frozen model. Dropout must be off (``model.eval()``).
         input_ids: ``[1, T]`` or ``[T]``.
         cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
         **options: the other fields of `DistillSpec`.
-
-    Raises:
-        SeergateError: if the gates do not fit the model.
-        ValueError: for malformed packs.
     """
     return distill_steps([DistillSpec(bank, **options)], model, input_ids, cu_seqlens)[0]
 
@@ -81,16 +76,15 @@ def distill_steps(
     cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     check_cu_seqlens(cu_seqlens, total)
 
-    distill_losses = [loss_for(spec, model, cu_seqlens) for spec in specs]
+    distill_losses: list[DistillLoss] = [
+        class_of(SCORERS[spec.bank.config.scorer].loss)(spec, model, cu_seqlens) for spec in specs
+    ]
     students = [each for each in distill_losses if isinstance(each, StudentLoss)]
-    gated = {layer: attention for each in distill_losses for layer, attention in each.gated.items()}
+    gated = {layer for each in distill_losses for layer in each.gated}
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        output_THD, lse_TH = ops.packed_attention(
-            q, k, v, cu_seqlens, call.sm_scale, window=call.window, sinks=call.sinks, softcap=call.softcap
-        )
+        output_THD, lse_TH = call.attention(cu_seqlens)
         for each in distill_losses:
             if call.layer in each.gated:
                 each.learn(call, lse_TH)
@@ -113,12 +107,6 @@ def distill_steps(
 def tile_rows(device: torch.device) -> int:
     """Rows of the query branch at a time."""
     return TILE if device.type == "cpu" else TILE_DEVICE
-
-
-def loss_for(spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> DistillLoss:
-    """The distillation loss of a spec's gates on a pack."""
-    kind: type[DistillLoss] = class_of(SCORERS[spec.bank.config.scorer].loss)
-    return kind(spec, model, cu_seqlens)
 
 
 def positions_of(cu_seqlens: Tensor) -> Tensor:
@@ -153,11 +141,12 @@ class BlockLoss(LayerwiseLoss):
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         super().__init__(spec, model, cu_seqlens)
         decode = self.bank.decode_config()
-        for layer, attention in families.full_attention_modules(model):
+        for layer, _ in families.full_attention_modules(model):
             anchor = nearest_anchor(layer, decode.anchors)
             if layer not in self.gated and layer not in decode.dense_layers and anchor in self.bank.geometry.layers:
-                self.source[layer], self.gated[layer] = anchor, attention
+                self.source[layer] = anchor
         self.source = dict(sorted(self.source.items()))
+        self.gated = list(self.source)
         self.last_reader = {gate: layer for layer, gate in self.source.items()}
         self.inputs: tuple[Tensor, Tensor] | None = None  # of the gate that more layers will learn with
         self.options: dict[str, Any] = {
@@ -260,9 +249,7 @@ class BlockLoss(LayerwiseLoss):
                     qg_TKE.detach(),
                     kg_NKE.detach(),
                     self.cu_seqlens,
-                    self.bank.config.block_size,
                     counted=self._rows(),
-                    sink_blocks=self.bank.config.sink_blocks,
                     target=self.spec.target,
                     budgets=self.spec.recall_budgets,
                 )

@@ -6,8 +6,8 @@ Meanwhile the decoder's configuration names our attention function, so that tran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, QKHook, attention_input, register
+from seergate import ops
+from seergate.hf.call import ATTENTION_NAME, CALL_KEYWORD, AttentionSwap, QKHook, attention_input
 from seergate.models import families
+from seergate.ops.attention import PackedAttention
 
 
 @dataclass
@@ -24,7 +26,6 @@ class TeacherCall:
     """The inputs of one attention layer over a pack.
 
     Attributes:
-        layer: the layer's index.
         hidden_BSW: input of the attention module.
         query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1 and S the pack's tokens.
         q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers without a hook.
@@ -46,36 +47,30 @@ class TeacherCall:
     sinks: Tensor | None
     softcap: float | None
 
+    def attention(self, cu_seqlens: Tensor) -> PackedAttention:
+        """The model's own attention over the pack."""
+        q, k, v = (x[0].transpose(0, 1) for x in (self.query_BHSD, self.key_BKSD, self.value_BKSD))
+        options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "softcap": self.softcap}
+        return ops.packed_attention(q, k, v, cu_seqlens, self.sm_scale, **options)
+
 
 @contextmanager
 def intercepted_attention(
-    model: PreTrainedModel, hooked: dict[int, nn.Module], attend: Callable[[TeacherCall], Tensor]
+    model: PreTrainedModel, hooked: Collection[int], attend: Callable[[TeacherCall], Tensor]
 ) -> Iterator[None]:
     """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``, with q and k of
     the ``hooked`` layers before RoPE.
     """
-    register()
-    config = families.text_config(model)
-    qk_hooks = {layer: QKHook(model, attention) for layer, attention in hooked.items()}
-    hooks = []
-    swapped = {id(config): (config, config._attn_implementation_internal)}
-    try:
+    config: Any = families.decoder_of(model).config
+    with ExitStack() as undo:
         for layer, attention in families.attention_modules(model):
-            own: Any = attention.config
-            swapped.setdefault(id(own), (own, own._attn_implementation_internal))
-            hooks.append(
-                attention.register_forward_pre_hook(_pre_hook(layer, qk_hooks.get(layer), attend), with_kwargs=True)
-            )
-        for own, _ in swapped.values():
-            own._attn_implementation_internal = ATTENTION_NAME
+            qk_hook = QKHook(model, attention) if layer in hooked else None
+            if qk_hook is not None:
+                undo.callback(qk_hook.remove)
+            undo.callback(AttentionSwap(attention, _pre_hook(layer, qk_hook, attend)).undo)
+        undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
+        config._attn_implementation_internal = ATTENTION_NAME
         yield
-    finally:
-        for own, implementation in swapped.values():
-            own._attn_implementation_internal = implementation
-        for hook in hooks:
-            hook.remove()
-        for each in qk_hooks.values():
-            each.remove()
 
 
 def _pre_hook(layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]) -> Any:

@@ -173,7 +173,8 @@ class GateState(SelectingState):
         entries = self.grown("kg", -(-step.max_length // self.size))
         if step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
             newest, recent = step.k_pre_BKSD[:, :, 0], self.rows["recent"]
-            self.gate.remember(newest, step.lengths, recent, entries, self.decode_offset, step.host_lengths)
+            placing: dict[str, Any] = {"position_offset": self.decode_offset, "host_lengths": step.host_lengths}
+            self.gate.remember(newest, step.lengths, recent, entries, **placing)
         else:
             with torch.autocast(step.k_pre_BKSD.device.type, enabled=False):  # as in the ops of a decode step
                 self._append_many(step)

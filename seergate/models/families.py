@@ -106,11 +106,7 @@ def note_base_commit(config: Any, commit: str | None) -> None:
 
 
 def family_of(config: Any) -> Family:
-    """The row of an architecture.
-
-    Raises:
-        SeergateError: if it is not supported, with the reason.
-    """
+    """The row of an architecture; one that is not supported is refused with the reason."""
     model_type = config.get_text_config().model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -147,10 +143,8 @@ def model_positions(text: Any) -> int | None:
 
 
 def why_one_sequence(config: Any) -> str | None:
-    """Why sequences of a model cannot be packed one after the other; ``None`` if they can.
-
-    Args:
-        config: configuration of the language part.
+    """Why sequences of a model cannot be packed one after the other, by the configuration of its language part;
+    ``None`` if they can.
     """
     layers = {layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     stateful = sorted(layers - {"full_attention", "sliding_attention"})
@@ -168,10 +162,8 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
 
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]]:
-    """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone.
-
-    Raises:
-        SeergateError: if the family is not supported, no layer has full attention, or each device has part of it.
+    """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone. Refuses a model that
+    has none, or is split over devices by heads.
     """
     config = text_config(model)
     family_of(config)
@@ -195,11 +187,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
 
 
 def kv_heads(model: PreTrainedModel) -> dict[int, int]:
-    """Number of KV heads of each layer that can be gated, in order of layers. Works on a model without weights.
-
-    Raises:
-        SeergateError: if there is no such layer.
-    """
+    """Number of KV heads of each layer that can be gated, in order of layers. Works on a model without weights."""
     heads = int(text_config(model).num_attention_heads)
     return {
         layer: heads // int(attention.num_key_value_groups)  # type: ignore[arg-type]
@@ -226,11 +214,7 @@ def head_dim_of(model: PreTrainedModel) -> int:
 
 
 def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
-    """The geometry that gates for this model must fit.
-
-    Raises:
-        SeergateError: if the family is not supported, or its query heads cannot be divided among its KV heads.
-    """
+    """The geometry that gates for this model must fit. Refuses query heads that its KV heads do not divide."""
     base = text_config(model)
     modules = full_attention_modules(model)
     heads, kv_heads = base.num_attention_heads, getattr(base, "num_key_value_heads", None)

@@ -6,8 +6,7 @@ Shape suffixes: N pairs of blocks, K KV heads, P tokens of a block, D head dimen
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,65 +15,25 @@ from torch import Tensor
 Block = tuple[int, int]
 """A physical block: its index, and a serial number that changes when the index is used again."""
 
-CACHED_NORMS = 65536
-"""Blocks whose norms are remembered, the most recently used ones."""
 
-RESOLUTION = 1e-12
-"""Squared distances below this share of the squared norms are rounding errors of float64, and count as 0."""
+@torch.no_grad()
+def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)`` of each pair of blocks, in float64: d tokens
+    per block, h KV heads, Frobenius norms over a block.
 
-
-class BlockDistances:
-    """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)``, with d tokens per block and h KV heads.
-
-    Norms are Frobenius norms over a block, squared distances come from ``|a|^2 + |b|^2 - 2 ab`` in float64, and the
-    squared norms are kept for later.
+    Args:
+        layers: keys and values ``[pages, K, P, D]`` of every layer.
+        pairs: pages to compare.
     """
-
-    def __init__(self, cached: int = CACHED_NORMS) -> None:
-        self._norms: OrderedDict[int, Tensor] = OrderedDict()  # serial -> [L, 2]
-        self._cached = cached
-
-    @torch.no_grad()
-    def __call__(self, layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[Block, Block]]) -> list[float]:
-        """The distance of each pair.
-
-        Args:
-            layers: keys and values ``[pages, K, P, D]`` of every layer.
-            pairs: pairs of blocks of these pages.
-        """
-        if not pairs:
-            return []
-        norms = self._squared_norms(layers, [block for pair in pairs for block in pair])
-        left, right = ([pair[side][0] for pair in pairs] for side in (0, 1))
-        total = torch.zeros(len(pairs), dtype=torch.float64)
-        for layer, buffers in enumerate(layers):
-            for which, pages in enumerate(buffers):
-                dots_N = (_flat(pages, left) * _flat(pages, right)).sum(1).cpu()
-                both_N = torch.stack([norms[a][layer, which] + norms[b][layer, which] for (_, a), (_, b) in pairs])
-                squared_N = both_N - 2 * dots_N
-                total += torch.where(squared_N <= RESOLUTION * both_N, 0.0, squared_N).sqrt()
-        _, heads, tokens, _ = layers[0][0].shape
-        return (total / (2 * tokens * heads * len(layers))).tolist()
-
-    def _squared_norms(self, layers: Sequence[tuple[Tensor, Tensor]], blocks: Iterable[Block]) -> dict[int, Tensor]:
-        """Squared norms ``[L, 2]`` by serial number."""
-        wanted = {serial: index for index, serial in blocks}
-        new = {serial: index for serial, index in wanted.items() if serial not in self._norms}
-        if new:
-            index = list(new.values())
-            squares = [torch.stack([_flat(x, index).square().sum(1).cpu() for x in layer]) for layer in layers]
-            for serial, norms in zip(new, torch.stack(squares).unbind(2), strict=True):
-                self._norms[serial] = norms
-        found = {serial: self._norms[serial] for serial in wanted}
-        for serial in wanted:
-            self._norms.move_to_end(serial)
-        while len(self._norms) > self._cached:
-            self._norms.popitem(last=False)
-        return found
-
-
-def _flat(pages: Tensor, index: list[int]) -> Tensor:
-    return pages[torch.tensor(index, device=pages.device)].flatten(1).double()
+    if not pairs:
+        return []
+    left, right = torch.tensor(pairs).unbind(1)
+    total_N = torch.zeros(len(pairs), dtype=torch.float64)
+    for pages in (pages for layer in layers for pages in layer):
+        a, b = (pages[index.to(pages.device)].flatten(1).double() for index in (left, right))
+        total_N += (a - b).norm(dim=1).cpu()
+    _, heads, tokens, _ = layers[0][0].shape
+    return (total_N / (2 * tokens * heads * len(layers))).tolist()
 
 
 class PercentileThreshold:

@@ -12,12 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
 
-from seergate.reason.distance import Block, BlockDistances, PercentileThreshold
+from seergate.reason.distance import Block, PercentileThreshold, block_distances
 from seergate.reason.method import RandomSharing, ReasonCache
 from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, kind_of_repeat, similarity
 
@@ -75,34 +75,23 @@ class Tally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
 
+@dataclass
 class _Row:
-    """State of a row."""
+    """State of a row; without a segmenter before its first tokens."""
 
-    def __init__(self, segmenter: Segmenter | None, threshold: PercentileThreshold) -> None:
-        self.segmenter = segmenter  # None before its first tokens
-        self.threshold = threshold
-        self.source: Source | None = None
-        self.blocks: list[Block] = []
-
-    def copy(self, threshold: PercentileThreshold) -> _Row:
-        """A copy for a fork of the row, which continues with a threshold of its own."""
-        twin = _Row(None if self.segmenter is None else self.segmenter.copy(), threshold)
-        twin.source, twin.blocks = self.source, list(self.blocks)
-        return twin
+    threshold: PercentileThreshold
+    segmenter: Segmenter | None = None
+    source: Source | None = None
+    blocks: list[Block] = field(default_factory=list)
 
 
 class Evaluator:
-    """Receives the events of rows, and sends decisions to a row's source.
-
-    Args:
-        decode: token ids -> text.
-    """
+    """Receives the events of rows, and sends decisions to a row's source; ``decode`` turns token ids into text."""
 
     def __init__(self, method: ReasonCache, decode: Callable[[list[int]], str]) -> None:
         self.method, self._decode = method, decode
         self.tally = Tally()
         self._rows: dict[int, _Row] = {}
-        self._distances = BlockDistances()
         self._common = PercentileThreshold(method.percentile, method.warm_up)
 
     def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
@@ -127,8 +116,9 @@ class Evaluator:
     def row_forked(self, uid: int, fork: int) -> None:
         """A row goes on twice."""
         row = self._row(uid)
-        own = row.threshold is not self._common
-        self._rows[fork] = row.copy(row.threshold.copy() if own else self._common)
+        threshold = row.threshold if row.threshold is self._common else row.threshold.copy()
+        segmenter = None if row.segmenter is None else row.segmenter.copy()
+        self._rows[fork] = replace(row, threshold=threshold, segmenter=segmenter, blocks=list(row.blocks))
 
     def row_cropped(self, uid: int, length: int) -> None:
         """A row has only its first ``length`` tokens now."""
@@ -148,7 +138,7 @@ class Evaluator:
         if uid not in self._rows:
             method, common = self.method, self.method.percentile_of == "all"
             threshold = self._common if common else PercentileThreshold(method.percentile, method.warm_up)
-            self._rows[uid] = _Row(None, threshold)
+            self._rows[uid] = _Row(threshold)
         return self._rows[uid]
 
     def _give_way(self) -> None:
@@ -210,7 +200,7 @@ class Evaluator:
             else:
                 pairs += [(a, b) for a in new for b in old]
         pairs = [(a, b) for a, b in pairs if a < len(row.blocks) and row.blocks[a] != row.blocks[b]]
-        distances = self._distances(layers, [(row.blocks[a], row.blocks[b]) for a, b in pairs])
+        distances = block_distances(layers, [(row.blocks[a][0], row.blocks[b][0]) for a, b in pairs])
         self.tally.counts["measured_blocks"] += len(pairs)
         near: dict[int, tuple[float, int]] = {}
         for (newer, older), distance, admitted in zip(pairs, distances, row.threshold.admit(distances), strict=True):

@@ -56,7 +56,6 @@ class Row:
     Attributes:
         uid: number of the row, which never changes; a fork gets another.
         table: the physical block of each logical one.
-        length: tokens.
         sealed: how many of its first blocks are known to be sealed.
         repeats: how many entries of the table name a block that an earlier entry names too.
     """
@@ -172,10 +171,8 @@ class BlockStore:
             row.length, row.sealed = length, length // self.block_size
 
     def select(self, index: Sequence[int]) -> dict[int, int]:
-        """Take these rows, in this order; a row that comes again is a fork, which shares all of its blocks.
-
-        Returns:
-            uid of every fork -> uid of the row it was taken from.
+        """Take these rows, in this order; a row that comes again is a fork, which shares all of its blocks. Returns
+        the uid of every fork -> uid of the row it was taken from.
         """
         forks: dict[int, int] = {}
         taken: set[int] = set()
@@ -202,13 +199,8 @@ class BlockStore:
         self.select([])
 
     def adopt(self, other: BlockStore) -> Copies:
-        """Put another store's rows after this one's; blocks that they share stay shared.
-
-        Returns:
-            What must be copied, from the other store's blocks to this one's.
-
-        Raises:
-            OutOfBlocks: at the limit; nothing has changed then.
+        """Put another store's rows after this one's; blocks that they share stay shared. Returns what must be copied,
+        from the other store's blocks to this one's. `OutOfBlocks` at the limit: nothing has changed then.
         """
         self._reserve(other.physical)
         homes: dict[int, int] = {}
@@ -224,11 +216,7 @@ class BlockStore:
         return list(homes.items())
 
     def remap(self, position: int, block: int, physical: int) -> None:
-        """Let a row's logical block be another physical one; no data moves.
-
-        Raises:
-            SeergateError: if one of the two is not sealed.
-        """
+        """Let a row's logical block be another physical one; no data moves. Both must be sealed."""
         row = self.rows[position]
         old = row.table[block]
         for what, number in (("replaced", old), ("shared", physical)):
@@ -285,7 +273,7 @@ class PagedStep(Step):
 
     Args:
         page_table: int32 ``[B, P]``, each row's pages; then ``keys_BKCD`` and ``values_BKCD`` are given as pages
-            ``[pages, K, page, D]``. ``None``: they are given as they are, as in any step.
+            ``[pages, K, page, D]``. ``None``: they are given as they are, as in any step (`replace`).
         **facts: the fields of `Step`.
     """
 
@@ -340,9 +328,6 @@ def page_tokens(method: Method, size: int | None, limit: int | None = None) -> i
         method: chooses what is read.
         size: tokens per page; the method's block size, or `PAGE_TOKENS`, if ``None``.
         limit: maximum number of pages.
-
-    Raises:
-        SeergateError: if pages would cut a block, or a number is not positive.
     """
     own = int(getattr(method, "block_size", PAGE_TOKENS))
     size = own if size is None else size

@@ -47,17 +47,9 @@ class Paging(KVBackend):
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
         bound, shares = copy.copy(self), self.lossy or self.share_prefixes
-        vars(bound).update(page=self.page_of(method), numbers=count())
+        vars(bound).update(page=page_tokens(method, self.block_size, self.max_blocks), numbers=count())
         vars(bound).update(sharing=BlockSharing(model, self.reason, self.share_prefixes) if shares else None)
         return bound
-
-    def page_of(self, method: Method) -> int:
-        """Tokens per page under a method.
-
-        Raises:
-            SeergateError: if pages would cut a block.
-        """
-        return page_tokens(method, self.block_size, self.max_blocks)
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
         """The layers of a cache share its pages; the first one makes them."""

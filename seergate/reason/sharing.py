@@ -225,10 +225,8 @@ class CacheSharing(Listener):
         self.rows[:] = [row.uid for row in self.pages.store.rows]
 
     def resumed(self, backend: KVBackend) -> None:
-        """Leave the cache to another handle.
-
-        Raises:
-            SeergateError: if similar blocks were shared, as only this handle knows what they were compared with.
+        """Leave the cache to another handle; refused if similar blocks were shared, as only this one knows with what
+        they were compared.
         """
         sharing = getattr(backend, "sharing", None)
         if sharing is self.handle:
@@ -291,10 +289,7 @@ def share_prefixes(pages: CachePages, prompt: Prompt) -> int:
 
     `num_return_sequences` and repeated sampling put the same prompt into several rows. Pages are shared only if they
     are equal to the last bit, so no output changes: the same row computed at another place of the batch may round
-    differently.
-
-    Returns:
-        How many pages were given back.
+    differently. Returns how many pages were given back.
     """
     (uids, ids, counts), store, size = prompt, pages.store, pages.store.block_size
     if tuple(row.uid for row in store.rows) != uids:

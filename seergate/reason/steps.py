@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections import Counter
@@ -133,11 +134,7 @@ class Segmenter:
         return self.steps[-1].end if self.steps else self._start
 
     def feed(self, ids: Sequence[int]) -> list[ReasoningStep]:
-        """Take in new tokens.
-
-        Returns:
-            The steps that they end.
-        """
+        """Take in new tokens; returns the steps that they end."""
         ended = []
         for token in ids:
             if token not in self._pieces:
@@ -174,7 +171,6 @@ class Segmenter:
 
     def copy(self) -> Segmenter:
         """An independent copy."""
-        twin = Segmenter(self._decode, self._border.pattern, self._start)
-        twin._pieces, twin.steps = self._pieces, list(self.steps)
-        twin._open, twin._tail, twin._has_text = list(self._open), self._tail, self._has_text
+        twin = copy.copy(self)
+        twin.steps, twin._open = list(self.steps), list(self._open)
         return twin

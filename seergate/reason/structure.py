@@ -49,11 +49,7 @@ def check_installed() -> None:
 
 
 def formal_content(text: str, in_code: bool = False) -> Tree | None:
-    """The formulas and the code of a step as one tree, in order; ``None`` if it is prose.
-
-    Args:
-        in_code: whether it begins inside a code fence.
-    """
+    """The formulas and the code of a step, which may begin ``in_code``, as one tree, in order; ``None`` for prose."""
     parts: list[Tree] = []
     for number, piece in enumerate(FENCE.split(text)):
         if in_code ^ bool(number % 2):
@@ -111,21 +107,8 @@ def _latex_forest(nodes: Any) -> tuple[Tree, ...]:
 
 
 def code_tree(source: str) -> Tree:
-    """Python as its syntax tree; anything else as its tokens."""
+    """Python as its syntax tree, in one text; anything else as its tokens."""
     try:
-        return _python_tree(ast.parse(textwrap.dedent(source)))
+        return "python", ((ast.dump(ast.parse(textwrap.dedent(source))), ()),)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return _token_tree("code", source)
-
-
-def _python_tree(node: ast.AST) -> Tree:
-    facts, children = [type(node).__name__], list[Tree]()
-    for name, value in ast.iter_fields(node):
-        if isinstance(value, ast.AST):
-            children.append((name, (_python_tree(value),)))
-        elif isinstance(value, list):
-            subtrees = tuple(_python_tree(v) if isinstance(v, ast.AST) else (repr(v), ()) for v in value)
-            children.append((name, subtrees))
-        elif value is not None:
-            facts.append(f"{name}={value!r}")
-    return " ".join(facts), tuple(children)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -148,14 +149,8 @@ def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dt
 
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
     first = rank * gate.num_kv_heads // ranks
-    part = type(gate)(
-        gate.config,
-        num_heads=kv_heads * gate.group_size,
-        num_kv_heads=kv_heads,
-        head_dim=gate.head_dim,
-        inv_freq=gate.inv_freq,
-        attention_scaling=gate.attention_scaling,
-    ).to(device, dtype)
+    share = replace(gate.geometry, num_heads=kv_heads * gate.group_size, num_kv_heads=kv_heads)
+    part = type(gate)(gate.config, share).to(device, dtype)
     part.load_state_dict(
         {
             name: tensor[first : first + kv_heads] if name in ("q_proj.weight", "k_proj.weight") else tensor

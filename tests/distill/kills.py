@@ -33,7 +33,7 @@ import torch.utils.tensorboard
 from safetensors.torch import load_file
 
 from benchmarks.common import provenance
-from seergate.distill import TrainConfig, engines, load_train_config, trainer
+from seergate.distill import TrainConfig, engines, load_train_config, run_distillation, trainer
 from seergate.distill.checkpoint import newest_checkpoint
 
 PHASES = ("data", "step", "update", "evaluation", "export", "save")
@@ -85,7 +85,7 @@ def start(config: TrainConfig, board: Board) -> int:
             trainer._Run.evaluated = board.watched("evaluation", trainer._Run.evaluated)
             trainer.save_adapter = board.watched("export", trainer.save_adapter)
             trainer.save_checkpoint = board.watched("save", trainer.save_checkpoint)
-            trainer.run_distillation(config)
+            run_distillation(config)
         os._exit(0)
     except BaseException as error:
         print(f"the run failed: {type(error).__name__}: {error}", file=sys.__stderr__, flush=True)

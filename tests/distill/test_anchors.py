@@ -8,7 +8,6 @@ import torch
 from seergate import GateBank, SeergateError
 from seergate.distill.base_model import fresh_gates, given_gates
 from seergate.distill.config import TrainConfig
-from seergate.gates.merging import with_anchors
 from seergate.hf.teacher_forward import DistillSpec, distill_steps
 from seergate.hf.teacher_pass import intercepted_attention
 from seergate.models import families
@@ -59,7 +58,7 @@ def losses_by_hand(model, bank, source):
     ("anchors", "source"), [((0, 2), [0, 0, 2, 2]), ((0,), [0, 0, 0, 0]), ((1, 3), [None, 1, 1, 3])]
 )
 def test_loss_and_gradients_are_those_of_all_layers_served(deep, anchors, source):
-    bank = with_anchors(gates(deep), anchors).double()
+    bank = gates(deep).with_anchors(anchors).double()
     served = {layer: gate for layer, gate in enumerate(source) if gate is not None}
     ids, ends = pack()
     (out,) = distill_steps([DistillSpec(bank, recall_budgets=(2 * BLOCK,))], deep, ids, ends)

@@ -20,7 +20,7 @@ from seergate.distill.engines import (
     deepspeed_config,
     wait_for_builds,
 )
-from seergate.distill.packing import PackedBatch
+from seergate.distill.packing import packed
 from seergate.errors import SeergateError
 from seergate.hf.bank import GateBank
 from seergate.hf.teacher_forward import distill_step
@@ -33,7 +33,6 @@ def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
     """The first step's moments are (1 - beta1) times the clipped gradient, and (1 - beta2) times its square."""
     bank = GateBank.for_model(model, GateConfig(8, 16))
     ids = prompt(60)
-    pack = PackedBatch(ids, torch.tensor([0, 60], dtype=torch.int32))
     config = replace(config, max_grad_norm=clip, packs_per_step=1)
     bank.distill_loss(model, input_ids=ids, row_start=config.row_start, reduction=config.reduction).backward()
     gradients = {name: parameter.grad.double() for name, parameter in bank.named_parameters()}
@@ -41,7 +40,7 @@ def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
     assert 1e-3 < norm < 1e3
     bank.zero_grad()
     engine = PlainEngine(bank, config, DistributedState(0, 1, 0, torch.device("cpu")))
-    engine.accumulate(distill_step(bank, model, pack.input_ids, pack.cu_seqlens, **config.loss_options).loss)
+    engine.accumulate(distill_step(bank, model, ids, **config.loss_options).loss)
     assert engine.update(1e-4) == pytest.approx(norm, rel=1e-4)
     scale = clip / norm if clip == 1e-3 else 1.0
     state = engine.state()
@@ -62,10 +61,10 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monke
         torch.manual_seed(1)
         bank = GateBank.for_model(model, GateConfig(8, 16)).to(device)
         engine = PlainEngine(bank, config, DistributedState(0, 1, 0, device))
-        pack = PackedBatch.of([prompt(90, 1)[0].numpy(), prompt(41, 2)[0].numpy()]).to(device)
+        pack = packed([prompt(90, 1)[0].numpy(), prompt(41, 2)[0].numpy()])
         losses, norms = [], []
         for _ in range(4):
-            out = distill_step(bank, model.to(device), pack.input_ids, pack.cu_seqlens, **config.loss_options)
+            out = distill_step(bank, model.to(device), *pack, **config.loss_options)
             engine.accumulate(out.loss)
             losses.append(out.loss.item())
             norms.append(engine.update(1e-2))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seergate.distill.packing import PackedBatch, PackOrder, efficiency, pack
+from seergate.distill.packing import efficiency, pack, packed, packs_of_step
 
 
 def best_fit_decreasing(lengths: list[int], capacity: int) -> int:
@@ -78,18 +78,16 @@ def test_a_sample_costs_the_same_however_many_there_are() -> None:
 
 
 def test_order_visits_every_pack_once_per_epoch_whatever_the_batch() -> None:
-    order = PackOrder(10, seed=3)
-    visits = [order[i] for i in range(30)]
+    visits = packs_of_step(10, 3, step=0, packs_per_step=30)
     assert all(sorted(visits[e : e + 10]) == list(range(10)) for e in (0, 10, 20))
     assert visits[:10] != visits[10:20]
-    assert [PackOrder(10, seed=3)[i] for i in (27, 4, 12)] == [visits[i] for i in (27, 4, 12)]
-    assert [PackOrder(10, seed=4)[i] for i in range(10)] != visits[:10]
-    for step in range(3):
-        assert PackOrder(10, 3).batch(step, 4) == visits[4 * step : 4 * step + 4]
+    assert packs_of_step(10, 4, 0, 10) != visits[:10]
+    for size in (1, 4, 10, 13):
+        for step in range(30 // size):
+            assert packs_of_step(10, 3, step, size) == visits[size * step :][:size]
 
 
-def test_packed_batch_keeps_samples_apart() -> None:
-    batch = PackedBatch.of([np.array([5, 6, 7], np.int32), np.array([8], np.int32)])
-    assert batch.input_ids.tolist() == [[5, 6, 7, 8]]
-    assert batch.cu_seqlens.tolist() == [0, 3, 4] and str(batch.cu_seqlens.dtype) == "torch.int32"
-    assert batch.tokens == 4
+def test_a_pack_keeps_samples_apart() -> None:
+    ids, cu_seqlens = packed([np.array([5, 6, 7], np.int32), np.array([8], np.int32)])
+    assert ids.tolist() == [[5, 6, 7, 8]] and str(ids.dtype) == "torch.int64"
+    assert cu_seqlens.tolist() == [0, 3, 4] and str(cu_seqlens.dtype) == "torch.int32"

@@ -21,7 +21,6 @@ from seergate.distill.config import presets
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
-from seergate.distill.packing import PackedBatch
 from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
 from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
 from seergate.hf.teacher_forward import distill_step
@@ -193,11 +192,11 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
     run, model = load_train_config("qwen3-0.6b", values), random_model(shape, "bfloat16")
     bank = GateBank.for_model(model, gate_config(run, model))
     planned = estimate_memory(model, bank, run, CPU, processes=1)
-    pack = PackedBatch(torch.randint(0, 32, (1, 4096)), torch.tensor([0, 4096], dtype=torch.int32))
+    ids = torch.randint(0, 32, (1, 4096))
 
     def step() -> None:
         engine = PlainEngine(bank, run, DistributedState(0, 1, 0, CPU))
-        engine.accumulate(distill_step(bank, model, pack.input_ids, pack.cu_seqlens, **run.loss_options).loss)
+        engine.accumulate(distill_step(bank, model, ids, **run.loss_options).loss)
         engine.update(lr=1e-3)
 
     held = sum(p.nbytes for module in (model.model, bank) for p in module.parameters())

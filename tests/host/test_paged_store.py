@@ -203,11 +203,11 @@ def test_refusals():
 
 
 def test_pages_hold_whole_blocks_of_the_method():
-    from seergate.reason.paging import Paging
+    from seergate.reason.paged import page_tokens
 
     gate = Gate(bank=gates(tiny_model("qwen3")), token_budget=64)
-    assert Paging().page_of(gate) == 8 and Paging(24).page_of(gate) == 24 and Paging().page_of(Dense()) == 16
+    assert page_tokens(gate, None) == 8 and page_tokens(gate, 24) == 24 and page_tokens(Dense(), None) == 16
     with pytest.raises(SeergateError, match="pages of 12 tokens would cut the blocks of 8 that 'gate' selects"):
-        Paging(12).page_of(gate)
+        page_tokens(gate, 12)
     with pytest.raises(SeergateError, match="limit of a paged cache is 0"):
-        Paging(max_blocks=0).page_of(Quest())
+        page_tokens(Quest(), None, limit=0)

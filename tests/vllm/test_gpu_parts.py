@@ -55,6 +55,7 @@ from seergate.vllm.attention import (
 )
 from seergate.vllm.checks import choose_backend
 from seergate.vllm.pages import FlashPages, splits
+from tests.models import geometry
 from tests.vllm.flash import use_kernels
 
 K, G, D, E = 2, 2, 16, 16
@@ -76,13 +77,7 @@ class Rotary:
 
 
 def gate(size: int) -> AttnGate:
-    made = AttnGate(
-        GateConfig(block_size=size, gate_dim=E),
-        num_heads=K * G,
-        num_kv_heads=K,
-        head_dim=D,
-        inv_freq=torch.rand(E // 2),
-    )
+    made = AttnGate(GateConfig(block_size=size, gate_dim=E), geometry(K * G, K, D, inv_freq=torch.rand(E // 2)))
     for weight in made.parameters():
         weight.data.normal_(std=0.5)
     return made.requires_grad_(False)
@@ -277,10 +272,10 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
     rows, blocks, size, heads, dim = 1024, 2048, 64, 8, 128
     if kind == "gate":
         with torch.device("meta"):
-            frequencies = torch.empty(dim // 2)
+            frequencies = [1.0] * (dim // 2)
             config = GateConfig(block_size=size, gate_dim=dim)
-            made = AttnGate(config, num_heads=4 * heads, num_kv_heads=heads, head_dim=dim, inv_freq=frequencies)
-        scoring: Scores = GateScores(made.requires_grad_(False).bfloat16(), Unrotation(None))
+            made = AttnGate(config, geometry(4 * heads, heads, dim, inv_freq=frequencies))
+        scoring: Scores = GateScores(made.requires_grad_(False).to("meta", torch.bfloat16), Unrotation(None))
     else:
         scoring = QuestScores(dim, torch.bfloat16, "max")
     layer = gated_layer(make_method("quest", token_budget=4096, block_size=size), scoring)

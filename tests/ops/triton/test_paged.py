@@ -20,6 +20,7 @@ from seergate.serving.rope import Unrotation
 from seergate.serving.scoring import GateScores
 from seergate.vllm.attention import Counts, SparseAttention, plan_of_decodes
 from seergate.vllm.pages import FlashPages
+from tests.models import geometry
 
 K, G, D, WIDTH = 2, 5, 16, 8
 LENGTHS = (128, 100, 32, 0, 96, 7)
@@ -38,10 +39,8 @@ class Case:
             rope = torch.nn.Module()
             rope.cos_sin_cache, rope.is_neox_style = table, neox
         config = GateConfig(block_size=32, gate_dim=24, **gate)
-        frequencies = torch.rand(12) if config.rope else None
-        made = AttnGate(
-            config, num_heads=K * G, num_kv_heads=K, head_dim=D, inv_freq=frequencies, attention_scaling=0.7
-        )
+        frequencies = torch.rand(12) if config.rope else ()
+        made = AttnGate(config, geometry(K * G, K, D, inv_freq=frequencies, attention_scaling=0.7))
         for weight in made.parameters():
             weight.data.normal_(std=0.5)
         self.gate = made.requires_grad_(False).to(device, dtype)
