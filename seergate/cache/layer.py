@@ -102,7 +102,7 @@ class GatedLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
-        self.state = self.method.new_state(spec) if self.anchor is None else LayerState(spec)
+        self.state = self.method.new_state(spec) if self.anchor is None else LayerState(spec, self.method)
         self.storage.allocate(key_states, value_states, self.block_size, self.state)
         self.rows = Rows(batch, self.device, self.is_compileable)
         if self.is_compileable:  # a compiler must see no new tensors later

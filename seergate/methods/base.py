@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
@@ -124,18 +123,20 @@ class LayerState:
     rows without knowing the method.
 
     Attributes:
+        method: the method whose state this is; a subclass declares its class.
         tokens_per_entry: tokens per entry of each tensor ``rows[name] [B, K, N, ...]`` that grows with the sequence.
         reads: growing tensors that each decode step reads in whole, beside keys and values.
         reads_all_keys: true if each decode step reads the keys of all tokens to decide.
         parts: states of other methods that this one is composed of.
     """
 
+    method: Method
     reads: tuple[str, ...] = ()
     reads_all_keys: bool = False
     parts: tuple[LayerState, ...] = ()
 
-    def __init__(self, spec: LayerSpec) -> None:
-        self.spec = spec
+    def __init__(self, spec: LayerSpec, method: Method) -> None:
+        self.spec, self.method = spec, method
         self.rows: dict[str, Tensor] = {}
         self.tokens_per_entry: dict[str, int] = {}
 
@@ -248,10 +249,12 @@ class LayerState:
 
 
 @dataclass(kw_only=True)
-class Method(ABC):
+class Method:
     """Base of all methods. A subclass is a dataclass; its ``repr`` is its configuration."""
 
     name: ClassVar[str]
+    state: ClassVar[type[LayerState]] = LayerState
+    """The class of the method's states."""
     kv_backend: ClassVar[str | None] = None
     """``"module:function"`` of a method that needs a storage of its own. The function gets the method and the user's
     `seergate.cache.storage.KVBackend` or ``None``, and returns the backend."""
@@ -362,6 +365,6 @@ class Method(ABC):
         """The method that chooses what is read: this one, unless it only decides where keys and values lie."""
         return self
 
-    @abstractmethod
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A fresh state for one layer of one request."""
+        return self.state(spec, self)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check, check_choice, check_counts, is_int
-from seergate.methods.base import LayerSpec, LayerState, Method, Step
+from seergate.methods.base import LayerSpec, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.selecting import SelectingMethod, SelectingState
 
@@ -25,8 +25,19 @@ class Dense(Method):
     def fixed_shapes(self) -> bool:
         return True
 
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return LayerState(spec)
+
+class RandomState(SelectingState):
+    """Remembers nothing."""
+
+    method: Random
+
+    def scores(self, step: Step) -> Tensor:
+        device = step.lengths.device
+        heads = torch.arange(self.spec.num_kv_heads, device=device)[None, :, None]
+        blocks = torch.arange(-(-step.max_length // self.block_size), device=device)[None, None]
+        mixed = mix(mix(torch.tensor(self.method.seed * 1_000_003 + self.spec.layer, device=device)) + step.lengths)
+        hashed = mix(mix(mixed[:, None, None] + heads) + blocks)
+        return (hashed >> 40).float()  # 24 bits: exact in fp32
 
 
 @dataclass(kw_only=True)
@@ -40,6 +51,7 @@ class Random(SelectingMethod):
     """
 
     name: ClassVar[str] = "random"
+    state = RandomState
     plot_style: ClassVar[tuple[str, str] | None] = ("#7F7F7F", "x")
     role: ClassVar[Literal["method", "control", "bound"]] = "control"
     seed: int = 0
@@ -48,25 +60,6 @@ class Random(SelectingMethod):
         super().__post_init__()
         check("seed", self.seed, is_int(self.seed), "an integer")
 
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return RandomState(spec, self)
-
-
-class RandomState(SelectingState):
-    """Remembers nothing."""
-
-    def __init__(self, spec: LayerSpec, method: Random) -> None:
-        super().__init__(spec, method)
-        self.seed = method.seed
-
-    def scores(self, step: Step) -> Tensor:
-        device = step.lengths.device
-        heads = torch.arange(self.spec.num_kv_heads, device=device)[None, :, None]
-        blocks = torch.arange(-(-step.max_length // self.block_size), device=device)[None, None]
-        mixed = mix(mix(torch.tensor(self.seed * 1_000_003 + self.spec.layer, device=device)) + step.lengths)
-        hashed = mix(mix(mixed[:, None, None] + heads) + blocks)
-        return (hashed >> 40).float()  # 24 bits: exact in fp32
-
 
 def mix(x: Tensor) -> Tensor:
     """The splitmix64 finaliser on int64, with wrap-around arithmetic and logical shifts."""
@@ -74,6 +67,30 @@ def mix(x: Tensor) -> Tensor:
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -4658895280553007687
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -7723592293110705685
     return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+class RandomEvictState(BudgetedState):
+    """``index [B, K, T]``, int32: which token of its row a resident is."""
+
+    method: RandomEvict
+
+    def __init__(self, spec: LayerSpec, method: RandomEvict) -> None:
+        super().__init__(spec, method)
+        self.add_per_token("index", torch.int32)
+
+    def append(self, step: Step) -> None:
+        super().append(step)
+        index = self.room("index", step.max_length)
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            seen = self.total_tokens(row)
+            index[row, :, start : start + count] = torch.arange(seen - count, seen, device=index.device)
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        index_KT = self.rows["index"][row, :, : step.ends[row]].long()
+        if self.method.scope == "layer":
+            index_KT = index_KT[:1]
+        event = self.decoded[row] if self.method.law == "redraw" else 0
+        return random_numbers(index_KT, self.method.seed, self.spec.layer, event)
 
 
 @dataclass(kw_only=True)
@@ -94,6 +111,7 @@ class RandomEvict(BudgetedMethod):
     """
 
     name: ClassVar[str] = "random_evict"
+    state = RandomEvictState
     plot_style: ClassVar[tuple[str, str] | None] = ("#A6A6A6", "1")
     role: ClassVar[Literal["method", "control", "bound"]] = "control"
     token_budget: int = 2048
@@ -114,32 +132,6 @@ class RandomEvict(BudgetedMethod):
     @property
     def recent(self) -> int:
         return self.recent_tokens
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return RandomEvictState(spec, self)
-
-
-class RandomEvictState(BudgetedState):
-    """``index [B, K, T]``, int32: which token of its row a resident is."""
-
-    def __init__(self, spec: LayerSpec, method: RandomEvict) -> None:
-        super().__init__(spec, method)
-        self.method = method
-        self.add_per_token("index", torch.int32)
-
-    def append(self, step: Step) -> None:
-        super().append(step)
-        index = self.room("index", step.max_length)
-        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            seen = self.total_tokens(row)
-            index[row, :, start : start + count] = torch.arange(seen - count, seen, device=index.device)
-
-    def importance(self, step: Step, row: int) -> Tensor:
-        index_KT = self.rows["index"][row, :, : step.ends[row]].long()
-        if self.method.scope == "layer":
-            index_KT = index_KT[:1]
-        event = self.decoded[row] if self.method.law == "redraw" else 0
-        return random_numbers(index_KT, self.method.seed, self.spec.layer, event)
 
 
 def random_numbers(index_KT: Tensor, seed: int, layer: int, event: int) -> Tensor:

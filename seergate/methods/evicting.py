@@ -86,8 +86,8 @@ class CompressingState(LayerState, ABC):
         decoded: per row, tokens since then, the current one included.
     """
 
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: LayerSpec, method: Method) -> None:
+        super().__init__(spec, method)
         self.prompts, self.decoded = [0] * spec.batch, [0] * spec.batch
 
     def covered(self, held: Any, seen: Any) -> Any:
@@ -254,14 +254,12 @@ class BudgetedMethod(EvictingMethod):
 class BudgetedState(EvictingState):
     """State of a `BudgetedMethod`: a subclass says how important residents are."""
 
-    def __init__(self, spec: LayerSpec, method: BudgetedMethod) -> None:
-        super().__init__(spec)
-        self.budget = method
+    method: BudgetedMethod
 
     def saw_prompt(self, tokens: int) -> None:
-        done = self.budget.on_long_prompt(tokens)
+        done = self.method.on_long_prompt(tokens)
         if done is not None:
-            self.budget.warn_of_prompt(tokens, self.budget.token_budget, done)
+            self.method.warn_of_prompt(tokens, self.method.token_budget, done)
 
     @abstractmethod
     def importance(self, step: Step, row: int) -> Tensor:
@@ -270,7 +268,7 @@ class BudgetedState(EvictingState):
         """
 
     def max_resident(self) -> int:
-        return max(self.budget.kept(prompt) for prompt in self.prompts) + self.budget.interval
+        return max(self.method.kept(prompt) for prompt in self.prompts) + self.method.interval
 
     def clock(self, row: int) -> int:
         """The steps of a row, at whose multiples of ``interval`` a periodic method evicts."""
@@ -278,7 +276,7 @@ class BudgetedState(EvictingState):
 
     def due(self, row: int, held: int) -> bool:
         """True if a row that holds so many tokens evicts now."""
-        method, decoded = self.budget, self.decoded[row]
+        method, decoded = self.method, self.decoded[row]
         kept = method.kept(self.prompts[row])
         if method.periodic and decoded:
             return self.clock(row) % method.interval == 0 and held > kept
@@ -286,7 +284,7 @@ class BudgetedState(EvictingState):
 
     @torch.no_grad()
     def select_kept(self, step: Step) -> Eviction | None:
-        ends, method = step.ends, self.budget
+        ends, method = step.ends, self.method
 
         def scores(row: int) -> Tensor:
             found = self.importance(step, row).clone()

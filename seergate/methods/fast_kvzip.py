@@ -16,9 +16,10 @@ from seergate.methods.retention import RetentionMethod, RetentionState
 class FastKVzipState(RetentionState):
     """State of retention gates whose scores are in 0..1."""
 
+    method: FastKVzip
+
     def importance(self, step: Step, row: int) -> Tensor:
         score, place = self.known(step, row)
-        assert isinstance(self.method, FastKVzip)
         return torch.where(place < self.method.first_tokens, 1.0, score)
 
 
@@ -38,7 +39,7 @@ class FastKVzip(RetentionMethod):
 
     name: ClassVar[str] = "fast_kvzip"
     plot_style: ClassVar[tuple[str, str] | None] = ("#228833", "<")
-    state: ClassVar[type[RetentionState]] = FastKVzipState
+    state = FastKVzipState
     token_budget: int = 4096
     window: int | None = None
     first_tokens: int = 4

@@ -84,7 +84,7 @@ class Gate(SelectingMethod):
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A layer that has no gate stays dense."""
         if str(spec.layer) not in self.bank.layers:
-            return LayerState(spec)
+            return LayerState(spec, self)
         return GateState(spec, self, gate_on(spec, self.bank.gate(spec.layer), self._copies))
 
     def selects_in(self, layer: int) -> bool:

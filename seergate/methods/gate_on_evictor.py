@@ -9,7 +9,7 @@ import torch
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
 
@@ -21,71 +21,13 @@ SUFFIX = "+gate"
 OWN_ATTENTION = "the gate's attention would take the place of that method's own"
 
 
-@dataclass(kw_only=True)
-class GateOnEvictor(EvictingMethod):
-    """Any evictor, with the gate on what remains: of the residents those are read whose block the gate picks.
-
-    The gate sees every token when it comes, so its blocks are those of the whole text, whatever has left since; its
-    compressed keys of one vector per block stay. Blocks of which nothing is left are not picked. Of an evicted-from
-    block the gate's budget counts the whole size, so that it bounds the tokens that are read.
-
-    The evictor decides as it would alone; where that takes the probabilities of all residents (H2O, TOVA,
-    LazyEviction), their keys are read for it and counted.
-
-    Attributes:
-        evictor: the method that decides which tokens stay; it may neither re-position them nor read only a part.
-        gate: the method that decides which of them are read.
-    """
-
-    name: ClassVar[str] = "gate_on_evictor"
-    evictor: EvictingMethod
-    gate: Gate
-
-    def __post_init__(self) -> None:
-        named = f"the gate cannot work on what {self.evictor.name!r} leaves"
-        if not isinstance(self.evictor, EvictingMethod):
-            raise ValueError(f"{named}: that method evicts nothing")
-        if isinstance(self.evictor, GateOnEvictor):
-            raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
-        if self.evictor.own_attention:
-            raise ValueError(f"{named}: it does not attend to all that it holds, or not where it was; {OWN_ATTENTION}")
-        if self.gate.compat is not None:
-            raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
-        if self.gate.anchors:
-            raise ValueError(f"{named} with anchors, as every layer evicts for itself; give gates without them")
-        if self.gate.dense_below:
-            raise ValueError(f"{named} with dense_below, which needs all tokens; drop it")
-
-    @property
-    def bank(self) -> Gates:
-        """The gates."""
-        return self.gate.bank
-
-    @property
-    def own_attention(self) -> bool:
-        return True
-
-    @property
-    def nominal(self) -> str:
-        return f"{self.evictor.nominal}, reads {self.gate.nominal}"
-
-    def describe(self) -> dict[str, Any]:
-        return self.evictor.describe() | {f"gate.{key}": value for key, value in self.gate.describe().items()}
-
-    @property
-    def calibrated_on(self) -> str | None:
-        return self.evictor.calibrated_on
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return GateOnEvictorState(spec, self)
-
-
 class GateOnEvictorState(EvictingState):
     """Both states, and ``index [B, K, T]``, int32: which token of its row a resident is."""
 
+    method: GateOnEvictor
+
     def __init__(self, spec: LayerSpec, method: GateOnEvictor) -> None:
-        super().__init__(spec)
-        self.method = method
+        super().__init__(spec, method)
         evicting = method.evictor.new_state(spec)
         if not isinstance(evicting, EvictingState):
             raise SeergateError(
@@ -162,3 +104,60 @@ class GateOnEvictorState(EvictingState):
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
         super().on_evict(eviction, capacity)
         self.evicting.on_evict(eviction, capacity)
+
+
+@dataclass(kw_only=True)
+class GateOnEvictor(EvictingMethod):
+    """Any evictor, with the gate on what remains: of the residents those are read whose block the gate picks.
+
+    The gate sees every token when it comes, so its blocks are those of the whole text, whatever has left since; its
+    compressed keys of one vector per block stay. Blocks of which nothing is left are not picked. Of an evicted-from
+    block the gate's budget counts the whole size, so that it bounds the tokens that are read.
+
+    The evictor decides as it would alone; where that takes the probabilities of all residents (H2O, TOVA,
+    LazyEviction), their keys are read for it and counted.
+
+    Attributes:
+        evictor: the method that decides which tokens stay; it may neither re-position them nor read only a part.
+        gate: the method that decides which of them are read.
+    """
+
+    name: ClassVar[str] = "gate_on_evictor"
+    state = GateOnEvictorState
+    evictor: EvictingMethod
+    gate: Gate
+
+    def __post_init__(self) -> None:
+        named = f"the gate cannot work on what {self.evictor.name!r} leaves"
+        if not isinstance(self.evictor, EvictingMethod):
+            raise ValueError(f"{named}: that method evicts nothing")
+        if isinstance(self.evictor, GateOnEvictor):
+            raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
+        if self.evictor.own_attention:
+            raise ValueError(f"{named}: it does not attend to all that it holds, or not where it was; {OWN_ATTENTION}")
+        if self.gate.compat is not None:
+            raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
+        if self.gate.anchors:
+            raise ValueError(f"{named} with anchors, as every layer evicts for itself; give gates without them")
+        if self.gate.dense_below:
+            raise ValueError(f"{named} with dense_below, which needs all tokens; drop it")
+
+    @property
+    def bank(self) -> Gates:
+        """The gates."""
+        return self.gate.bank
+
+    @property
+    def own_attention(self) -> bool:
+        return True
+
+    @property
+    def nominal(self) -> str:
+        return f"{self.evictor.nominal}, reads {self.gate.nominal}"
+
+    def describe(self) -> dict[str, Any]:
+        return self.evictor.describe() | {f"gate.{key}": value for key, value in self.gate.describe().items()}
+
+    @property
+    def calibrated_on(self) -> str | None:
+        return self.evictor.calibrated_on

@@ -9,56 +9,19 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_choice, check_counts
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import prompt_probabilities, reduced
-
-
-@dataclass(kw_only=True)
-class H2O(BudgetedMethod):
-    """Keep the newest tokens and those with the largest sum of attention probability over all queries so far.
-
-    As in the paper one token leaves at each step, which moves the cache each time; a larger ``interval`` is cheaper.
-    The paper's code has one KV head per query head; here the group's probabilities are reduced.
-
-    Attributes:
-        token_budget: heavy hitters and recent tokens together; 1024 + 1024 in the authors' scripts.
-        recent_tokens: how many of them are the newest; half by default.
-        normalise: ``"sum"``, the paper's; ``"mean"`` divides by the number of queries that have seen the key, which
-            takes away the advantage of old tokens.
-        group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.
-    """
-
-    name: ClassVar[str] = "h2o"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#E69F00", "D")
-    token_budget: int = 2048
-    recent_tokens: int | None = None
-    normalise: str = "sum"
-    group_reduction: str = "mean"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.recent_tokens is not None:
-            check_counts(self, recent_tokens=0)
-        check_choice(self, normalise=("sum", "mean"), group_reduction=("mean", "max"))
-        self.check_recent("recent_tokens")
-
-    @property
-    def recent(self) -> int:
-        return self.token_budget // 2 if self.recent_tokens is None else self.recent_tokens
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return H2OState(spec, self)
 
 
 class H2OState(BudgetedState):
     """``mass [B, K, T]``: probability that each resident has received; ``queries``: from how many, for the mean."""
 
+    method: H2O
     reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec, method)
-        self.method = method
         for name in ("mass", "queries") if method.normalise == "mean" else ("mass",):
             # half precision would lose small increments
             self.add_per_token(name, torch.promote_types(spec.dtype, torch.float32))
@@ -90,3 +53,38 @@ class H2OState(BudgetedState):
     def importance(self, step: Step, row: int) -> Tensor:
         mass = self.rows["mass"][row, :, : step.ends[row]]
         return mass / self.rows["queries"][row, :, : step.ends[row]] if "queries" in self.rows else mass
+
+
+@dataclass(kw_only=True)
+class H2O(BudgetedMethod):
+    """Keep the newest tokens and those with the largest sum of attention probability over all queries so far.
+
+    As in the paper one token leaves at each step, which moves the cache each time; a larger ``interval`` is cheaper.
+    The paper's code has one KV head per query head; here the group's probabilities are reduced.
+
+    Attributes:
+        token_budget: heavy hitters and recent tokens together; 1024 + 1024 in the authors' scripts.
+        recent_tokens: how many of them are the newest; half by default.
+        normalise: ``"sum"``, the paper's; ``"mean"`` divides by the number of queries that have seen the key, which
+            takes away the advantage of old tokens.
+        group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.
+    """
+
+    name: ClassVar[str] = "h2o"
+    state = H2OState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#E69F00", "D")
+    token_budget: int = 2048
+    recent_tokens: int | None = None
+    normalise: str = "sum"
+    group_reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recent_tokens is not None:
+            check_counts(self, recent_tokens=0)
+        check_choice(self, normalise=("sum", "mean"), group_reduction=("mean", "max"))
+        self.check_recent("recent_tokens")
+
+    @property
+    def recent(self) -> int:
+        return self.token_budget // 2 if self.recent_tokens is None else self.recent_tokens

@@ -15,50 +15,11 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
 
 LEVELS = 15
 """The highest of the codes 0..15."""
-
-
-@dataclass(kw_only=True)
-class KV4Bit(CompressingMethod):
-    """Keep the newest tokens as they are and all others in 4 bits per number, with a scale and a minimum per group.
-
-    As in KIVI a key's channel is rounded over ``group`` consecutive tokens, because some channels of keys are much
-    larger than the rest, and a value over ``group`` of its channels. A group is rounded once, when all of its tokens
-    are old enough, and never again; a prompt is read before it is rounded. (The quantised cache of transformers
-    rounds the whole cache anew every 128 tokens, and has one length for all rows.)
-
-    For the cache a rounded token is an evicted one: it lies in this method's state. The rounded tokens of one layer at
-    a time are widened for attention; a fused kernel would do that in registers.
-
-    Attributes:
-        group: numbers that share a scale and a minimum, float16 each: 4 bits become 5 at 32.
-        residual: minimum number of newest tokens that are not rounded; 128 in KIVI.
-        key_groups: ``"channel"``: as above; ``"token"``: keys are grouped like values.
-    """
-
-    name: ClassVar[str] = "kv4bit"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#661100", "X")
-    cautions: ClassVar[Mapping[str, str]] = {
-        "float32": "kv4bit replaces a cache of 32-bit numbers here; of the usual 16 bits it would save less."
-    }
-    group: int = 32
-    residual: int = 128
-    key_groups: str = "channel"
-
-    def __post_init__(self) -> None:
-        check_counts(self, group=2, residual=1)
-        check_choice(self, key_groups=("channel", "token"))
-
-    @property
-    def nominal(self) -> str:
-        return "all, in 4 bits"
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return KV4BitState(spec, self)
 
 
 class KV4BitState(CompressingState):
@@ -68,11 +29,11 @@ class KV4BitState(CompressingState):
     ``total_tokens(b) - residents(b)`` tokens are in here.
     """
 
+    method: KV4Bit
     reads = ("keys", "values", "key_range", "value_range")
 
     def __init__(self, spec: LayerSpec, method: KV4Bit) -> None:
-        super().__init__(spec)
-        self.method = method
+        super().__init__(spec, method)
         width = spec.head_dim
         self.channels = max(n for n in range(1, min(method.group, width) + 1) if width % n == 0)
         per_token = (method.group, width // self.channels)
@@ -155,6 +116,43 @@ class KV4BitState(CompressingState):
         last = torch.tensor([ends[row] - 1 for row in old], device=step.lengths.device)[:, None]
         index = torch.minimum(starts + torch.arange(max(kept), device=step.lengths.device), last)
         return Eviction(list(old), index[:, None].expand(-1, self.spec.num_kv_heads, -1), kept)
+
+
+@dataclass(kw_only=True)
+class KV4Bit(CompressingMethod):
+    """Keep the newest tokens as they are and all others in 4 bits per number, with a scale and a minimum per group.
+
+    As in KIVI a key's channel is rounded over ``group`` consecutive tokens, because some channels of keys are much
+    larger than the rest, and a value over ``group`` of its channels. A group is rounded once, when all of its tokens
+    are old enough, and never again; a prompt is read before it is rounded. (The quantised cache of transformers
+    rounds the whole cache anew every 128 tokens, and has one length for all rows.)
+
+    For the cache a rounded token is an evicted one: it lies in this method's state. The rounded tokens of one layer at
+    a time are widened for attention; a fused kernel would do that in registers.
+
+    Attributes:
+        group: numbers that share a scale and a minimum, float16 each: 4 bits become 5 at 32.
+        residual: minimum number of newest tokens that are not rounded; 128 in KIVI.
+        key_groups: ``"channel"``: as above; ``"token"``: keys are grouped like values.
+    """
+
+    name: ClassVar[str] = "kv4bit"
+    state = KV4BitState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#661100", "X")
+    cautions: ClassVar[Mapping[str, str]] = {
+        "float32": "kv4bit replaces a cache of 32-bit numbers here; of the usual 16 bits it would save less."
+    }
+    group: int = 32
+    residual: int = 128
+    key_groups: str = "channel"
+
+    def __post_init__(self) -> None:
+        check_counts(self, group=2, residual=1)
+        check_choice(self, key_groups=("channel", "token"))
+
+    @property
+    def nominal(self) -> str:
+        return "all, in 4 bits"
 
 
 def _grouped(x: Tensor, channels: int | None) -> tuple[Tensor, int]:

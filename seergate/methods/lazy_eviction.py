@@ -10,73 +10,9 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_choice, check_counts, check_flags, check_share
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
-
-
-@dataclass(kw_only=True)
-class LazyEviction(BudgetedMethod):
-    """Every ``window`` decode steps keep the last ``window`` tokens and those that are not overdue.
-
-    A token is active at a step if its attention probability is at least ``alpha``. Its maximum recurrence interval
-    (MRI) is the longest time between two of its activations so far. It scores high while the time since its last
-    activation is short against its own MRI, and if its MRI is small (the paper's H1 and H2).
-
-    The paper's code is followed where its text leaves room: H1 is ``2 / (1 + exp(1 + elapsed / MRI))``, so at most
-    0.54 (``h1``). The code keeps every query head's own cache and state, in half precision; here a token is active for
-    a KV head if it is for the group, and times are integers. Nothing protects the prompt, and one longer than the
-    budget stays whole until the first multiple of ``window``.
-
-    Attributes:
-        token_budget: 1492 in the authors' scripts for MATH-500 and a Qwen model.
-        window: steps between evictions and recent tokens that always stay, the paper's W: the 80th percentile of MRI
-            (``seergate calibrate``), 175 for that model and task.
-        alpha: 1e-4 for Qwen models, 5e-4 for Llama ones.
-        use_h1, use_h2: whether each term counts. The paper has both; on GSM8K it loses 4 to 6 points without H1 and
-            about one without H2 (Table 4).
-        h1: ``"capped"``: as in the authors' code, at most 0.54; ``"full"``: ``2 / (1 + exp(elapsed / MRI))``, which
-            takes up all of 0 to 1, the range that appendix D of the paper gives both terms, and weighs more against
-            H2.
-        group_reduction: ``"max"`` or ``"mean"`` of the probabilities of a group.
-    """
-
-    name: ClassVar[str] = "lazy_eviction"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#44AA99", "d")
-    calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.recurrence:WindowCalibration"}
-    periodic: ClassVar[bool] = True
-    token_budget: int = 1492
-    window: int = 175
-    interval: int = field(init=False, default=1)
-    alpha: float = 1e-4
-    use_h1: bool = True
-    use_h2: bool = True
-    h1: str = "capped"
-    group_reduction: str = "max"
-
-    def __post_init__(self) -> None:
-        check_counts(self, window=1)
-        self.interval = self.window
-        super().__post_init__()
-        check_share(self, "alpha")
-        check_flags(self, "use_h1", "use_h2")
-        if not (self.use_h1 or self.use_h2):
-            raise ValueError("use_h1 and use_h2 are both False; without either there is nothing to rank tokens by")
-        check_choice(self, h1=("capped", "full"), group_reduction=("max", "mean"))
-        self.check_recent("window")
-
-    @property
-    def recent(self) -> int:
-        return self.window
-
-    def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        found = super().on_long_prompt(prompt_tokens)
-        if found is None or self.prompt != "evictable":
-            return found
-        return f"it stays until {self.window} tokens are generated, and then {self.token_budget} of all tokens stay"
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return LazyState(spec, self)
 
 
 class LazyState(BudgetedState):
@@ -84,11 +20,11 @@ class LazyState(BudgetedState):
     int32 ``[B, K, T]``.
     """
 
+    method: LazyEviction
     reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: LazyEviction) -> None:
         super().__init__(spec, method)
-        self.method = method
         for name in ("active", "mri"):
             self.add_per_token(name, torch.int32)
 
@@ -121,6 +57,68 @@ class LazyState(BudgetedState):
         method = self.method
         h1 = method.h1 if method.use_h1 else None
         return recurrence_score(self.decoded[row] - active, mri, method.use_h2, h1)
+
+
+@dataclass(kw_only=True)
+class LazyEviction(BudgetedMethod):
+    """Every ``window`` decode steps keep the last ``window`` tokens and those that are not overdue.
+
+    A token is active at a step if its attention probability is at least ``alpha``. Its maximum recurrence interval
+    (MRI) is the longest time between two of its activations so far. It scores high while the time since its last
+    activation is short against its own MRI, and if its MRI is small (the paper's H1 and H2).
+
+    The paper's code is followed where its text leaves room: H1 is ``2 / (1 + exp(1 + elapsed / MRI))``, so at most
+    0.54 (``h1``). The code keeps every query head's own cache and state, in half precision; here a token is active for
+    a KV head if it is for the group, and times are integers. Nothing protects the prompt, and one longer than the
+    budget stays whole until the first multiple of ``window``.
+
+    Attributes:
+        token_budget: 1492 in the authors' scripts for MATH-500 and a Qwen model.
+        window: steps between evictions and recent tokens that always stay, the paper's W: the 80th percentile of MRI
+            (``seergate calibrate``), 175 for that model and task.
+        alpha: 1e-4 for Qwen models, 5e-4 for Llama ones.
+        use_h1, use_h2: whether each term counts. The paper has both; on GSM8K it loses 4 to 6 points without H1 and
+            about one without H2 (Table 4).
+        h1: ``"capped"``: as in the authors' code, at most 0.54; ``"full"``: ``2 / (1 + exp(elapsed / MRI))``, which
+            takes up all of 0 to 1, the range that appendix D of the paper gives both terms, and weighs more against
+            H2.
+        group_reduction: ``"max"`` or ``"mean"`` of the probabilities of a group.
+    """
+
+    name: ClassVar[str] = "lazy_eviction"
+    state = LazyState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#44AA99", "d")
+    calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.recurrence:WindowCalibration"}
+    periodic: ClassVar[bool] = True
+    token_budget: int = 1492
+    window: int = 175
+    interval: int = field(init=False, default=1)
+    alpha: float = 1e-4
+    use_h1: bool = True
+    use_h2: bool = True
+    h1: str = "capped"
+    group_reduction: str = "max"
+
+    def __post_init__(self) -> None:
+        check_counts(self, window=1)
+        self.interval = self.window
+        super().__post_init__()
+        check_share(self, "alpha")
+        check_flags(self, "use_h1", "use_h2")
+        if not (self.use_h1 or self.use_h2):
+            raise ValueError("use_h1 and use_h2 are both False; without either there is nothing to rank tokens by")
+        check_choice(self, h1=("capped", "full"), group_reduction=("max", "mean"))
+        self.check_recent("window")
+
+    @property
+    def recent(self) -> int:
+        return self.window
+
+    def on_long_prompt(self, prompt_tokens: int) -> str | None:
+        found = super().on_long_prompt(prompt_tokens)
+        if found is None or self.prompt != "evictable":
+            return found
+        return f"it stays until {self.window} tokens are generated, and then {self.token_budget} of all tokens stay"
 
 
 def recurrence_score(elapsed: Tensor, mri: Tensor, use_h2: bool = True, h1: str | None = "capped") -> Tensor:

@@ -11,9 +11,19 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import Step
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingMethod, SelectingState
+
+
+class OracleState(SelectingState):
+    """Remembers nothing; reads the cache's keys."""
+
+    reads_all_keys = True
+
+    @torch.no_grad()
+    def scores(self, step: Step) -> Tensor:
+        return log_block_maxima(step, self.block_size)
 
 
 @dataclass(kw_only=True)
@@ -25,19 +35,7 @@ class Oracle(SelectingMethod):
     """
 
     name: ClassVar[str] = "oracle"
+    state = OracleState
     plot_style: ClassVar[tuple[str, str] | None] = ("#0072B2", "s")
     role: ClassVar[Literal["method", "control", "bound"]] = "bound"
     serving_scores: ClassVar[str | None] = "seergate.serving.scoring:OracleScores"
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return OracleState(spec, self)
-
-
-class OracleState(SelectingState):
-    """Remembers nothing; reads the cache's keys."""
-
-    reads_all_keys = True
-
-    @torch.no_grad()
-    def scores(self, step: Step) -> Tensor:
-        return log_block_maxima(step, self.block_size)

@@ -20,62 +20,6 @@ from seergate.methods.selecting import PerHeadSelection, SelectingMethod, Select
 from seergate.ops import Selection
 
 
-@dataclass(kw_only=True)
-class Quest(SelectingMethod):
-    """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
-
-    The budget includes the current page, which is always read, as in Quest's own kernels; the code that its accuracy
-    was measured with lets that page compete with the others. Bounds are taken per query head. Quest itself, made for
-    models without groups, lets each query head choose; here the heads of a group decide together unless told otherwise
-    (``group_reduction``), so that a KV head reads no more than the budget.
-
-    Attributes:
-        block_size: Quest's page; 16 in its paper.
-        dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
-        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's query heads; ``"separate"``, as in the
-            authors' code: each query head reads the pages of its own choice. Keys and values are held once per KV head
-            all the same; a KV head reads the union of its group's choices.
-        min_pages: minimum number of pages that are read, however small the token budget; 3 in the accuracy code, 1 in
-            the kernels.
-    """
-
-    name: ClassVar[str] = "quest"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#009E73", "^")
-    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:QuestScores"
-    block_size: int = 16
-    dense_layers: tuple[int, ...] = (0, 1)
-    group_reduction: str = "max"
-    min_pages: int = 1
-
-    def __post_init__(self) -> None:
-        check_choice(self, group_reduction=("max", "mean", "separate"))
-        check_counts(self, min_pages=1)
-        super().__post_init__()
-        if self.token_budget is None and self.min_pages > 1:
-            raise ValueError(f"min_pages is {self.min_pages} without a token budget; give token_budget, or drop it")
-
-    @property
-    def budget(self) -> int | None:
-        return None if self.token_budget is None else max(self.token_budget, self.min_pages * self.block_size)
-
-    @property
-    def splits_groups(self) -> bool:
-        return self.group_reduction == "separate"
-
-    @property
-    def fixed_shapes(self) -> bool:
-        return self.dense_below == 0 and not self.splits_groups
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return QuestState(spec, self, self.group_reduction)
-
-    def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
-        selection = super().select(state, step)
-        if isinstance(selection, Selection) and self.splits_groups:
-            return PerHeadSelection(*union(selection, state.spec.num_kv_heads), selection)
-        return selection
-
-
 class PageBounds:
     """Per page and channel the largest and smallest key after RoPE: ``state.rows["high"]``, ``["low"] [B, K, N, D]``.
 
@@ -145,17 +89,18 @@ def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduct
 class QuestState(SelectingState):
     """The bounds of every page."""
 
+    method: Quest | ReSA
     reads = ("high", "low")
 
-    def __init__(self, spec: LayerSpec, method: SelectingMethod, group_reduction: str) -> None:
+    def __init__(self, spec: LayerSpec, method: Quest | ReSA) -> None:
         super().__init__(spec, method)
-        self.pages, self.group_reduction = PageBounds(self, method.block_size), group_reduction
+        self.pages = PageBounds(self, method.block_size)
 
     def append(self, step: Step) -> None:
         self.pages.append(step)
 
     def scores(self, step: Step) -> Tensor:
-        return self.pages.bounds(step, self.group_reduction)
+        return self.pages.bounds(step, self.method.group_reduction)
 
     def logits(self, step: Step) -> Tensor:
         return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2) * step.sm_scale
@@ -164,6 +109,60 @@ class QuestState(SelectingState):
         for row, length in enumerate(after):
             first = length // self.pages.block_size
             self.pages.recompute(row, first, keys(row, first * self.pages.block_size, length))
+
+
+@dataclass(kw_only=True)
+class Quest(SelectingMethod):
+    """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
+
+    The budget includes the current page, which is always read, as in Quest's own kernels; the code that its accuracy
+    was measured with lets that page compete with the others. Bounds are taken per query head. Quest itself, made for
+    models without groups, lets each query head choose; here the heads of a group decide together unless told otherwise
+    (``group_reduction``), so that a KV head reads no more than the budget.
+
+    Attributes:
+        block_size: Quest's page; 16 in its paper.
+        dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
+        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's query heads; ``"separate"``, as in the
+            authors' code: each query head reads the pages of its own choice. Keys and values are held once per KV head
+            all the same; a KV head reads the union of its group's choices.
+        min_pages: minimum number of pages that are read, however small the token budget; 3 in the accuracy code, 1 in
+            the kernels.
+    """
+
+    name: ClassVar[str] = "quest"
+    state = QuestState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#009E73", "^")
+    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:QuestScores"
+    block_size: int = 16
+    dense_layers: tuple[int, ...] = (0, 1)
+    group_reduction: str = "max"
+    min_pages: int = 1
+
+    def __post_init__(self) -> None:
+        check_choice(self, group_reduction=("max", "mean", "separate"))
+        check_counts(self, min_pages=1)
+        super().__post_init__()
+        if self.token_budget is None and self.min_pages > 1:
+            raise ValueError(f"min_pages is {self.min_pages} without a token budget; give token_budget, or drop it")
+
+    @property
+    def budget(self) -> int | None:
+        return None if self.token_budget is None else max(self.token_budget, self.min_pages * self.block_size)
+
+    @property
+    def splits_groups(self) -> bool:
+        return self.group_reduction == "separate"
+
+    @property
+    def fixed_shapes(self) -> bool:
+        return self.dense_below == 0 and not self.splits_groups
+
+    def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
+        selection = super().select(state, step)
+        if isinstance(selection, Selection) and self.splits_groups:
+            return PerHeadSelection(*union(selection, state.spec.num_kv_heads), selection)
+        return selection
 
 
 @dataclass(kw_only=True)
@@ -178,6 +177,8 @@ class ReSA(SelectingMethod):
     """
 
     name: ClassVar[str] = "resa"
+    state = QuestState
+    group_reduction: ClassVar[str] = "mean_query"
     plot_style: ClassVar[tuple[str, str] | None] = ("#225555", "p")
     limits: ClassVar[tuple[str, ...]] = ("token_budget",)
     block_size: int = 16
@@ -203,9 +204,6 @@ class ReSA(SelectingMethod):
     @property
     def nominal(self) -> str:
         return f"{self.token_budget} or {100 * self.share:g} %"
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return QuestState(spec, self, "mean_query")
 
 
 def union(selection: Selection, kv_heads: int) -> Selection:

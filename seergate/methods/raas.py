@@ -10,87 +10,20 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageBounds
-
-
-@dataclass(kw_only=True)
-class RaaS(EvictingMethod):
-    """At each step the half of the pages with the highest Quest bounds are used; the least recently used one leaves.
-
-    The prompt is never evicted, and its pages count in the budget; a page that it shares with generated tokens counts
-    as its own. A page leaves when one more opens than the budget has room for, so at most ``token_budget + 1`` tokens
-    are resident. If the prompt uses the whole budget, only the currently filling page is kept for generated tokens:
-    the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step the one with the
-    lowest bound leaves, of equal ones the oldest; the current page stays.
-
-    The authors' accuracy code keeps everything under a mask, per query head; here stamps are per KV head, and memory
-    is given back. That code does not protect the prompt, and counts half of the *budget's* pages as used:
-    ``prompt="evictable"`` and ``share_of="budget"``.
-
-    Attributes:
-        token_budget: for all tokens (or for generated ones, see ``prompt``); the paper studies 64 to 1024 and finds
-            the latter enough.
-        block_size: tokens per page.
-        share: the paper's r: which part of the resident pages counts as used at a step, rounded down, at least one.
-        share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of as many as the budget
-            has.
-        threshold: use instead the pages whose softmax over all bounds is at least this, as an earlier version of the
-            paper does with attention probabilities.
-        prompt: ``"pinned"``: its pages stay and count in the budget, as in the paper; ``"extra"``: they stay beside
-            it, so that the whole budget is for generated tokens. ``"evictable"``: they count in it and leave like all
-            others; at the first generated token those that it does not use were never used. One longer than the budget
-            stays whole until then.
-        prompt_budget: read only so many tokens of the prompt at a step, the pages with the highest bounds: Quest for
-            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it. It takes
-            a prompt that stays.
-        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
-    """
-
-    name: ClassVar[str] = "raas"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#882255", "h")
-    token_budget: int = 1024
-    block_size: int = 16
-    share: float = 0.5
-    share_of: str = "resident"
-    threshold: float | None = None
-    prompt: str = "pinned"
-    prompt_budget: int | None = None
-    group_reduction: str = "max"
-
-    def __post_init__(self) -> None:
-        check_counts(self, block_size=1)
-        check_counts(self, token_budget=self.block_size)
-        check_share(self, "share")
-        check_choice(self, prompt=("pinned", "extra", "evictable"), share_of=("resident", "budget"))
-        check_choice(self, group_reduction=("max", "mean"))
-        if self.threshold is not None:
-            check_share(self, "threshold")
-        if self.prompt_budget is not None:
-            check_counts(self, prompt_budget=self.block_size)
-            if self.prompt == "evictable":
-                raise ValueError(
-                    f"prompt is 'evictable' and prompt_budget is {self.prompt_budget}; only a prompt that stays can "
-                    "be read in part, so prompt must be 'pinned' or 'extra'"
-                )
-
-    @property
-    def own_attention(self) -> bool:
-        return self.prompt_budget is not None
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return RaaSState(spec, self)
 
 
 class RaaSState(EvictingState):
     """Quest's bounds of every page, and ``used [B, K, N]``, int32: the decode step that last used it."""
 
+    method: RaaS
     reads = ("high", "low")
 
     def __init__(self, spec: LayerSpec, method: RaaS) -> None:
-        super().__init__(spec)
-        self.method, self.pages = method, PageBounds(self, method.block_size)
+        super().__init__(spec, method)
+        self.pages = PageBounds(self, method.block_size)
         self.add_per_token("used", torch.int32)
         self.tokens_per_entry["used"] = method.block_size
         self.bounds = torch.zeros(0)  # of the current step
@@ -207,6 +140,72 @@ class RaaSState(EvictingState):
         tokens = (index[..., None] * size + torch.arange(size, device=index.device)).flatten(2)
         lengths = [ends[row] - (pages[row] - kept[row]) * size for row in rows]
         return Eviction(rows, tokens[..., : max(lengths)].clamp(max=max(ends) - 1), lengths)
+
+
+@dataclass(kw_only=True)
+class RaaS(EvictingMethod):
+    """At each step the half of the pages with the highest Quest bounds are used; the least recently used one leaves.
+
+    The prompt is never evicted, and its pages count in the budget; a page that it shares with generated tokens counts
+    as its own. A page leaves when one more opens than the budget has room for, so at most ``token_budget + 1`` tokens
+    are resident. If the prompt uses the whole budget, only the currently filling page is kept for generated tokens:
+    the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step the one with the
+    lowest bound leaves, of equal ones the oldest; the current page stays.
+
+    The authors' accuracy code keeps everything under a mask, per query head; here stamps are per KV head, and memory
+    is given back. That code does not protect the prompt, and counts half of the *budget's* pages as used:
+    ``prompt="evictable"`` and ``share_of="budget"``.
+
+    Attributes:
+        token_budget: for all tokens (or for generated ones, see ``prompt``); the paper studies 64 to 1024 and finds
+            the latter enough.
+        block_size: tokens per page.
+        share: the paper's r: which part of the resident pages counts as used at a step, rounded down, at least one.
+        share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of as many as the budget
+            has.
+        threshold: use instead the pages whose softmax over all bounds is at least this, as an earlier version of the
+            paper does with attention probabilities.
+        prompt: ``"pinned"``: its pages stay and count in the budget, as in the paper; ``"extra"``: they stay beside
+            it, so that the whole budget is for generated tokens. ``"evictable"``: they count in it and leave like all
+            others; at the first generated token those that it does not use were never used. One longer than the budget
+            stays whole until then.
+        prompt_budget: read only so many tokens of the prompt at a step, the pages with the highest bounds: Quest for
+            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it. It takes
+            a prompt that stays.
+        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
+    """
+
+    name: ClassVar[str] = "raas"
+    state = RaaSState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#882255", "h")
+    token_budget: int = 1024
+    block_size: int = 16
+    share: float = 0.5
+    share_of: str = "resident"
+    threshold: float | None = None
+    prompt: str = "pinned"
+    prompt_budget: int | None = None
+    group_reduction: str = "max"
+
+    def __post_init__(self) -> None:
+        check_counts(self, block_size=1)
+        check_counts(self, token_budget=self.block_size)
+        check_share(self, "share")
+        check_choice(self, prompt=("pinned", "extra", "evictable"), share_of=("resident", "budget"))
+        check_choice(self, group_reduction=("max", "mean"))
+        if self.threshold is not None:
+            check_share(self, "threshold")
+        if self.prompt_budget is not None:
+            check_counts(self, prompt_budget=self.block_size)
+            if self.prompt == "evictable":
+                raise ValueError(
+                    f"prompt is 'evictable' and prompt_budget is {self.prompt_budget}; only a prompt that stays can "
+                    "be read in part, so prompt must be 'pinned' or 'extra'"
+                )
+
+    @property
+    def own_attention(self) -> bool:
+        return self.prompt_budget is not None
 
 
 def recency(used_RKN: Tensor, bounds_RKN: Tensor) -> Tensor:

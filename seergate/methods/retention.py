@@ -61,7 +61,7 @@ class RetentionMethod(BudgetedMethod):
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A layer that has no gate keeps everything."""
         if str(spec.layer) not in self.bank.layers:
-            return LayerState(spec)
+            return LayerState(spec, self)
         return self.state(spec, self, gate_on(spec, self.bank.retention_gate(spec.layer), self._copies))
 
 
@@ -70,7 +70,7 @@ class RetentionState(BudgetedState):
 
     def __init__(self, spec: LayerSpec, method: RetentionMethod, gate: RetentionGate) -> None:
         super().__init__(spec, method)
-        self.method, self.gate = method, gate
+        self.gate = gate
         dtype = next(gate.parameters()).dtype
         self.add_per_token("score", torch.promote_types(torch.promote_types(dtype, spec.dtype), torch.float32))
         self.add_per_token("place", torch.int32)

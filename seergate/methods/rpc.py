@@ -11,70 +11,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.scoring import QueryWindow, logits, pooled
-
-
-@dataclass(kw_only=True)
-class RPC(EvictingMethod):
-    """Every ``interval`` decoded tokens keep the prompt, the last ``window`` tokens and a part of the rest.
-
-    At the n-th compression ``n * (interval // ratio)`` tokens between prompt and window stay: those to which the
-    window's queries attend most, smoothed over neighbours. So memory is not fixed: it grows with the answer's length
-    divided by ``ratio``, and there is no token budget.
-
-    As in the paper the window holds the last ``window`` distinct queries; its code has one less, the newest twice
-    (``selector``).
-
-    Attributes:
-        interval: the paper's P; 4096, or 1024 for more compression.
-        window: the paper's R, number of queries in the selector window.
-        ratio: the paper's c, the compression ratio.
-        kernel: odd width of the average over neighbouring tokens.
-        scope: ``"layer"``: one decision for all heads, the paper's best; ``"kv_head"``: one per group.
-        selector: ``"distinct"``: every query of the window counts once; ``"newest_twice"``: as in the authors' code
-            the newest counts twice and the oldest not at all.
-    """
-
-    name: ClassVar[str] = "rpc"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#999933", "p")
-    budget_option: ClassVar[str] = "ratio"
-    interval: int = 4096
-    window: int = 32
-    ratio: int = 4
-    kernel: int = 7
-    scope: str = "layer"
-    selector: str = "distinct"
-
-    def __post_init__(self) -> None:
-        check_counts(self, interval=1, window=1, ratio=1, kernel=1)
-        check("kernel", self.kernel, self.kernel % 2 == 1, "odd")
-        if self.interval < self.ratio:
-            raise ValueError(
-                f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"
-            )
-        check_choice(self, scope=("layer", "kv_head"), selector=("distinct", "newest_twice"))
-
-    @classmethod
-    def budget_values(cls, tokens: int, step: int) -> Sequence[int]:
-        return range(min(tokens, 256), 0, -1)
-
-    @property
-    def nominal(self) -> str:
-        """There is no token budget: the cache grows with the answer."""
-        return f"1/{self.ratio} of the answer"
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return RPCState(spec, self)
 
 
 class RPCState(EvictingState):
     """The last ``window`` queries of each row."""
 
+    method: RPC
+
     def __init__(self, spec: LayerSpec, method: RPC) -> None:
-        super().__init__(spec)
-        self.method, self.window = method, QueryWindow(self, method.window)
+        super().__init__(spec, method)
+        self.window = QueryWindow(self, method.window)
 
     def append(self, step: Step) -> None:
         super().append(step)
@@ -113,3 +62,54 @@ class RPCState(EvictingState):
         received_KGT = logits(queries, keys, step).softmax(-1).sum(3)[0]
         scores = received_KGT.mean((0, 1))[None] if self.method.scope == "layer" else received_KGT.mean(1)
         return pooled(scores[None], self.method.kernel, "avg")[0]
+
+
+@dataclass(kw_only=True)
+class RPC(EvictingMethod):
+    """Every ``interval`` decoded tokens keep the prompt, the last ``window`` tokens and a part of the rest.
+
+    At the n-th compression ``n * (interval // ratio)`` tokens between prompt and window stay: those to which the
+    window's queries attend most, smoothed over neighbours. So memory is not fixed: it grows with the answer's length
+    divided by ``ratio``, and there is no token budget.
+
+    As in the paper the window holds the last ``window`` distinct queries; its code has one less, the newest twice
+    (``selector``).
+
+    Attributes:
+        interval: the paper's P; 4096, or 1024 for more compression.
+        window: the paper's R, number of queries in the selector window.
+        ratio: the paper's c, the compression ratio.
+        kernel: odd width of the average over neighbouring tokens.
+        scope: ``"layer"``: one decision for all heads, the paper's best; ``"kv_head"``: one per group.
+        selector: ``"distinct"``: every query of the window counts once; ``"newest_twice"``: as in the authors' code
+            the newest counts twice and the oldest not at all.
+    """
+
+    name: ClassVar[str] = "rpc"
+    state = RPCState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#999933", "p")
+    budget_option: ClassVar[str] = "ratio"
+    interval: int = 4096
+    window: int = 32
+    ratio: int = 4
+    kernel: int = 7
+    scope: str = "layer"
+    selector: str = "distinct"
+
+    def __post_init__(self) -> None:
+        check_counts(self, interval=1, window=1, ratio=1, kernel=1)
+        check("kernel", self.kernel, self.kernel % 2 == 1, "odd")
+        if self.interval < self.ratio:
+            raise ValueError(
+                f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"
+            )
+        check_choice(self, scope=("layer", "kv_head"), selector=("distinct", "newest_twice"))
+
+    @classmethod
+    def budget_values(cls, tokens: int, step: int) -> Sequence[int]:
+        return range(min(tokens, 256), 0, -1)
+
+    @property
+    def nominal(self) -> str:
+        """There is no token budget: the cache grows with the answer."""
+        return f"1/{self.ratio} of the answer"

@@ -142,9 +142,11 @@ class SelectingMethod(Method):
 class SelectingState(LayerState, ABC):
     """State of a `SelectingMethod`."""
 
+    method: SelectingMethod
+
     def __init__(self, spec: LayerSpec, method: SelectingMethod) -> None:
-        super().__init__(spec)
-        self.method, self.block_size = method, method.block_size
+        super().__init__(spec, method)
+        self.block_size = method.block_size
 
     def bytes_read(self, held: Any, seen: Any, chose: bool = True) -> Any:
         return super().bytes_read(held, seen) if chose else 0 * held

@@ -12,9 +12,39 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.checks import check, check_choice, check_counts, check_flags, check_share
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import TILE, QueryWindow, causal_softmax, logits, pooled, reduced
+
+
+class SnapKVState(BudgetedState):
+    """The last ``window`` queries of each row."""
+
+    method: SnapKV
+
+    def __init__(self, spec: LayerSpec, method: SnapKV) -> None:
+        super().__init__(spec, method)
+        self.window = QueryWindow(self, method.window)
+
+    def append(self, step: Step) -> None:
+        super().append(step)
+        self.window.append(step)
+
+    @property
+    def compresses_once(self) -> bool:
+        return self.method.compress == "prompt"
+
+    def due(self, row: int, held: int) -> bool:
+        return super().due(row, held) and not (self.compresses_once and self.decoded[row])
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        held, method = step.ends[row], self.method
+        keys, q = step.keys_BKCD[row : row + 1, :, :held], self.window.of(row)
+        scores_KGT = window_scores(q, keys, step, by_logits=method.group_reduction == "max_logits")
+        if method.pooled_by == "group":
+            scores_KGT = reduced(scores_KGT, method.group_reduction, 1)[:, None]
+        scores_KT = reduced(pooled(scores_KGT, method.kernel, method.pooling), method.group_reduction, 1)
+        return F.pad(scores_KT, (0, method.window))  # the window stays in any case
 
 
 @dataclass(kw_only=True)
@@ -40,6 +70,7 @@ class SnapKV(BudgetedMethod):
     """
 
     name: ClassVar[str] = "snapkv"
+    state = SnapKVState
     plot_style: ClassVar[tuple[str, str] | None] = ("#117733", "<")
     periodic: ClassVar[bool] = True
     token_budget: int = 2048
@@ -65,37 +96,6 @@ class SnapKV(BudgetedMethod):
     def recent(self) -> int:
         return self.window
 
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return SnapKVState(spec, self)
-
-
-class SnapKVState(BudgetedState):
-    """The last ``window`` queries of each row."""
-
-    def __init__(self, spec: LayerSpec, method: SnapKV) -> None:
-        super().__init__(spec, method)
-        self.method, self.window = method, QueryWindow(self, method.window)
-
-    def append(self, step: Step) -> None:
-        super().append(step)
-        self.window.append(step)
-
-    @property
-    def compresses_once(self) -> bool:
-        return self.method.compress == "prompt"
-
-    def due(self, row: int, held: int) -> bool:
-        return super().due(row, held) and not (self.compresses_once and self.decoded[row])
-
-    def importance(self, step: Step, row: int) -> Tensor:
-        held, method = step.ends[row], self.method
-        keys, q = step.keys_BKCD[row : row + 1, :, :held], self.window.of(row)
-        scores_KGT = window_scores(q, keys, step, by_logits=method.group_reduction == "max_logits")
-        if method.pooled_by == "group":
-            scores_KGT = reduced(scores_KGT, method.group_reduction, 1)[:, None]
-        scores_KT = reduced(pooled(scores_KGT, method.kernel, method.pooling), method.group_reduction, 1)
-        return F.pad(scores_KT, (0, method.window))  # the window stays in any case
-
 
 def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool) -> Tensor:
     """Attention of the window's queries to the tokens before it, mean over the queries: ``[K, G, T - W]``; if by the
@@ -105,6 +105,21 @@ def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool
     if by_logits:
         return logits(q_1HWD, keys_1KTD[:, :, :before], step)[0].amax(1, keepdim=True).softmax(-1).mean(2)
     return causal_softmax(q_1HWD, keys_1KTD, before, step)[0].mean(2)[..., :before]
+
+
+class RKVState(SnapKVState):
+    """State of `RKV`: SnapKV's, with redundancy in the importance."""
+
+    method: RKV
+
+    def clock(self, row: int) -> int:
+        return super().clock(row) if self.method.trigger == "generated" else self.total_tokens(row) - 1
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        method, attention = self.method, super().importance(step, row)
+        keys_KTD = step.keys_BKCD[row, :, : step.ends[row]]
+        repeated = redundancy(keys_KTD, method.similarity_threshold, method.spared, method.spare_first)
+        return method.importance_weight * attention - (1 - method.importance_weight) * repeated
 
 
 @dataclass(kw_only=True)
@@ -133,6 +148,7 @@ class RKV(SnapKV):
     """
 
     name: ClassVar[str] = "r_kv"
+    state = RKVState
     plot_style: ClassVar[tuple[str, str] | None] = ("#332288", ">")
     window: int = 8
     group_reduction: str = "max_logits"
@@ -148,26 +164,6 @@ class RKV(SnapKV):
         check_counts(self, spared=0)
         check_flags(self, "spare_first")
         check_choice(self, trigger=("generated", "length"))
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return RKVState(spec, self)
-
-
-class RKVState(SnapKVState):
-    """State of `RKV`: SnapKV's, with redundancy in the importance."""
-
-    def __init__(self, spec: LayerSpec, method: RKV) -> None:
-        super().__init__(spec, method)
-        self.rkv = method
-
-    def clock(self, row: int) -> int:
-        return super().clock(row) if self.rkv.trigger == "generated" else self.total_tokens(row) - 1
-
-    def importance(self, step: Step, row: int) -> Tensor:
-        method, attention = self.rkv, super().importance(step, row)
-        keys_KTD = step.keys_BKCD[row, :, : step.ends[row]]
-        repeated = redundancy(keys_KTD, method.similarity_threshold, method.spared, method.spare_first)
-        return method.importance_weight * attention - (1 - method.importance_weight) * repeated
 
 
 def redundancy(keys_KTD: Tensor, threshold: float, spared: int, spare_first: bool = False) -> Tensor:

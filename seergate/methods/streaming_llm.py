@@ -10,61 +10,14 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
-
-
-@dataclass(kw_only=True)
-class StreamingLLM(EvictingMethod):
-    """Attend to the first ``sink_tokens`` and the newest tokens, ``token_budget`` in all, the current one included.
-
-    As in the paper's section 3.2 positions are those **inside the cache**: keys are kept before RoPE and rotated to
-    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions it is another method, sinks and a
-    window (``positions``).
-
-    Attributes:
-        token_budget: tokens attended; the paper's enabling script has 4 + 512.
-        sink_tokens: number of first tokens that always stay.
-        positions: ``"cache"``, the paper's; ``"original"``: keys stay as they were rotated when they came, as in
-            kvpress's StreamingLLM without key rerotation.
-        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they
-            are not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
-    """
-
-    name: ClassVar[str] = "streaming_llm"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#CC79A7", "v")
-    token_budget: int = 516
-    sink_tokens: int = 4
-    positions: str = "cache"
-    interval: int = 32
-
-    @property
-    def stores_pre_rope(self) -> bool:
-        """True if keys get other positions from step to step."""
-        return self.positions == "cache"
-
-    @property
-    def own_attention(self) -> bool:
-        return True
-
-    def __post_init__(self) -> None:
-        check_counts(self, token_budget=1, sink_tokens=0, interval=1)
-        check_choice(self, positions=("cache", "original"))
-        if self.token_budget <= self.sink_tokens:
-            raise ValueError(
-                f"token_budget is {self.token_budget}; it must be greater than sink_tokens ({self.sink_tokens})"
-            )
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return StreamingState(spec, self)
 
 
 class StreamingState(EvictingState):
     """Remembers nothing beyond the cache."""
 
-    def __init__(self, spec: LayerSpec, method: StreamingLLM) -> None:
-        super().__init__(spec)
-        self.method = method
+    method: StreamingLLM
 
     def saw_prompt(self, tokens: int) -> None:
         budget, sinks = self.method.token_budget, self.method.sink_tokens
@@ -107,3 +60,46 @@ class StreamingState(EvictingState):
         skipped = (lengths - held)[:, None]
         visible = torch.where(slots < sinks, slots, slots + skipped)
         return torch.minimum(visible, lengths[:, None] - 1), held
+
+
+@dataclass(kw_only=True)
+class StreamingLLM(EvictingMethod):
+    """Attend to the first ``sink_tokens`` and the newest tokens, ``token_budget`` in all, the current one included.
+
+    As in the paper's section 3.2 positions are those **inside the cache**: keys are kept before RoPE and rotated to
+    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions it is another method, sinks and a
+    window (``positions``).
+
+    Attributes:
+        token_budget: tokens attended; the paper's enabling script has 4 + 512.
+        sink_tokens: number of first tokens that always stay.
+        positions: ``"cache"``, the paper's; ``"original"``: keys stay as they were rotated when they came, as in
+            kvpress's StreamingLLM without key rerotation.
+        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they
+            are not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
+    """
+
+    name: ClassVar[str] = "streaming_llm"
+    state = StreamingState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#CC79A7", "v")
+    token_budget: int = 516
+    sink_tokens: int = 4
+    positions: str = "cache"
+    interval: int = 32
+
+    @property
+    def stores_pre_rope(self) -> bool:
+        """True if keys get other positions from step to step."""
+        return self.positions == "cache"
+
+    @property
+    def own_attention(self) -> bool:
+        return True
+
+    def __post_init__(self) -> None:
+        check_counts(self, token_budget=1, sink_tokens=0, interval=1)
+        check_choice(self, positions=("cache", "original"))
+        if self.token_budget <= self.sink_tokens:
+            raise ValueError(
+                f"token_budget is {self.token_budget}; it must be greater than sink_tokens ({self.sink_tokens})"
+            )

@@ -8,9 +8,25 @@ from typing import ClassVar
 from torch import Tensor
 
 from seergate.checks import check_choice, check_flags
-from seergate.methods.base import LayerSpec, LayerState, Step
+from seergate.methods.base import Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import causal_softmax
+
+
+class TOVAState(BudgetedState):
+    """Remembers nothing beyond the cache."""
+
+    method: TOVA
+    reads_all_keys = True
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        held = step.ends[row]
+        if step.p_BKGT is not None:
+            p_KGT = step.p_BKGT[row, ..., :held]
+        else:  # of a prompt the last query counts
+            newest, keys = step.q_BHSD[row : row + 1, :, held - 1 : held], step.k_BKSD[row : row + 1, :, :held]
+            p_KGT = causal_softmax(newest, keys, held - 1, step)[0, :, :, 0]
+        return p_KGT.mean((0, 1))[None] if self.method.scope == "layer" else p_KGT.mean(1)
 
 
 @dataclass(kw_only=True)
@@ -26,6 +42,7 @@ class TOVA(BudgetedMethod):
     """
 
     name: ClassVar[str] = "tova"
+    state = TOVAState
     plot_style: ClassVar[tuple[str, str] | None] = ("#56B4E9", "P")
     protect_current: bool = True
     scope: str = "layer"
@@ -38,25 +55,3 @@ class TOVA(BudgetedMethod):
     @property
     def recent(self) -> int:
         return int(self.protect_current)
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return TOVAState(spec, self)
-
-
-class TOVAState(BudgetedState):
-    """Remembers nothing beyond the cache."""
-
-    reads_all_keys = True
-
-    def __init__(self, spec: LayerSpec, method: TOVA) -> None:
-        super().__init__(spec, method)
-        self.scope = method.scope
-
-    def importance(self, step: Step, row: int) -> Tensor:
-        held = step.ends[row]
-        if step.p_BKGT is not None:
-            p_KGT = step.p_BKGT[row, ..., :held]
-        else:  # of a prompt the last query counts
-            newest, keys = step.q_BHSD[row : row + 1, :, held - 1 : held], step.k_BKSD[row : row + 1, :, :held]
-            p_KGT = causal_softmax(newest, keys, held - 1, step)[0, :, :, 0]
-        return p_KGT.mean((0, 1))[None] if self.scope == "layer" else p_KGT.mean(1)

@@ -103,6 +103,50 @@ class Centres:
         return cls(found["mean"], found["modulus"], tokens, found["rope"], made)
 
 
+class TriAttentionState(BudgetedState):
+    """Remembers nothing beyond the cache."""
+
+    method: TriAttention
+
+    def __init__(self, spec: LayerSpec, method: TriAttention) -> None:
+        super().__init__(spec, method)
+        centres, self.pairs = method.found, Pairs(spec.rotary, spec.head_dim, spec.device)
+        mean, modulus = centres.mean.get(spec.layer), centres.modulus.get(spec.layer)
+        shapes = ((spec.num_heads, spec.head_dim), (spec.num_heads, self.pairs.count))
+        if mean is None or modulus is None or (tuple(mean.shape), tuple(modulus.shape)) != shapes:
+            raise SeergateError(
+                f"the centres have nothing for layer {spec.layer} of {spec.num_heads} heads of width {spec.head_dim}; "
+                "they are another model's"
+            )
+        rope, now = centres.rope.get(spec.layer), self.pairs.rope.cpu()
+        if rope is not None and not (rope.shape == now.shape and torch.allclose(rope.cpu(), now, rtol=1e-4)):
+            raise SeergateError(
+                f"the centres were measured with another RoPE than layer {spec.layer} has now (its theta or scaling); "
+                "run seergate calibrate again"
+            )
+        wide = torch.promote_types(spec.dtype, torch.float32)
+        mean, modulus = mean.to(spec.device, wide), modulus.to(spec.device, wide)
+        offsets = 2.0 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
+        turned_HOD = self.pairs.turn(mean, offsets)
+        self.ahead_HOD = turned_HOD.mean(1, keepdim=True) if method.offset_reduction == "mean" else turned_HOD
+        self.spread_HM = modulus - self.pairs.modulus(mean)
+
+    @torch.no_grad()
+    def importance(self, step: Step, row: int) -> Tensor:
+        method, spec = self.method, self.spec
+        pinned = 0 if method.prompt == "evictable" else self.prompts[row]
+        competing = slice(pinned, step.ends[row] - method.recent_tokens)
+        keys_KTD = step.keys_BKCD[row, :, competing].to(self.spread_HM.dtype)
+        next_position = self.total_tokens(row) + (step.offsets[row] if step.offsets else 0)
+        positions = torch.full((1, self.ahead_HOD.shape[1]), next_position, device=spec.device)
+        queries_HOD = spec.rotary.rotate(self.ahead_HOD[None], positions)[0]
+        score_KGT = tri_scores(queries_HOD, self.spread_HM * self.pairs.scale, keys_KTD, self.pairs)
+        centred = score_KGT - score_KGT.mean(-1, keepdim=True)
+        standard = centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
+        scores_KT = reduced(standard, method.group_reduction, 1)
+        return torch.nn.functional.pad(scores_KT, (pinned, method.recent_tokens))
+
+
 @dataclass(kw_only=True)
 class TriAttention(BudgetedMethod):
     """Keep the tokens that a head's average query will attend to most, averaged over the distances to come.
@@ -125,6 +169,7 @@ class TriAttention(BudgetedMethod):
     """
 
     name: ClassVar[str] = "tri_attention"
+    state = TriAttentionState
     plot_style: ClassVar[tuple[str, str] | None] = ("#AA4499", "*")
     calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.recurrence:CentresCalibration"}
     centres: Centres | str
@@ -164,52 +209,6 @@ class TriAttention(BudgetedMethod):
 
     def describe(self) -> dict[str, Any]:
         return super().describe() | {"centres": f"{self.found.fingerprint}, from {self.found.tokens} tokens"}
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        mean, pairs = self.found.mean.get(spec.layer), Pairs(spec.rotary, spec.head_dim, spec.device)
-        modulus = self.found.modulus.get(spec.layer)
-        shapes = ((spec.num_heads, spec.head_dim), (spec.num_heads, pairs.count))
-        if mean is None or modulus is None or (tuple(mean.shape), tuple(modulus.shape)) != shapes:
-            raise SeergateError(
-                f"the centres have nothing for layer {spec.layer} of {spec.num_heads} heads of width {spec.head_dim}; "
-                "they are another model's"
-            )
-        rope, now = self.found.rope.get(spec.layer), pairs.rope.cpu()
-        if rope is not None and not (rope.shape == now.shape and torch.allclose(rope.cpu(), now, rtol=1e-4)):
-            raise SeergateError(
-                f"the centres were measured with another RoPE than layer {spec.layer} has now (its theta or scaling); "
-                "run seergate calibrate again"
-            )
-        return TriAttentionState(spec, self, pairs, mean, modulus)
-
-
-class TriAttentionState(BudgetedState):
-    """Remembers nothing beyond the cache."""
-
-    def __init__(self, spec: LayerSpec, method: TriAttention, pairs: Pairs, mean: Tensor, modulus: Tensor) -> None:
-        super().__init__(spec, method)
-        self.method, self.pairs = method, pairs
-        wide = torch.promote_types(spec.dtype, torch.float32)
-        mean, modulus = mean.to(spec.device, wide), modulus.to(spec.device, wide)
-        offsets = 2.0 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
-        turned_HOD = pairs.turn(mean, offsets)
-        self.ahead_HOD = turned_HOD.mean(1, keepdim=True) if method.offset_reduction == "mean" else turned_HOD
-        self.spread_HM = modulus - pairs.modulus(mean)
-
-    @torch.no_grad()
-    def importance(self, step: Step, row: int) -> Tensor:
-        method, spec = self.method, self.spec
-        pinned = 0 if method.prompt == "evictable" else self.prompts[row]
-        competing = slice(pinned, step.ends[row] - method.recent_tokens)
-        keys_KTD = step.keys_BKCD[row, :, competing].to(self.spread_HM.dtype)
-        next_position = self.total_tokens(row) + (step.offsets[row] if step.offsets else 0)
-        positions = torch.full((1, self.ahead_HOD.shape[1]), next_position, device=spec.device)
-        queries_HOD = spec.rotary.rotate(self.ahead_HOD[None], positions)[0]
-        score_KGT = tri_scores(queries_HOD, self.spread_HM * self.pairs.scale, keys_KTD, self.pairs)
-        centred = score_KGT - score_KGT.mean(-1, keepdim=True)
-        standard = centred / centred.square().mean(-1, keepdim=True).sqrt().clamp(min=1e-6)
-        scores_KT = reduced(standard, method.group_reduction, 1)
-        return torch.nn.functional.pad(scores_KT, (pinned, method.recent_tokens))
 
 
 def tri_scores(queries_HOD: Tensor, spread_HM: Tensor, keys_KTD: Tensor, pairs: Pairs) -> Tensor:
@@ -272,6 +271,27 @@ class Pairs:
         return turned
 
 
+class QueryCentresState(LayerState):
+    """Adds to its method's sums."""
+
+    method: QueryCentres
+
+    def __init__(self, spec: LayerSpec, method: QueryCentres) -> None:
+        super().__init__(spec, method)
+        self.pairs = Pairs(spec.rotary, spec.head_dim, spec.device)
+        method.rope[spec.layer] = self.pairs.rope
+
+    @torch.no_grad()
+    def append(self, step: Step) -> None:
+        q_HSD = torch.cat([step.q_pre_BHSD[row, :, :count] for row, count in enumerate(step.counts)], dim=1).double()
+        total, moduli, count = self.method.sums.get(self.spec.layer, (0, 0, 0))
+        self.method.sums[self.spec.layer] = (
+            total + q_HSD.sum(1),
+            moduli + self.pairs.modulus(q_HSD).sum(1),
+            count + q_HSD.shape[1],
+        )
+
+
 @dataclass(kw_only=True, eq=False)
 class QueryCentres(Method):
     """Calibration of `TriAttention`: dense attention that sums up the queries that pass. Not a method to decode with.
@@ -282,11 +302,9 @@ class QueryCentres(Method):
     """
 
     name: ClassVar[str] = "query_centres"
+    state = QueryCentresState
     sums: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict, init=False, repr=False)
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def new_state(self, spec: LayerSpec) -> LayerState:
-        return QueryCentresState(spec, self)
 
     def centres(self) -> Centres:
         """The means so far.
@@ -299,22 +317,3 @@ class QueryCentres(Method):
         mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}
         modulus = {layer: (total / count).float() for layer, (_, total, count) in self.sums.items()}
         return Centres(mean, modulus, min(count for _, _, count in self.sums.values()), dict(self.rope))
-
-
-class QueryCentresState(LayerState):
-    """Adds to its method's sums."""
-
-    def __init__(self, spec: LayerSpec, method: QueryCentres) -> None:
-        super().__init__(spec)
-        self.method, self.pairs = method, Pairs(spec.rotary, spec.head_dim, spec.device)
-        method.rope[spec.layer] = self.pairs.rope
-
-    @torch.no_grad()
-    def append(self, step: Step) -> None:
-        q_HSD = torch.cat([step.q_pre_BHSD[row, :, :count] for row, count in enumerate(step.counts)], dim=1).double()
-        total, moduli, count = self.method.sums.get(self.spec.layer, (0, 0, 0))
-        self.method.sums[self.spec.layer] = (
-            total + q_HSD.sum(1),
-            moduli + self.pairs.modulus(q_HSD).sum(1),
-            count + q_HSD.shape[1],
-        )

@@ -32,4 +32,4 @@ class TrimKV(RetentionMethod):
 
     name: ClassVar[str] = "trim_kv"
     plot_style: ClassVar[tuple[str, str] | None] = ("#EE6677", ">")
-    state: ClassVar[type[RetentionState]] = TrimKVState
+    state = TrimKVState

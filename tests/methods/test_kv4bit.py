@@ -164,13 +164,12 @@ def test_tokens_in_the_cache_are_counted():
 def test_the_gate_never_drops_an_attention_of_the_evictors_own():
     """Even of a method that does not declare one."""
 
-    class Newest(methods.H2O):
-        def new_state(self, spec):
-            return NewestState(spec, self)
-
     class NewestState(H2OState):
         def attend(self, step):
             return AttentionOutput(torch.zeros_like(step.q_BHSD[:, :, 0]), [1.0] * len(step.ends))
+
+    class Newest(methods.H2O):
+        state = NewestState
 
     model, gate = model_of(4), methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
     with (
