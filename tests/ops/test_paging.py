@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seergate import ops
-from seergate.ops import reference
+from tests import reference
 
 SPARSE = pytest.mark.parametrize(
     "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]
