@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from seergate.checks import check, is_int
 from seergate.errors import SeergateError
@@ -34,7 +33,7 @@ from seergate.methods.selecting import SelectingState
 from seergate.stats import StepRecord
 
 METADATA_KEY = b"seergate"
-LINES_AT_ONCE = 1 << 16
+LINES_AT_ONCE = 1 << 13
 
 
 class Trace:
@@ -69,59 +68,33 @@ class Trace:
             self._file = pq.ParquetWriter(os.fspath(path), self.schema, compression="zstd")
         except OSError as error:
             raise SeergateError(f"the trace {Path(path)} cannot be written: {error}") from error
-        self._waiting: list[Any] = []
-        self._lines = 0
+        self._lines: list[dict[str, Any]] = []
 
     def record(self, record: StepRecord) -> None:
         """Write down one decode step of one layer."""
-        import pyarrow as pa
-
-        layer, step, selection, size = record.layer, record.step, record.selection, record.block_size
+        layer, step, state, size = record.layer, record.step, record.state, record.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
         if number % self.every:
             return
-        rows, heads = len(record.total_tokens), step.stored[0].shape[1]
-        lines = rows * heads
-        if selection is None:
-            tokens = np.repeat(np.asarray(record.read, dtype=np.float32), heads)
-            blocks = pa.nulls(lines, self.schema.field("blocks").type)
-        else:
-            indices = selection.indices.cpu().numpy().reshape(lines, -1)
-            chosen = indices >= 0
-            counts = chosen.sum(1)
-            short = np.repeat(np.array([-end % size for end in step.ends]), heads)  # the current block may not be full
-            tokens = (counts * size - np.where(counts > 0, short, 0)).astype(np.float32)
-            offsets = np.concatenate(([0], counts.cumsum())).astype(np.int32)
-            blocks = pa.ListArray.from_arrays(pa.array(offsets), pa.array(indices[chosen].astype(np.int32)))
-        numbers = {
-            "step": np.full(lines, number),
-            "layer": np.full(lines, layer),
-            "row": np.repeat(np.arange(rows), heads),
-            "head": np.tile(np.arange(heads), rows),
-            "position": np.repeat(np.asarray(record.total_tokens) - 1, heads),
-        }
-        columns = [pa.array(values.astype(np.int32)) for values in numbers.values()]
-        columns += [pa.array(tokens), blocks, *self._weights(record, lines)]
-        self._waiting.append(pa.record_batch(columns, schema=self.schema))
-        self._lines += lines
-        if self._lines >= LINES_AT_ONCE:
+        indices = None if record.selection is None else record.selection.indices.tolist()
+        logits_BKN = state.logits(step) if self.attention and isinstance(state, SelectingState) else None
+        maxima_BKN = log_block_maxima(step, size) if self.attention else None
+        for row, (end, total) in enumerate(zip(step.ends, record.total_tokens, strict=True)):
+            past = slice((end - 1) // size)
+            scores = None if logits_BKN is None else logits_BKN[row, :, past].float().tolist()
+            attention = None if maxima_BKN is None else maxima_BKN[row, :, past].softmax(-1).float().tolist()
+            for head in range(step.stored[0].shape[1]):
+                blocks = None if indices is None else [block for block in indices[row][head] if block >= 0]
+                if blocks is None:
+                    tokens = record.read[row]
+                else:  # the current block may not be full
+                    tokens = len(blocks) * size - (-end % size if blocks else 0)
+                place = {"step": number, "layer": layer, "row": row, "head": head, "position": total - 1}
+                weights = {"scores": scores and scores[head], "attention": attention and attention[head]}
+                self._lines.append({**place, "tokens": float(tokens), "blocks": blocks, **weights})
+        if len(self._lines) >= LINES_AT_ONCE:
             self._flush()
-
-    def _weights(self, record: StepRecord, lines: int) -> list[Any]:
-        """The columns ``scores`` and ``attention``."""
-        import pyarrow as pa
-
-        step, state, size = record.step, record.state, record.block_size
-        absent = pa.nulls(lines, self.schema.field("scores").type)
-        if not self.attention:
-            return [absent, absent]
-        past = [(end - 1) // size for end in step.ends]
-        maxima_BKN = log_block_maxima(step, size)
-        shares = [maxima_KN[:, :count].softmax(-1) for maxima_KN, count in zip(maxima_BKN, past, strict=True)]
-        if not isinstance(state, SelectingState):
-            return [absent, _lists(shares)]
-        return [_lists([s_KN[:, :n] for s_KN, n in zip(state.logits(step), past, strict=True)]), _lists(shares)]
 
     def close(self) -> None:
         """Finish the file. May be called again without effect."""
@@ -137,19 +110,9 @@ class Trace:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        if self._waiting:
-            self._file.write_table(pa.Table.from_batches(self._waiting, self.schema))
-        self._waiting, self._lines = [], 0
-
-
-def _lists(rows: list[Tensor]) -> Any:
-    """One list of numbers for each row and head, of ``[K, n]`` per row."""
-    import pyarrow as pa
-
-    lengths = np.repeat([row.shape[1] for row in rows], [row.shape[0] for row in rows])
-    offsets = np.concatenate(([0], lengths.cumsum())).astype(np.int32)
-    numbers = np.concatenate([row.float().cpu().numpy().ravel() for row in rows])
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(numbers))
+        if self._lines:
+            self._file.write_table(pa.Table.from_pylist(self._lines, self.schema))
+            self._lines.clear()
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
