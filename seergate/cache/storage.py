@@ -105,43 +105,25 @@ class Storage(ABC):
         home = keys.device  # not the model's if the cache is offloaded
         q_BHD = step.q_BHSD[:, :, 0].to(home)
         sinks = None if step.sinks is None else step.sinks.to(home)
+        how = step.softmax_options | {"sinks": sinks, "page_table": page_table}
         if selection is None:
             if page_table is None:
                 keys, values = keys[:, :, : step.max_length], values[:, :, : step.max_length]
-            output = ops.dense_decode(
-                q_BHD,
-                keys,
-                values,
-                None if page_table is None and len(set(step.ends)) == 1 else step.lengths.to(home),
-                sm_scale=step.sm_scale,
-                sinks=sinks,
-                softcap=step.softcap,
-                page_table=page_table,
-            )
+            lengths = None if page_table is None and len(set(step.ends)) == 1 else step.lengths.to(home)
+            output = ops.dense_decode(q_BHD, keys, values, lengths, **how)
             return AttentionOutput(output.to(step.q_BHSD.device))
 
-        def sparse(q: Tensor, indices: Tensor, sinks: Tensor | None, counts: Tensor | None = None) -> Tensor:
-            return ops.sparse_decode(
-                q,
-                keys,
-                values,
-                indices.to(home),
-                step.lengths.to(home),
-                block_size,
-                step.sm_scale,
-                sinks=sinks,
-                softcap=step.softcap,
-                page_table=page_table,
-                counts=counts,
-            )
+        def sparse(q: Tensor, indices: Tensor, **more: Any) -> Tensor:
+            lengths = step.lengths.to(home)
+            return ops.sparse_decode(q, keys, values, indices.to(home), lengths, block_size, **how | more)
 
         if isinstance(selection, PerHeadSelection):
             indices, group = selection.heads.indices, q_BHD.shape[1] // keys.shape[1]
             members = [slice(member, None, group) for member in range(group)]
-            outputs = [sparse(q_BHD[:, m], indices[:, m], None if sinks is None else sinks[m]) for m in members]
+            outputs = [sparse(q_BHD[:, m], indices[:, m], sinks=None if sinks is None else sinks[m]) for m in members]
             output = torch.stack(outputs, 2).flatten(1, 2)
         else:
-            output = sparse(q_BHD, selection.indices, sinks, selection.counts.to(home))
+            output = sparse(q_BHD, selection.indices, counts=selection.counts.to(home))
         return AttentionOutput(output.to(step.q_BHSD.device))
 
     @abstractmethod

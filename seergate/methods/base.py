@@ -97,6 +97,11 @@ class Step:
         return self.keys_BKCD, self.values_BKCD, None
 
     @property
+    def softmax_options(self) -> dict[str, Any]:
+        """Scale, sinks and cap, as `ops.sparse_decode` and `ops.dense_decode` take them."""
+        return {"sm_scale": self.sm_scale, "sinks": self.sinks, "softcap": self.softcap}
+
+    @property
     def ends(self) -> list[int]:
         """Per row, how many tokens it has now: ``lengths`` without a device read."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]

@@ -80,10 +80,7 @@ class RandomEvictState(BudgetedState):
 
     def append(self, step: Step) -> None:
         super().append(step)
-        index = self.room("index", step.max_length)
-        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            seen = self.total_tokens(row)
-            index[row, :, start : start + count] = torch.arange(seen - count, seen, device=index.device)
+        self.add_places("index", step)
 
     def importance(self, step: Step, row: int) -> Tensor:
         index_KT = self.rows["index"][row, :, : step.ends[row]].long()

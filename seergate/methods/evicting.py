@@ -163,6 +163,13 @@ class EvictingState(CompressingState):
         """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
         return self.grown(name, tokens, limit=self.max_resident())
 
+    def add_places(self, name: str, step: Step) -> None:
+        """Note in ``rows[name]`` which token of its row each new one is, once `append` has counted them."""
+        places = self.room(name, step.max_length)
+        for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
+            seen = self.total_tokens(row)
+            places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
+
     def keep_best(self, ends: list[int], kept: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
         """In some rows only the residents that score best stay.
 

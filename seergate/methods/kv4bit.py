@@ -77,10 +77,9 @@ class KV4BitState(CompressingState):
             for name, cache in (("key", step.keys_BKCD), ("value", step.values_BKCD))
         )
         ragged = torch.tensor(lengths, device=slots.device) if len(set(lengths)) > 1 else None
-        output = ops.dense_decode(
-            step.q_BHSD[:, :, 0], keys, values, ragged, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
+        return AttentionOutput(
+            ops.dense_decode(step.q_BHSD[:, :, 0], keys, values, ragged, **step.softmax_options), lengths
         )
-        return AttentionOutput(output, lengths)
 
     def _widened(self, kind: str, groups: int) -> Tensor:
         """The rounded keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""

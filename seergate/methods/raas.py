@@ -86,20 +86,9 @@ class RaaSState(EvictingState):
             return None
         size, pages = self.method.block_size, [-(-end // self.method.block_size) for end in step.ends]
         skipped = [self._closed(row, n) - self._prompt_pages_read(row, n) for row, n in enumerate(pages)]
-        return AttentionOutput(
-            ops.sparse_decode(
-                step.q_BHSD[:, :, 0],
-                step.keys_BKCD,
-                step.values_BKCD,
-                self._read(pages),
-                step.lengths,
-                size,
-                step.sm_scale,
-                sinks=step.sinks,
-                softcap=step.softcap,
-            ),
-            [end - size * n for end, n in zip(step.ends, skipped, strict=True)],
-        )
+        cache, indices = (step.keys_BKCD, step.values_BKCD), self._read(pages)
+        output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, size, **step.softmax_options)
+        return AttentionOutput(output, [end - size * n for end, n in zip(step.ends, skipped, strict=True)])
 
     def _closed(self, row: int, pages: int) -> int:
         """Number of full pages of the prompt; an open page is always read."""

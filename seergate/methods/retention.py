@@ -79,12 +79,10 @@ class RetentionState(BudgetedState):
     def append(self, step: Step) -> None:
         super().append(step)
         assert step.hidden is not None
-        scores_BKS = self.gate(step.hidden())
-        score, place = self.room("score", step.max_length), self.room("place", step.max_length)
+        scores_BKS, score = self.gate(step.hidden()), self.room("score", step.max_length)
         for row, (at, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             score[row, :, at : at + count] = scores_BKS[row, :, :count]
-            seen = self.total_tokens(row)
-            place[row, :, at : at + count] = torch.arange(seen - count, seen, device=place.device)
+        self.add_places("place", step)
 
     def known(self, step: Step, row: int) -> tuple[Tensor, Tensor]:
         """Score and place of a row's residents, ``[K, T]``."""

@@ -34,9 +34,7 @@ class StreamingState(EvictingState):
             positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
             keys = self.spec.rotary.rotate(keys, positions)
             q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])
-        output = ops.dense_decode(
-            q_BH1D[:, :, 0], keys, values, held, sm_scale=step.sm_scale, sinks=step.sinks, softcap=step.softcap
-        )
+        output = ops.dense_decode(q_BH1D[:, :, 0], keys, values, held, **step.softmax_options)
         return AttentionOutput(output, [min(end, self.method.token_budget) for end in step.ends])
 
     def max_resident(self) -> int:
