@@ -243,7 +243,6 @@ class Offloaded(DynamicStorage):
         self.pool: BlockPool | None = None
 
     def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
-        self.device = keys.device
         super().allocate(keys, values, block_size, state)
         self._new_pool()
 

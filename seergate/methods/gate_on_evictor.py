@@ -50,10 +50,8 @@ class GateOnEvictorState(EvictingState):
     def append(self, step: Step) -> None:
         super().append(step)
         self.evicting.append(step)
-        whole, index = self._whole(step), self.room("index", step.max_length)
-        for row, (at, first, count) in enumerate(zip(step.starts, whole.starts, step.counts, strict=True)):
-            index[row, :, at : at + count] = torch.arange(first, first + count, device=index.device)
-        self.gating.append(whole)
+        self.add_places("index", step)
+        self.gating.append(self._whole(step))
 
     def observe_attention(self, step: Step) -> None:
         self.evicting.observe_attention(step)
@@ -64,8 +62,8 @@ class GateOnEvictorState(EvictingState):
             name = self.method.evictor.name
             raise SeergateError(f"the gate cannot work on what {name!r} leaves: {OWN_ATTENTION}")
         gate, whole, held = self.method.gate, self._whole(step), step.max_length
-        layer = self.spec.layer
-        if not isinstance(self.gating, GateState) or layer in gate.dense_layers or gate.covers(whole.max_length):
+        dense = self.spec.layer in gate.dense_layers or whole.max_length <= gate.covered_tokens
+        if dense or not isinstance(self.gating, GateState):
             return None
         blocks_BKT = self.rows["index"][:, :, :held].long() // gate.block_size
         real_B1T = torch.arange(held, device=blocks_BKT.device) < step.lengths[:, None, None]
@@ -82,17 +80,8 @@ class GateOnEvictorState(EvictingState):
         counts_BK = read_BKT.sum(2)
         slots = torch.arange(held, device=read_BKT.device)
         index = torch.where(read_BKT, slots, held).sort(-1).values[..., : int(counts_BK.max())]
-        output = ops.sparse_decode(
-            step.q_BHSD[:, :, 0],
-            step.keys_BKCD,
-            step.values_BKCD,
-            torch.where(index == held, -1, index),
-            step.lengths,
-            1,
-            step.sm_scale,
-            sinks=step.sinks,
-            softcap=step.softcap,
-        )
+        cache, indices = (step.keys_BKCD, step.values_BKCD), torch.where(index == held, -1, index)
+        output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, 1, **step.softmax_options)
         return AttentionOutput(output, counts_BK.double().mean(1).tolist())
 
     def max_resident(self) -> int:

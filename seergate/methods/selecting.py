@@ -130,10 +130,6 @@ class SelectingMethod(Method):
         budget = self.block_budget
         return -1 if budget is None or self.always_selects else budget.covered * self.block_size
 
-    def covers(self, length: int) -> bool:
-        """True if the budget has room for every block of ``length`` tokens."""
-        return length <= self.covered_tokens
-
     def reads_all(self, length: int) -> bool:
         """True if a row of so many tokens reads all of its blocks, even beside longer rows that select."""
         return length <= max(self.covered_tokens, self.dense_below)

@@ -91,11 +91,6 @@ def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softc
     return scale
 
 
-def check_fraction(name: str, value: object) -> None:
-    """Check for a number strictly between 0 and 1."""
-    check(name, value, is_number(value) and 0 < value < 1, "strictly between 0 and 1")
-
-
 def readable(x: Tensor) -> bool:
     """True if ``x`` has values on the host: it is not on a device that would have to be waited for, nor traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

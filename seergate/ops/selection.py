@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.checks import check, is_int, is_number
 from seergate.ops.backend import implementation
-from seergate.ops.checks import check_block_size, check_fraction, check_lengths, check_same, check_tensor
+from seergate.ops.checks import check_block_size, check_lengths, check_same, check_tensor
 from seergate.ops.compression import check_branch
 
 
@@ -195,7 +195,8 @@ def select_blocks(
         if None not in bounds.values() and budget_max < budget_min:  # type: ignore[operator]
             raise ValueError(f"budget_max is {budget_max}; it must be at least budget_min ({budget_min})")
     elif token_budget is None:
-        check_fraction(given[0], rules[given[0]])
+        share = rules[given[0]]
+        check(given[0], share, is_number(share) and 0 < share < 1, "strictly between 0 and 1")
     return implementation("select_blocks", scores.device)(
         scores=scores, lengths=lengths, block_size=block_size, sink_blocks=sink_blocks, **rules, **bounds
     )

@@ -9,7 +9,7 @@ Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,28 +37,18 @@ def select_blocks(
     lengths: Tensor,
     *,
     block_size: int,
-    token_budget: int | None,
-    budget_share: float | None,
-    budget_min: int | None,
-    budget_max: int | None,
     threshold: float | None,
     top_p: float | None,
     sink_blocks: int,
+    **limits: Any,
 ) -> Selection:
-    """The op on checked arguments."""
-    budget = BlockBudget.of(
-        block_size,
-        sink_blocks,
-        token_budget=token_budget,
-        budget_share=budget_share,
-        budget_min=budget_min,
-        budget_max=budget_max,
-    )
+    """The op on checked arguments; ``limits`` are those of `BlockBudget.of`."""
+    budget = BlockBudget.of(block_size, sink_blocks, **limits)
     if budget is not None:
         blocks = scores.shape[2]
         candidates = candidates_of(lengths, blocks, block_size, sink_blocks)
         wanted_B11 = budget.read(candidates.current_B11.long() + 1)
-        fewer = token_budget is None and readable(wanted_B11) and wanted_B11.numel()
+        fewer = limits["token_budget"] is None and readable(wanted_B11) and wanted_B11.numel()
         kept = int(wanted_B11.max()) if fewer else budget.read(blocks)
         surplus_X = torch.arange(kept, device=scores.device) >= wanted_B11
         best_first_BKX = _candidate_keys(scores, candidates).topk(kept, dim=-1).indices
