@@ -33,6 +33,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from seergate.checks import check
+
 NAMES = 80
 """Size of the pool of variable names that a problem draws from."""
 
@@ -122,8 +124,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     Raises:
         ValueError: if ``variables`` is out of range.
     """
-    if not GIVENS < variables <= NAMES:
-        raise ValueError(f"variables is {variables}; it must be in {GIVENS + 1}..{NAMES}")
+    check("variables", variables, GIVENS < variables <= NAMES, f"in {GIVENS + 1}..{NAMES}")
     names = rng.sample(range(NAMES), variables)
     operands: list[tuple[int, int] | None] = []
     values: list[int] = []
@@ -137,12 +138,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
             values.append((values[a] + values[b]) % 10)
     listing = list(range(variables))
     rng.shuffle(listing)
-    return Problem(
-        names=tuple(names),
-        operands=tuple(operands),
-        values=tuple(values),
-        listing=tuple(listing),
-    )
+    return Problem(names=tuple(names), operands=tuple(operands), values=tuple(values), listing=tuple(listing))
 
 
 def make_problems(count: int, variables: int | tuple[int, int], seed: int) -> Iterator[Problem]:

@@ -180,8 +180,7 @@ class GateConfig:
             object.__setattr__(self, "rope", False)
         check_count("block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
         check_counts(self, sink_blocks=0, gate_dim=1)
-        if self.rope and self.gate_dim % 2:
-            raise ValueError(f"gate_dim is {self.gate_dim}; it must be even when rope is on")
+        check("gate_dim", self.gate_dim, not self.rope or self.gate_dim % 2 == 0, "even when rope is on")
         object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
         check_flags(self, "qk_norm", "rope")
         check_one_of("q_pooling", self.q_pooling, Q_POOLINGS)

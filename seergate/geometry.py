@@ -52,10 +52,9 @@ class ModelGeometry:
             value = known.get(name)
             check(name, value, is_int(value) and value >= 1, "a positive integer")
         layers = known["layers"]
-        if not layers or not all(is_int(layer) and layer >= 0 for layer in layers):
-            raise ValueError(f"layers is {list(layers)}; it must hold layer indices")
-        if list(layers) != sorted(set(layers)):
-            raise ValueError(f"layers is {list(layers)}; it must be ascending, each layer once")
+        right = bool(layers) and all(is_int(layer) and layer >= 0 for layer in layers)
+        check("layers", list(layers), right, "a list of layer indices")
+        check("layers", list(layers), list(layers) == sorted(set(layers)), "ascending, each layer once")
         for name in ("hidden_size", "num_layers"):
             value = known.get(name)
             check(name, value, value is None or (is_int(value) and value >= 1), "a positive integer or null")

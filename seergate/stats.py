@@ -30,13 +30,8 @@ class StepRecord:
     """Record of a decode step of one layer: what was read and what is resident.
 
     Attributes:
-        layer: the layer's index.
-        step: the step.
-        state: the method's state.
         total_tokens: tokens of each row so far, evicted ones included.
         selection: the blocks read, if a method selected some.
-        attended: the attention that was computed.
-        block_size: tokens per block.
         resident_bytes: held by the layer.
         row_bytes: returns the bytes that each row would hold alone; called only by statistics that count rows.
         recall: ``[B]``, the share of dense attention's probability that fell on what was read; ``None``: not measured.

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from seergate.cache.argument import CACHE, cache_of
@@ -175,12 +176,8 @@ class Rectification:
         cache.crop(-count)
         if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
             raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
-        mask = layer.rows.valid
-        if mask is not None:
-            later = torch.ones(
-                len(ends), layer.rows.slots + count - mask.shape[1], dtype=torch.bool, device=mask.device
-            )
-            mask = torch.cat((mask, later), 1).long()
+        padded = layer.rows.valid is not None
+        mask = pad(layer.rows.real_slots(), (0, count), value=True).long() if padded else None
         device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
         if device.type == "meta":  # accelerate brings such weights when they are needed
             device = layer.device

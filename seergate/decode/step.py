@@ -197,9 +197,8 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         k_BKSD=context.k,
         starts=context.starts,
         counts=context.counts,
-        lengths=layer.rows.lengths.clamp(
-            min=1
-        ),  # a row without a real token yet reads a zero; nothing reads its output
+        # a row without a real token yet reads a zero; nothing reads its output
+        lengths=layer.rows.lengths.clamp(min=1),
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),

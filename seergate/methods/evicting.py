@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from seergate.checks import check_choice, check_counts
+from seergate.checks import check, check_choice, check_counts
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 
 
@@ -237,8 +237,7 @@ class BudgetedMethod(EvictingMethod):
 
     def check_recent(self, name: str) -> None:
         """Refuse a budget that the recent tokens, option ``name``, do not fit in."""
-        if self.token_budget < self.recent:
-            raise ValueError(f"token_budget is {self.token_budget}; it must be at least {name} ({self.recent})")
+        check("token_budget", self.token_budget, self.token_budget >= self.recent, f"at least {name} ({self.recent})")
 
     def kept(self, prompt_tokens: int) -> int:
         """Residents of a row after an eviction."""

@@ -230,10 +230,9 @@ def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, ru
     own score once it is complete. The last and the first block are then read on top of the budget.
 
     Args:
-        scores_BKN: gate logits ``[B, K, N]``.
+        scores_BKN: the gates' logits.
         lengths: ``[B]``, the current token included.
-        block_size: tokens per block.
-        rule: token budget or threshold.
+        rule: has a token budget or a threshold.
     """
     used = -(-lengths // block_size)  # blocks in use, the open one included
     width = int(used.max())

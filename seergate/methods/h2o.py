@@ -80,8 +80,7 @@ class H2O(BudgetedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.recent_tokens is not None:
-            check_counts(self, recent_tokens=0)
+        check_counts(self, optional=True, recent_tokens=0)
         check_choice(self, normalise=("sum", "mean"), group_reduction=("mean", "max"))
         self.check_recent("recent_tokens")
 

@@ -21,12 +21,7 @@ from seergate.ops import Selection
 
 
 class PageBounds:
-    """Per page and channel the largest and smallest key after RoPE: ``state.rows["high"]``, ``["low"] [B, K, N, D]``.
-
-    Args:
-        state: the state whose rows hold the bounds.
-        block_size: tokens per page.
-    """
+    """Largest and smallest key after RoPE of each page and channel: ``rows["high"]``, ``rows["low"] [B, K, N, D]``."""
 
     def __init__(self, state: LayerState, block_size: int) -> None:
         self.state, self.block_size, spec = state, block_size, state.spec
@@ -63,7 +58,6 @@ class PageBounds:
         """The bound of every page for the newest query: ``[B, K, N]``, or ``[B, H, N]`` if ``"separate"``.
 
         Args:
-            step: the decode step.
             group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, the bound of their mean
                 (``"mean_query"``), or each of them (``"separate"``).
         """

@@ -99,10 +99,8 @@ class RPC(EvictingMethod):
     def __post_init__(self) -> None:
         check_counts(self, interval=1, window=1, ratio=1, kernel=1)
         check("kernel", self.kernel, self.kernel % 2 == 1, "odd")
-        if self.interval < self.ratio:
-            raise ValueError(
-                f"interval is {self.interval}; it must be at least ratio ({self.ratio}), or nothing stays"
-            )
+        something_stays = self.interval >= self.ratio
+        check("interval", self.interval, something_stays, f"at least ratio ({self.ratio}), or nothing stays")
         check_choice(self, scope=("layer", "kv_head"), selector=("distinct", "newest_twice"))
 
     @classmethod

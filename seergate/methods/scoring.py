@@ -106,11 +106,7 @@ def pooled(scores_RKT: Tensor, kernel: int, kind: str) -> Tensor:
 class QueryWindow:
     """The queries of the newest tokens of each row, after RoPE, in ``state.rows["queries"] [B, H, W, D]``.
 
-    A ring: the token with index i of its row lies in slot ``i % W``.
-
-    Args:
-        state: the state whose rows hold the queries.
-        size: W, number of queries.
+    A ring: the token with index i of its row lies in slot ``i % W``, W the ``size``.
     """
 
     def __init__(self, state: EvictingState, size: int) -> None:

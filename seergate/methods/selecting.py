@@ -177,10 +177,7 @@ def with_all_blocks(selection: Selection, ends: list[int], block_size: int, shor
     A row's own length decides, so that it reads the same alone and beside longer rows.
 
     Args:
-        selection: the selection of every row.
         ends: tokens of each row, the current one included.
-        block_size: tokens per block.
-        short: the longest row, in tokens, that reads everything.
     """
     blocks = [-(-end // block_size) if end <= short else 0 for end in ends]
     if not any(blocks):

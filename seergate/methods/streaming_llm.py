@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.checks import check_choice, check_counts
+from seergate.checks import check, check_choice, check_counts
 from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 
@@ -97,7 +97,5 @@ class StreamingLLM(EvictingMethod):
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, sink_tokens=0, interval=1)
         check_choice(self, positions=("cache", "original"))
-        if self.token_budget <= self.sink_tokens:
-            raise ValueError(
-                f"token_budget is {self.token_budget}; it must be greater than sink_tokens ({self.sink_tokens})"
-            )
+        fits = self.token_budget > self.sink_tokens
+        check("token_budget", self.token_budget, fits, f"greater than sink_tokens ({self.sink_tokens})")

@@ -80,9 +80,6 @@ class Centres:
     def load(cls, path: str | os.PathLike[str]) -> Centres:
         """Read what `save` wrote.
 
-        Args:
-            path: path of the file.
-
         Raises:
             SeergateError: if it is not such a file.
         """
@@ -222,11 +219,6 @@ def tri_scores(queries_HOD: Tensor, spread_HM: Tensor, keys_KTD: Tensor, pairs: 
 
 class Pairs:
     """Pairs of dimensions that RoPE rotates together, in any layout, found by rotating unit vectors.
-
-    Args:
-        rotary: the model's RoPE.
-        head_dim: D.
-        device: where to compute.
 
     Attributes:
         count: pairs and untouched dimensions together.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.checks import is_int
+from seergate.checks import check, is_int
 from seergate.ops.backend import implementation
 from seergate.ops.checks import (
     check_block_size,
@@ -89,8 +89,7 @@ def packed_attention(
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     _check_values(v, pack)
-    if window is not None and (not is_int(window) or window < 1):
-        raise ValueError(f"window is {window!r}; it must be an integer of at least 1, or None")
+    check("window", window, window is None or (is_int(window) and window >= 1), "an integer of at least 1, or None")
     return implementation("packed_attention", q.device)(pack=pack, v=v, window=window)
 
 

@@ -86,8 +86,8 @@ def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softc
     scale = check_scale("sm_scale", sm_scale, q.shape[-1])
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[-2],), on=("q", q))
-    if softcap is not None and not (is_number(softcap) and math.isfinite(softcap) and softcap > 0):
-        raise ValueError(f"softcap is {softcap!r}; it must be a positive number or None")
+    right = softcap is None or (is_number(softcap) and math.isfinite(softcap) and softcap > 0)
+    check("softcap", softcap, right, "a positive number or None")
     return scale
 
 

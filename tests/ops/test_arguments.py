@@ -303,3 +303,12 @@ def test_attention_of_a_pack_reads_no_value_from_a_device_when_the_borders_are_i
 def test_checks_pass_on_shapes_alone_where_values_lie_on_a_device():
     check_cu_seqlens(torch.zeros(3, dtype=torch.int32, device="meta"), 24)
     check_lengths(torch.zeros(3, dtype=torch.int64, device="meta"), 3, 48, "S")
+
+
+def test_without_a_scale_products_are_divided_by_the_root_of_their_width():
+    """Said here once: the reference gets the scales that the public ops have made of `None`."""
+    pack, root, gate_root = Pack.random([15, 9], dim=D, gate_dim=E, block_size=B), math.sqrt(D), math.sqrt(E)
+    inputs = (pack.q, pack.k, pack.k, pack.cu)
+    assert torch.equal(ops.packed_attention(*inputs).lse, ops.packed_attention(*inputs, 1 / root).lse)
+    inputs = (pack.q, pack.k, pack.qg, pack.kg, pack.cu, B)
+    assert ops.gate_kl(*inputs)[0] == ops.gate_kl(*inputs, sm_scale=1 / root, gate_scale=1 / gate_root)[0]
