@@ -9,7 +9,7 @@ from typing import Any
 
 from seergate.checks import check_choice, check_counts, check_flags, check_share
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
-from seergate.methods.controls import Dense, Random, RandomEvict
+from seergate.methods.controls import Dense, Oracle, Random, RandomEvict
 from seergate.methods.evicting import (
     AttentionOutput,
     BudgetedMethod,
@@ -21,13 +21,11 @@ from seergate.methods.evicting import (
     Eviction,
     LongPromptWarning,
 )
-from seergate.methods.fast_kvzip import FastKVzip
 from seergate.methods.gate import Gate
 from seergate.methods.gate_on_evictor import GateOnEvictor
 from seergate.methods.h2o import H2O
 from seergate.methods.kv4bit import KV4Bit
 from seergate.methods.lazy_eviction import LazyEviction
-from seergate.methods.oracle import Oracle
 from seergate.methods.quest import Quest, ReSA
 from seergate.methods.raas import RaaS
 from seergate.methods.registry import (
@@ -39,14 +37,13 @@ from seergate.methods.registry import (
     option_names,
     register,
 )
-from seergate.methods.retention import RetentionMethod, RetentionState
+from seergate.methods.retention import FastKVzip, RetentionMethod, RetentionState, TrimKV
 from seergate.methods.rpc import RPC
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.methods.snapkv import RKV, SnapKV
 from seergate.methods.streaming_llm import StreamingLLM
 from seergate.methods.tova import TOVA
 from seergate.methods.tri_attention import TriAttention
-from seergate.methods.trim_kv import TrimKV
 
 for _method in (
     *(Dense, KV4Bit, Oracle, Gate, Quest, ReSA, Random),

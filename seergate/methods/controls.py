@@ -1,4 +1,4 @@
-"""The controls of every comparison: read everything, read at random, evict at random."""
+"""The controls of every comparison: read everything, read at random, evict at random; and the oracle, its bound."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from seergate.checks import check, check_choice, check_counts, is_int
 from seergate.methods.base import LayerSpec, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
+from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingMethod, SelectingState
 
 
@@ -24,6 +25,33 @@ class Dense(Method):
     @property
     def fixed_shapes(self) -> bool:
         return True
+
+
+class OracleState(SelectingState):
+    """Remembers nothing; reads the cache's keys."""
+
+    reads_all_keys = True
+
+    @torch.no_grad()
+    def scores(self, step: Step) -> Tensor:
+        return log_block_maxima(step, self.block_size)
+
+
+@dataclass(kw_only=True)
+class Oracle(SelectingMethod):
+    """Score a block by the largest attention probability that any query head of the group gives to any of its keys
+    (SeerAttention-R, section 4.2).
+
+    An upper bound on accuracy for a block size and budget, not a speed-up: it computes all scores. That probability is
+    the gate's training target before normalisation; threshold and top-p act on it after normalisation over the past
+    blocks, so that they mean the same as for the gate.
+    """
+
+    name: ClassVar[str] = "oracle"
+    state = OracleState
+    plot_style: ClassVar[tuple[str, str] | None] = ("#0072B2", "s")
+    role: ClassVar[Literal["method", "control", "bound"]] = "bound"
+    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:OracleScores"
 
 
 class RandomState(SelectingState):

@@ -1,4 +1,5 @@
-"""Retention gates: trained evictors, which score each token once, when it comes.
+"""Retention gates: trained evictors, which score each token once, when it comes. Those of Fast KVzip predict how much
+attention it will get, those of TRIM-KV how long it is worth keeping.
 
 Shape suffixes: see `seergate.methods.base`; W width of the model.
 """
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from seergate.checks import check_counts
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -88,3 +90,71 @@ class RetentionState(BudgetedState):
         """Score and place of a row's residents, ``[K, T]``."""
         score, place = (self.rows[name][row, :, : step.ends[row]] for name in ("score", "place"))
         return score, place
+
+
+class FastKVzipState(RetentionState):
+    """State of retention gates whose scores are in 0..1."""
+
+    method: FastKVzip
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        score, place = self.known(step, row)
+        return torch.where(place < self.method.first_tokens, 1.0, score)
+
+
+@dataclass(kw_only=True, eq=False)
+class FastKVzip(RetentionMethod):
+    """Keep the newest tokens and those to which the gates expect most attention (Kim, Han, Yun, arXiv 2601.17668).
+
+    The authors rank the tokens of all layers and KV heads together, so that some heads keep more than others; here all
+    KV heads keep as many. Their code gives the first tokens the highest score there is, and evicts where the length
+    of the text is a multiple of 128.
+
+    Attributes:
+        token_budget: 4096 in the authors' script for answers of reasoning models.
+        window: the newest tokens, which always stay: the gates' ``block_size`` if ``None``. The authors' is 128.
+        first_tokens: the first tokens of a text, which count as 1.
+    """
+
+    name: ClassVar[str] = "fast_kvzip"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#228833", "<")
+    state = FastKVzipState
+    token_budget: int = 4096
+    window: int | None = None
+    first_tokens: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is None:
+            self.window = self.bank.config.block_size
+        check_counts(self, window=0, first_tokens=0)
+        self.check_recent("window")
+
+    @property
+    def recent(self) -> int:
+        return self.window or 0
+
+
+class TrimKVState(RetentionState):
+    """State of retention gates whose scores are ``log beta``."""
+
+    def importance(self, step: Step, row: int) -> Tensor:
+        score, place = self.known(step, row)
+        return score * (self.total_tokens(row) + 1 - place)
+
+
+@dataclass(kw_only=True, eq=False)
+class TrimKV(RetentionMethod):
+    """Keep the tokens with the highest ``beta ** age`` (Bui et al., arXiv 2512.03324). Nothing protects the newest
+    tokens, or the prompt.
+
+    Ages count as in the authors' code, in which the newest token is 2 old; in their training attention it is 0. Their
+    caches of one budget for all heads of a layer or model, and the factor of the key's norm, are not here.
+
+    Attributes:
+        token_budget: 1024 in the authors' code, where gates were trained for 512 to 4096.
+    """
+
+    name: ClassVar[str] = "trim_kv"
+    plot_style: ClassVar[tuple[str, str] | None] = ("#EE6677", ">")
+    state = TrimKVState
