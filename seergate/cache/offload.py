@@ -116,25 +116,19 @@ class BlockPool:
     stay for the next one; when room is needed, those that were not read for longest are dropped. The bookkeeping lies
     in host memory, since that is where blocks are fetched from.
 
+    Args:
+        keys, values: all blocks, ``[B, K, S, D]`` in slow memory.
+
     Attributes:
         keys, values: ``[slots, 1, C, D]``, as pages for `seergate.ops.sparse_decode`.
     """
 
-    def __init__(
-        self,
-        slots: int,
-        rows: int,
-        kv_heads: int,
-        block_size: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.slots, self.kv_heads, self.block_size = slots, kv_heads, block_size
-        self.keys = torch.empty(slots, 1, block_size, key_dim, dtype=dtype, device=device)
-        self.values = torch.empty(slots, 1, block_size, value_dim, dtype=dtype, device=device)
-        self._slot_of = torch.full((rows * kv_heads, 0), -1)  # [P, N], -1: not here
+    def __init__(self, slots: int, keys: Tensor, values: Tensor, block_size: int, device: torch.device) -> None:
+        self.slots, (rows, self.kv_heads), self.block_size = slots, keys.shape[:2], block_size
+        self.keys, self.values = (
+            torch.empty(slots, 1, block_size, x.shape[3], dtype=x.dtype, device=device) for x in (keys, values)
+        )
+        self._slot_of = torch.full((rows * self.kv_heads, 0), -1)  # [P, N], -1: not here
         self._owner = torch.full((slots,), -1)  # pair * N + block, -1: nobody
         self._last_read = torch.full((slots,), -1)  # -1: nothing is here
         self._clock = 0
@@ -270,8 +264,8 @@ class Offloaded(DynamicStorage):
 
     def _new_pool(self) -> None:
         """An empty pool for the current rows."""
-        (rows, heads), dims = self.keys.shape[:2], (self.keys.shape[3], self.values.shape[3])
-        self.pool = BlockPool(self._slots_for(rows), rows, heads, self.block_size, *dims, self.dtype, self.device)
+        slots = self._slots_for(len(self.keys))
+        self.pool = BlockPool(slots, self.keys, self.values, self.block_size, self.device)
 
     def buffer(self, like: Tensor, *shape: int) -> Tensor:
         return self.offload.buffer(shape, like.dtype, self.device)

@@ -262,7 +262,7 @@ def test_refusals(model):
 
 
 def test_the_pool_gives_up_what_has_not_been_read_for_longest():
-    pool = BlockPool(3, 1, 2, 4, 2, 3, torch.float32, torch.device("cpu"))
+    pool = BlockPool(3, torch.zeros(1, 2, 0, 2), torch.zeros(1, 2, 0, 3), 4, torch.device("cpu"))
     stored = [torch.arange(2 * 6 * 4 * dim).float().view(2, 6, 4 * dim) for dim in (2, 3)]
 
     def reads(*blocks):
