@@ -126,16 +126,12 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     """
     check("variables", variables, GIVENS < variables <= NAMES, f"in {GIVENS + 1}..{NAMES}")
     names = rng.sample(range(NAMES), variables)
-    operands: list[tuple[int, int] | None] = []
-    values: list[int] = []
-    for i in range(variables):
-        if i < GIVENS:
-            operands.append(None)
-            values.append(rng.randrange(10))
-        else:
-            a, b = rng.sample(range(i), 2)
-            operands.append((a, b))
-            values.append((values[a] + values[b]) % 10)
+    operands: list[tuple[int, int] | None] = [None] * GIVENS
+    values = [rng.randrange(10) for _ in range(GIVENS)]
+    for i in range(GIVENS, variables):
+        a, b = rng.sample(range(i), 2)
+        operands.append((a, b))
+        values.append((values[a] + values[b]) % 10)
     listing = list(range(variables))
     rng.shuffle(listing)
     return Problem(names=tuple(names), operands=tuple(operands), values=tuple(values), listing=tuple(listing))

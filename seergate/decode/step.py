@@ -6,7 +6,7 @@ Shape suffixes: B batch, S new tokens, T key tokens, H query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,27 +32,23 @@ prompt, and the model's own attention is made for those."""
 DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
+@dataclass
 class GatedAttention:
     """Attention of one call, after its new tokens joined the cache.
 
-    Args:
+    Attributes:
         dense: the attention that the model would have used.
         stats: where decode steps are counted.
         measure_recall: also compute how much of dense attention's probability was read.
         trace: the trace that records decode steps, if any.
     """
 
-    def __init__(
-        self,
-        context: ForwardContext,
-        layer: GatedLayer,
-        dense: DenseAttention,
-        stats: DecodeStats,
-        measure_recall: bool,
-        trace: Trace | None,
-    ) -> None:
-        self.context, self.layer, self.dense, self.stats = context, layer, dense, stats
-        self.measure_recall, self.trace = measure_recall, trace
+    context: ForwardContext
+    layer: GatedLayer
+    dense: DenseAttention
+    stats: DecodeStats
+    measure_recall: bool
+    trace: Trace | None
 
     def __call__(
         self,

@@ -134,21 +134,14 @@ def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
         mask_B11S = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
         held = mask_B11S.transpose(-1, -2)
         k, v = k.masked_fill(~held, 0), v.masked_fill(~held, 0)  # NaN beyond a row's length must not spread
-    return _attend(q, k, v, mask_B11S, sm_scale, sinks, softcap)
+    return _attend(inputs._replace(k=k, v=v), mask_B11S)
 
 
-def _attend(
-    q_BHD: Tensor,
-    k_BKSD: Tensor,
-    v_BKSD: Tensor,
-    mask_B11S: Tensor | None,
-    sm_scale: float,
-    sinks_H: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """Attention of each group to its KV head, ``[B, H, D]``. With sinks or a softcap, keys and values of a narrower
-    type are copied to fp32.
+def _attend(inputs: DecodeInputs, mask_B11S: Tensor | None = None) -> Tensor:
+    """Attention of each group to its KV head, not paged, ``[B, H, D]``. With sinks or a softcap, keys and values of a
+    narrower type are copied to fp32.
     """
+    q_BHD, k_BKSD, v_BKSD, sm_scale, sinks_H, softcap, _ = inputs
     q_BKGD = q_BHD.unflatten(1, (k_BKSD.shape[1], -1))
     if sinks_H is None and softcap is None:
         found = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_B11S, scale=sm_scale)
@@ -183,8 +176,8 @@ def _by_row(
     page_table: Tensor | None,
 ) -> Tensor:
     """Attend row by row: with a mask the kernel would read masked keys, and clearing NaN would copy the cache."""
-    rows = [
-        _attend(q[i : i + 1], _row(k, i, n, page_table), _row(v, i, n, page_table), None, sm_scale, sinks, softcap)
-        for i, n in enumerate(lengths.tolist())
-    ]
-    return torch.cat(rows)
+    outputs = []
+    for row, length in enumerate(lengths.tolist()):
+        k_1KSD, v_1KSD = (_row(x, row, length, page_table) for x in (k, v))
+        outputs.append(_attend(DecodeInputs(q[row : row + 1], k_1KSD, v_1KSD, sm_scale, sinks, softcap, None)))
+    return torch.cat(outputs)
