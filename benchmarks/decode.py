@@ -33,7 +33,7 @@ from torch import Tensor
 from seergate import GateConfig, ops
 from seergate.gates.gate import AttnGate
 from seergate.geometry import ModelGeometry
-from tests import reference
+from seergate.ops import reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}

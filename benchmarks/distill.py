@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
+from seergate.ops import reference
 from seergate.ops.backend import choose
-from tests import reference
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CHUNK_CPU, CHUNK_DEVICE = 2**20, 2**25

@@ -40,7 +40,7 @@ from common import RESULTS, exact_decode, provenance, random_model, read_bandwid
 from torch import Tensor
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

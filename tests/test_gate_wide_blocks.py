@@ -10,7 +10,7 @@ import seergate
 from seergate import GateConfig, methods, ops
 from seergate.config import MAX_BLOCK_SIZE
 from seergate.gates.gate import AttnGate
-from tests import reference
+from seergate.ops import reference
 from tests.host.reference_decoder import ReferenceRow, Rule
 from tests.host.test_decode import gates
 from tests.models import geometry, left_padded, prompt, tiny_model

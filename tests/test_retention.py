@@ -17,7 +17,7 @@ from seergate.hf.teacher_forward import distill_step, distill_steps
 from seergate.hf.teacher_pass import intercepted_attention
 from seergate.methods import LayerSpec, Step
 from seergate.models import families
-from tests import reference
+from seergate.ops import reference
 from tests.methods.naive_views import retention_for
 from tests.models import prompt, tiny_model
 from tests.running import run_seergate

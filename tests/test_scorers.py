@@ -15,7 +15,7 @@ from seergate.hf.call import QKHook
 from seergate.hf.published import export_published
 from seergate.hf.teacher_forward import distill_step
 from seergate.models import families
-from tests import reference
+from seergate.ops import reference
 from tests.models import left_padded, prompt, tiny_model
 
 SIZE = 8

@@ -43,6 +43,14 @@ WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
 """Ops that run in torch on GPUs as well."""
 
 
+def forced_backend() -> str | None:
+    """The backend that the environment asks for, or ``None``."""
+    name = os.environ.get(ENV_VAR) or None
+    if name is not None and name not in BACKENDS:
+        raise ValueError(f"{ENV_VAR} is {name!r}; it must be one of {', '.join(BACKENDS)}, or unset")
+    return name
+
+
 @cache
 def has_triton() -> bool:
     """True if Triton can be imported here."""
@@ -55,20 +63,18 @@ def choose(device: torch.device) -> str:
     Raises:
         ValueError: if the environment forces an unknown backend, or one that cannot run here.
     """
-    forced = os.environ.get(ENV_VAR)
-    if not forced:
-        return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
-    if forced not in BACKENDS:
-        raise ValueError(f"{ENV_VAR} is {forced!r}; it must be one of {', '.join(BACKENDS)}, or unset")
-    if forced == "triton" and not has_triton():
-        raise ValueError(
-            f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
-        )
-    if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
-        )
-    return forced
+    forced = forced_backend()
+    if forced is not None:
+        if forced == "triton" and not has_triton():
+            raise ValueError(
+                f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
+            )
+        if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(
+                f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
+            )
+        return forced
+    return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
 
 
 @cache
@@ -83,6 +89,8 @@ def implementation(op: str, device: torch.device) -> Callable[..., Any]:
     """The function that computes ``op`` for tensors of ``device``, given its checked arguments by keyword."""
     first, *fallback = (getattr(sys.modules[name], op) for name in _loaded(op, device))
     run = _or(first, *fallback) if fallback else first
+    if first.__module__ == f"{__package__}.reference":
+        run = _spread(run)
     if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
         run = _as_given(run, device.type)
     if device.type != "cuda":
@@ -103,6 +111,19 @@ def _or(kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..
         return fallback(**arguments) if result is NotImplemented else result
 
     return either
+
+
+def _spread(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Pass the fields of named tuples as keywords: the reference has the signatures of the public ops."""
+
+    @functools.wraps(run)
+    def spread(**arguments: Any) -> Any:
+        flat: dict[str, Any] = {}
+        for name, value in arguments.items():
+            flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+        return run(**flat)
+
+    return spread
 
 
 def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The definition of every op: naive loops over segments, rows, heads and blocks, straight from the equations.
 
-A backend like the others, in fp32, or in float64 for float64 inputs, and not meant to be fast. The tests compare the
-others with it, and ``SEERGATE_BACKEND=reference`` runs it in their place.
+Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests compare every backend
+with it; ``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from seergate.ops.attention import AttentionWithTargets, Pack, PackedAttention, RetainedAttention
-from seergate.ops.compression import Branch
-from seergate.ops.decode import DecodeInputs
-from seergate.ops.gate_kl import GateKLStats, LossOptions
+from seergate.ops.attention import AttentionWithTargets, PackedAttention, RetainedAttention
+from seergate.ops.gate_kl import GateKLStats
 from seergate.ops.paging import unpaged
 from seergate.ops.scorer_kl import Scores
 from seergate.ops.selection import Selection
@@ -41,10 +40,18 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
-def _log_probs(pack: Pack, window: int | None = None) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
+def _log_probs(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+    window: int | None = None,
+) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
     """Per segment and head: its rows, the head, log of their softmax ``[L, L]`` and of its denominator ``[L]``."""
-    q, k, cu_seqlens, scale, sinks, softcap = pack
     dtype, heads = _wide(q, k), q.shape[1]
+    scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
     for start, end in _segments(cu_seqlens):
         rows, length = slice(start, end), end - start
         hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -65,56 +72,97 @@ def _past_blocks(x_LL: Tensor, block_size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 @torch.no_grad()
-def packed_attention(pack: Pack, v: Tensor, window: int | None = None) -> PackedAttention:
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float | None = None,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> PackedAttention:
     """Whole score matrices, one segment and head after the other."""
-    q, k = pack.q, pack.k
     dtype, group = _wide(q, k), q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.zeros(q.shape[:2], dtype=dtype, device=q.device)
-    for rows, h, log_probs, denominator in _log_probs(pack, window):
+    for rows, h, log_probs, denominator in _log_probs(q, k, cu_seqlens, sm_scale, sinks, softcap, window):
         out[rows, h], lse[rows, h] = log_probs.exp() @ v[rows, h // group].to(dtype), denominator
     return PackedAttention(out.to(v.dtype), lse)
 
 
 @torch.no_grad()
-def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
+def attention_with_block_targets(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> AttentionWithTargets:
     """One segment, head and block after the other."""
-    output, lse = packed_attention(pack, v)
-    tokens, heads, kv_heads = *pack.q.shape[:2], pack.k.shape[1]
-    targets = lse.new_full((tokens, kv_heads, _widest(pack.cu_seqlens, block_size)), -torch.inf)
-    for rows, h, log_probs, _ in _log_probs(pack):
-        here = targets[rows, h // (heads // kv_heads)]
+    output, lse = packed_attention(q, k, v, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap)
+    group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
+    targets = lse.new_full((len(q), k.shape[1], widest), -torch.inf)
+    for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, sinks, softcap):
+        here = targets[rows, h // group]
         for j, block in _past_blocks(log_probs, block_size):
             here[-len(block) :, j] = torch.maximum(here[-len(block) :, j], block.amax(1))
     return AttentionWithTargets(output, lse, targets)
 
 
 @torch.no_grad()
-def block_targets(pack: Pack, block_size: int) -> Tensor:
+def block_targets(
+    q: Tensor,
+    k: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Softmax over blocks of the log targets. A row all of whose past probabilities underflow still has a target."""
-    log_targets = attention_with_block_targets(pack, pack.k, block_size).log_targets
+    log_targets = attention_with_block_targets(
+        q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
+    ).log_targets
     has_past = (log_targets > -torch.inf).any(-1, keepdim=True)
     return torch.where(has_past, log_targets.softmax(dim=-1), 0.0)
 
 
 def gate_kl(
-    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
+    q: Tensor,
+    k: Tensor,
+    qg: Tensor,
+    kg: Tensor,
+    cu_seqlens: Tensor,
+    block_size: int,
+    *,
+    gate_scale: float | None = None,
+    **options: Any,
 ) -> tuple[Tensor, GateKLStats]:
-    """`scorer_kl` with ``gate_scale * query . key`` as scores."""
+    """`scorer_kl` with ``gate_scale * query . key`` as scores; the other options are the same."""
+    gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale
 
     def scores(queries: Tensor, keys: Tensor) -> Tensor:
         return gate_scale * queries @ keys.transpose(-1, -2)
 
-    return scorer_kl(pack, qg, kg, block_size, options, scores, block_size, "max", None)
+    return scorer_kl(q, k, qg, kg, cu_seqlens, block_size, scores=scores, entry_tokens=block_size, **options)
 
 
 @torch.no_grad()
-def block_masses(pack: Pack, block_size: int) -> Tensor:
+def block_masses(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sm_scale: float | None, **extras: Any
+) -> Tensor:
     """`block_targets` with sums in place of maxima: each past block's share of the group's probability."""
-    q, k, widest = pack.q, pack.k, _widest(pack.cu_seqlens, block_size)
+    group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
     masses = torch.zeros(len(q), k.shape[1], widest, dtype=_wide(q, k), device=q.device)
-    for rows, h, log_probs, _ in _log_probs(pack):
-        here = masses[rows, h // (q.shape[1] // k.shape[1])]
+    for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
+        here = masses[rows, h // group]
         for j, block in _past_blocks(log_probs, block_size):
             here[-len(block) :, j] += block.exp().sum(1)
     total = masses.sum(-1, keepdim=True)
@@ -122,27 +170,39 @@ def block_masses(pack: Pack, block_size: int) -> Tensor:
 
 
 def scorer_kl(
-    pack: Pack,
+    q: Tensor,
+    k: Tensor,
     qs: Tensor,
     ks: Tensor,
+    cu_seqlens: Tensor,
     block_size: int,
-    options: LossOptions,
+    *,
     scores: Scores,
     entry_tokens: int,
-    target: str,
-    target_budget: int | None,
+    target: str = "max",
+    target_budget: int | None = None,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    reduction: str = "row_mean",
+    recall_budgets: tuple[int, ...] = (),
+    sink_blocks: int = 0,
+    row_stride: int = 1,
+    row_shift: int = 0,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
     """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
-    row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift, _ = options
-    dtype = _wide(pack.q, pack.k, qs, ks)
+    dtype = _wide(q, k, qs, ks)
+    kv_heads = k.shape[1]
     definition = block_targets if target == "max" else block_masses
-    targets = definition(pack._replace(q=pack.q.to(dtype), k=pack.k.to(dtype)), block_size)
-    kv_heads, device = pack.k.shape[1], pack.q.device
+    targets = definition(q.to(dtype), k.to(dtype), cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    segments = _segments(cu_seqlens)
     total = (qs[:0].sum() + ks[:0].sum()).to(dtype)  # 0, with a graph even when no row counts
-    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=device)
-    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=device)
+    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
+    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
     counted, filled, first_entry = 0, 0, 0
-    for start, end in _segments(pack.cu_seqlens):
+    for start, end in segments:
         length = end - start
         begin = int(length * row_start)
         filled += length > 0
@@ -172,12 +232,22 @@ def scorer_kl(
         first_entry += math.ceil(length / entry_tokens)
     rows = max(counted, 1)
     loss = total / (rows * kv_heads) if reduction == "row_mean" else total / max(filled, 1)
-    return loss, GateKLStats(kl_per_head / rows, torch.tensor(counted, device=device), recall / rows)
+    return loss, GateKLStats(kl_per_head / rows, torch.tensor(counted, device=q.device), recall / rows)
 
 
-def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | None) -> RetainedAttention:
+def retained_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_beta: Tensor,
+    cu_seqlens: Tensor,
+    sm_scale: float,
+    *,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> RetainedAttention:
     """One row and head after the other, gradients by plain autograd."""
-    q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     dtype, group, output, held = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
     for start, end in _segments(cu_seqlens):
         for row in range(start, end):
@@ -196,11 +266,12 @@ def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | No
 
 
 @torch.no_grad()
-def received_attention(pack: Pack, distance: int, row_start: float) -> Tensor:
+def received_attention(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, distance: int, row_start: float, sm_scale: float | None, **extras: Any
+) -> Tensor:
     """``[T, Hkv]``: the highest probability that a row ``distance`` tokens later or more gives a token; 0 without."""
-    q, k = pack.q, pack.k
     found = torch.zeros(len(q), k.shape[1], dtype=_wide(q, k), device=q.device)
-    for rows, h, log_probs, _ in _log_probs(pack):
+    for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
         here = found[rows, h // (q.shape[1] // k.shape[1])]
         for row in range(max(int(len(log_probs) * row_start), distance), len(log_probs)):
             far = here[: row - distance + 1]
@@ -209,17 +280,29 @@ def received_attention(pack: Pack, distance: int, row_start: float) -> Tensor:
 
 
 def retention_kl(
-    pack: Pack, scores: Tensor, distance: int, row_start: float, recall_budgets: tuple[int, ...], lse: Tensor
+    q: Tensor,
+    k: Tensor,
+    scores: Tensor,
+    cu_seqlens: Tensor,
+    distance: int,
+    *,
+    row_start: float = 0.0,
+    sm_scale: float | None = None,
+    recall_budgets: tuple[int, ...] = (),
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
     """One token and KV head after the other. Ignores ``lse``."""
-    dtype = _wide(pack.q, pack.k, scores)
-    targets = received_attention(pack._replace(q=pack.q.to(dtype), k=pack.k.to(dtype)), distance, row_start)
-    kv_heads, device = pack.k.shape[1], pack.q.device
+    dtype = _wide(q, k, scores)
+    targets = received_attention(
+        q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks=sinks, softcap=softcap
+    )
+    kv_heads = k.shape[1]
     total = scores[:0].sum().to(dtype)
-    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=device)
-    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=device)
-    full = [(start, end - distance) for start, end in _segments(pack.cu_seqlens) if end - distance > start]
-    counted = 0
+    kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
+    recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
+    counted, full = 0, [(start, end - distance) for start, end in _segments(cu_seqlens) if end - distance > start]
     for start, end in full:
         for token in range(start, end):
             counted += 1
@@ -234,11 +317,13 @@ def retention_kl(
             for i, budget in enumerate(recall_budgets):
                 recall[i, g] += y[ranked[: budget - distance]].sum() / y.sum() / len(full)
     rows = max(counted, 1)
-    stats = GateKLStats(kl_per_head / rows, torch.tensor(counted, device=device), recall)
+    stats = GateKLStats(kl_per_head / rows, torch.tensor(counted, device=q.device), recall)
     return total / (rows * kv_heads), stats
 
 
-def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str], lengths: Tensor | None = None) -> Tensor:
+def pool_keys(
+    k: Tensor, block_size: int, kinds: Sequence[str] = ("max", "min", "avg"), lengths: Tensor | None = None
+) -> Tensor:
     """One block after the other."""
     batch, kv_heads, capacity, dim = k.shape
     ends = [capacity] * batch if lengths is None else lengths.tolist()
@@ -263,14 +348,19 @@ def update_compressed_keys(
     lengths: Tensor,
     recent: Tensor,
     compressed: Tensor,
-    branch: Branch,
+    weight: Tensor,
     block_size: int,
-    kinds: Sequence[str],
-    position_offset: int,
-    host_lengths: Sequence[int] | None,
+    kinds: Sequence[str] = ("max", "min", "avg"),
+    *,
+    norm_weight: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    attention_scaling: float = 1.0,
+    position_offset: int = 0,
+    host_lengths: Sequence[int] | None = None,
 ) -> None:
-    """One row and KV head after the other. Ignores ``host_lengths``."""
-    dtype, slots = _wide(k, branch.weight), recent.shape[2]
+    """One row and KV head after the other."""
+    dtype = _wide(k, weight)
+    slots = recent.shape[2]
     for b, length in enumerate(lengths.tolist()):
         recent[b, :, (length - 1) % slots] = k[b]
         if length % block_size:
@@ -278,28 +368,39 @@ def update_compressed_keys(
         start = length - block_size
         for h in range(k.shape[1]):
             keys = torch.stack([recent[b, h, position % slots] for position in range(start, length)])
-            x = pool_keys(keys[None, None], block_size, kinds)[0, 0, 0].to(dtype) @ branch.weight[h].to(dtype)
-            x = _branch_end(x, branch, start + position_offset)
+            x = pool_keys(keys[None, None], block_size, kinds)[0, 0, 0].to(dtype) @ weight[h].to(dtype)
+            x = _branch_end(x, norm_weight, inv_freq, attention_scaling, start + position_offset)
             compressed[b, h, length // block_size - 1] = x.to(compressed.dtype)
 
 
-def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
+def score_blocks(
+    q: Tensor,
+    lengths: Tensor,
+    compressed: Tensor,
+    weight: Tensor,
+    block_size: int,
+    *,
+    norm_weight: Tensor | None = None,
+    inv_freq: Tensor | None = None,
+    attention_scaling: float = 1.0,
+) -> Tensor:
     """One row, KV head and block after the other; 0 for blocks that are not complete."""
-    dtype, weight = _wide(q, branch.weight), branch.weight
+    dtype = _wide(q, weight)
     kv_heads, group, _, width = weight.shape
     scores = torch.zeros(len(q), kv_heads, compressed.shape[2], dtype=dtype, device=q.device)
     for b, length in enumerate(lengths.tolist()):
         for h in range(kv_heads):
             x = q[b, h * group : (h + 1) * group].to(dtype).flatten() @ weight[h].to(dtype).flatten(0, 1)
-            x = _branch_end(x, branch, length - 1)
+            x = _branch_end(x, norm_weight, inv_freq, attention_scaling, length - 1)
             for block in range(length // block_size):
                 scores[b, h, block] = x @ compressed[b, h, block].to(dtype) / math.sqrt(width)
     return scores
 
 
-def _branch_end(x: Tensor, branch: Branch, position: int) -> Tensor:
+def _branch_end(
+    x: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float, position: int
+) -> Tensor:
     """RMSNorm and RoPE of one vector ``[E]``; trigonometry in Python's floats."""
-    _, norm_weight, inv_freq, attention_scaling = branch
     if norm_weight is not None:
         x = x / (x.square().mean() + 1e-6).sqrt() * norm_weight.to(x.dtype)
     if inv_freq is None:
@@ -317,13 +418,13 @@ def select_blocks(
     lengths: Tensor,
     *,
     block_size: int,
-    token_budget: int | None,
-    budget_share: float | None,
-    budget_min: int | None,
-    budget_max: int | None,
-    threshold: float | None,
-    top_p: float | None,
-    sink_blocks: int,
+    token_budget: int | None = None,
+    budget_share: float | None = None,
+    budget_min: int | None = None,
+    budget_max: int | None = None,
+    threshold: float | None = None,
+    top_p: float | None = None,
+    sink_blocks: int = 0,
 ) -> Selection:
     """A stable sort per row and KV head, and Python's sets."""
     batch, kv_heads, _ = scores.shape
@@ -368,13 +469,26 @@ def select_blocks(
 
 @torch.no_grad()
 def sparse_decode(
-    inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    indices: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    page_table: Tensor | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
-    """The selected tokens, one row and query head after the other. Ignores ``counts``."""
-    q, k, v, scale, sinks, softcap, page_table = inputs
+    """The selected tokens, one row and query head after the other."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
-    dtype, (batch, heads, _), kv_heads = _wide(q), q.shape, k.shape[1]
+    dtype = _wide(q)
+    batch, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    scale = 1.0 / math.sqrt(dim) if sm_scale is None else sm_scale
     out = torch.zeros(batch, heads, v.shape[-1], dtype=dtype, device=q.device)
     for b in range(batch):
         length = int(lengths[b])
@@ -391,13 +505,22 @@ def sparse_decode(
     return out.to(q.dtype)
 
 
-def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
+def dense_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None = None,
+    sm_scale: float | None = None,
+    *,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+    page_table: Tensor | None = None,
+) -> Tensor:
     """Sparse attention with every token selected."""
-    if inputs.page_table is not None:
-        k, v = (unpaged(pages, inputs.page_table) for pages in (inputs.k, inputs.v))
-        inputs = inputs._replace(k=k, v=v, page_table=None)
-    batch, kv_heads, capacity = inputs.k.shape[:3]
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
+    batch, kv_heads, capacity = k.shape[:3]
     if lengths is None:
-        lengths = torch.full((batch,), capacity, device=inputs.q.device)
-    every_token = torch.arange(capacity, device=inputs.q.device).expand(batch, kv_heads, -1)
-    return sparse_decode(inputs, every_token, None, lengths, 1)
+        lengths = torch.full((batch,), capacity, device=q.device)
+    every_token = torch.arange(capacity, device=q.device).expand(batch, kv_heads, -1)
+    return sparse_decode(q, k, v, every_token, lengths, 1, sm_scale, sinks=sinks, softcap=softcap)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
+from seergate.ops import reference
 from seergate.ops.gate_math import compressed_keys
-from tests import reference
 
 ALL = ("max", "min", "avg")
 KINDS = [kinds for n in (1, 2, 3) for kinds in permutations(ALL, n)]

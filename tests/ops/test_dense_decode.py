@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 from tests.ops.helpers import examples, relative
 from tests.ops.test_memory import peak_bytes
 from tests.ops.test_sparse_decode import TOLERANCE, cache

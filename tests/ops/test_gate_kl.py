@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 from tests.ops.helpers import Pack, cu_seqlens, grid, relative
 from tests.ops.test_teacher import two_heads_with_these_probabilities
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 
 SPARSE = pytest.mark.parametrize(
     "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 from tests.ops.helpers import grid
 
 BOTH = pytest.mark.parametrize("pool_keys", [reference.pool_keys, ops.pool_keys], ids=["reference", "torch"])

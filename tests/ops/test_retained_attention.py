@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 
 BOTH = pytest.mark.parametrize(
     "attend", [reference.retained_attention, ops.retained_attention], ids=["reference", "torch"]

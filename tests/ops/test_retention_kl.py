@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 
 BOTH = pytest.mark.parametrize("retention_kl", [reference.retention_kl, ops.retention_kl], ids=["reference", "torch"])
 

@@ -9,7 +9,7 @@ import torch
 
 from seergate import ops
 from seergate.config import TARGETS
-from tests import reference
+from seergate.ops import reference
 from tests.ops.helpers import Pack, cu_seqlens, relative
 from tests.ops.test_teacher import two_heads_with_these_probabilities
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 

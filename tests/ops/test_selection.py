@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
+from seergate.ops import reference
 from seergate.ops.selection import BlockBudget
-from tests import reference
 from tests.ops.helpers import examples
 
 BOTH = pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from seergate import ops
+from seergate.ops import reference
 from seergate.ops.torch_impl import decode as torch_impl
-from tests import reference
 from tests.ops.helpers import examples, grid, relative
 
 BOTH = pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from seergate import ops
-from tests import reference
+from seergate.ops import reference
 from tests.ops.helpers import Pack, cu_seqlens, relative
 
 BOTH = pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seergate import ops
+from seergate.ops import reference
 from seergate.ops.triton_impl import launch
-from tests import reference
 from tests.ops.helpers import grid, relative
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}

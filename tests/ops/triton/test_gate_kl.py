@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seergate import ops
+from seergate.ops import reference
 from seergate.ops.triton_impl import gate_kl, launch, teacher
 from seergate.ops.triton_impl.launch import GateLaunch, TeacherLaunch, heads_per_tile
-from tests import reference
 from tests.ops.helpers import EXACT, Pack, relative
 
 # The interpreter's products of bfloat16 are wrong.
