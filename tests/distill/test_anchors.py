@@ -11,8 +11,7 @@ from seergate.distill.config import TrainConfig
 from seergate.hf.teacher_forward import DistillSpec, distill_steps
 from seergate.hf.teacher_pass import intercepted_attention
 from seergate.models import families
-from seergate.ops import packed_attention
-from tests import reference
+from seergate.ops import packed_attention, reference
 from tests.host.test_decode import BLOCK, gates
 from tests.models import prompt, tiny_model
 

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seergate import ops
-from seergate.ops import attention
+from seergate.ops import attention, reference
 from seergate.ops.triton_impl import packs, teacher
 from seergate.ops.triton_impl.launch import TeacherLaunch, heads_per_tile
-from tests import reference
 from tests.ops.helpers import EXACT, Pack, cu_seqlens, grid, relative
 
 TOLERANCE = {torch.float32: EXACT, torch.float16: 2e-3, torch.bfloat16: 1e-2}
