@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> int:
                 generate_by_server(options.engine, model, tokenizer, requests, job, bank, take)
             else:
                 with attached(model, method, correction=spec.correction) as handle:
-                    job.engine(model, tokenizer, take, handle).run(requests)
+                    job.engine(handle, tokenizer, take).run(requests)
     written = len(made) + len(requests) - (0 if options.keep_cut else cut)
     kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
     print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))

@@ -142,7 +142,7 @@ class Collector:
             "seed": generation.request.seed,
             "prompt": generation.request.prompt,
             "completion": generation.completion,
-            "n_prompt_tokens": generation.n_prompt_tokens,
+            "n_prompt_tokens": len(generation.request.ids),
             "n_tokens": generation.n_tokens,
             "finish_reason": generation.finish_reason,
             "gold": self.golds[problem_id],

@@ -205,7 +205,7 @@ def evaluate(
                             elif options.engine in SERVERS:
                                 generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
                             else:
-                                job.engine(model, tokenizer, sink.take, handle).run(requests)
+                                job.engine(handle, tokenizer, sink.take).run(requests)
                 if unmeasured:
                     reference = reference or Reference(spec.label, _in_order(out_dir))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)
