@@ -17,10 +17,9 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.equivalence import OUT_OF_MEMORY
+from seergate.eval import equivalence
 from seergate.eval.grading import Grade, grade
 
 SECONDS = 10.0
@@ -32,7 +31,7 @@ WALL = 6
 START_SECONDS = 120.0
 """Time for a process to import math-verify on a busy machine."""
 
-FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", OUT_OF_MEMORY: "ran out of memory"}
+FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", equivalence.OUT_OF_MEMORY: "ran out of memory"}
 """Exit statuses that the comparison itself causes; they are verdicts."""
 
 
@@ -79,15 +78,13 @@ class _Judge:
         return False, f"math-verify was stopped: it {fault}"
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "seergate.eval.equivalence", str(self.seconds)],
+            [sys.executable, "-P", equivalence.__file__, str(self.seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a terminal's Ctrl-C is for the main process, which then ends this one
         )
         if self.closed:  # by another thread, which may not have seen the new process
