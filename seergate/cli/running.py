@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,33 +23,15 @@ if TYPE_CHECKING:
     from seergate.methods import Method
 
 
-@dataclass(frozen=True)
-class ModelLoader:
-    """Makes the model of a worker. Picklable.
+def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
+    """The model, tokenizer and gates of a worker. Of several GPUs Ray shows each worker its own."""
+    import torch
 
-    Attributes:
-        path, dtype, device: see `seergate.cli.models.load_model`; of several GPUs Ray shows each worker its own.
-        model, gates: see `seergate.cli.models.load_banks`.
-        threads: CPU threads of each worker.
-    """
+    from seergate.cli.models import load_banks, load_model
+    from seergate.hf.loading import load_tokenizer
 
-    path: str
-    dtype: str
-    device: str
-    model: str
-    gates: str | dict[int | str, str] | None
-    threads: int
-
-    def __call__(self) -> Any:
-        """Model, tokenizer and gates."""
-        import torch
-
-        from seergate.cli.models import load_banks, load_model
-        from seergate.hf.loading import load_tokenizer
-
-        torch.set_num_threads(self.threads)
-        model, tokenizer = load_model(self.path, self.dtype, self.device), load_tokenizer(self.path)
-        return model, tokenizer, load_banks(self.model, self.gates)
+    torch.set_num_threads(threads)
+    return load_model(path, plan.dtype, plan.device), load_tokenizer(path), load_banks(plan.model, plan.gates)
 
 
 def run_and_report(plan: SweepPlan, report: bool) -> None:
@@ -142,7 +125,8 @@ def run_plan(plan: SweepPlan) -> Path:
     if task.scored is None:
         encoded_prompts(tokenizer, problems, plan.limit(task))
     else:
-        _check_alone(plan, task)
+        alone = ("engine", "workers", "ray_address", "match", "measure_recall")
+        _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     name = directory_of(plan.task) or task.name
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{name}{engine}"
@@ -154,7 +138,7 @@ def run_plan(plan: SweepPlan) -> Path:
 
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
-    loader = ModelLoader(path, plan.dtype, plan.device, plan.model, plan.gates, threads)
+    loader = partial(load_worker, plan, path, threads)
     model = load_model(path, plan.dtype, plan.device)
     with EvalProgress(len(specs)) as progress:
         plan = replace(plan, on_progress=progress)
@@ -199,12 +183,11 @@ def run_plan(plan: SweepPlan) -> Path:
     return out
 
 
-def _check_alone(plan: SweepPlan, task: Task) -> None:
-    """Refuse settings of a plan that do not work for scored texts."""
-    usual = {"engine": "transformers", "workers": 0, "ray_address": None, "match": "budget", "measure_recall": False}
-    for name, default in usual.items():
-        if (value := getattr(plan, name)) != default:
-            raise SeergateError(f"{name} is {value!r}; the task {task.name!r} scores texts, so it must be left out")
+def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
+    """Refuse options of a plan that are not at their defaults."""
+    for name in names:
+        if (value := getattr(plan, name)) != getattr(type(plan), name):
+            raise SeergateError(f"{name} is {value!r}; {why} it must be left out")
 
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
@@ -214,9 +197,7 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)
-    for name, default in (("workers", 0), ("match", "budget")):
-        if (value := getattr(plan, name)) != default:
-            raise SeergateError(f"{name} is {value!r}; with --engine {plan.engine} it must be left out")
+    _leave_out(plan, ("workers", "match"), f"with --engine {plan.engine}")
     for spec in specs:
         check_served(plan.engine, spec, spec.bank(banks))
 
