@@ -255,7 +255,7 @@ def _matched(
         specs,
         plan.budget or list(task.budgets),
         prepare=lambda spec: calibrated([spec])[0],
-        bank=lambda spec: spec.bank(banks),
+        banks=banks,
         say=lambda line: print(line, flush=True),
     )
     store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})

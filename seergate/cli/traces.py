@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from seergate.cli.arguments import model_args, run_args
 from seergate.errors import SeergateError
 
@@ -75,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.sampling import sample_seed
     from seergate.eval.served import SERVERS, check_served, engine_version, generate_by_server
     from seergate.eval.settings import grid
+    from seergate.eval.store import write_yaml
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
     from seergate.hf.loading import load_tokenizer
@@ -147,7 +146,8 @@ def run(options: argparse.Namespace) -> int:
     if made:
         _made_with(options.out, record)
     else:
-        _begin(options.out, record)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_yaml(_beside(options.out), record)
     cut = 0
     if requests:
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
@@ -180,39 +180,17 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.yaml")
 
 
-def _begin(path: Path, record: dict[str, Any]) -> None:
-    """Record beside a file of rows how they will be made."""
-    from seergate.eval.store import write_text
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(_beside(path), yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
-
-
 def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
     """Refuse to add rows that are made in another way than the earlier ones; ``now`` is the record of the new ones,
     without the fields that are not known yet. Returns the commit of the prompts; ``None`` if they are not on the Hub.
     """
-    from seergate.eval.store import flatten
+    from seergate.eval.store import differences
     from seergate.yaml_file import read_yaml
 
     found = read_yaml(_beside(path))
-    unsaid = [name for name in (*now, *unknown, "commit") if name not in found]
-    if unsaid:
-        raise SeergateError(
-            f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another "
-            "--out"
-        )
-    before, after = (
-        flatten({name: value for name, value in facts.items() if name not in ("commit", *unknown)})
-        for facts in (found, now)
-    )
-    for name in {**after, **before}:
-        if before.get(name) != after.get(name):
-            raise SeergateError(
-                f"{path} was made with {name}={before.get(name)!r} and this is {after.get(name)!r}; use the same, or "
-                "another --out"
-            )
-    return found["commit"]
+    if different := differences(found, now, ("commit", *unknown)):
+        raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
+    return found.get("commit")
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:

@@ -83,13 +83,12 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             now = _graded_by(name, config)
             if changed:
                 if now != config:
-                    store.write_config(
-                        directory, {**now, "task": {**now["task"], UNFINISHED: "cut short, to be done again"}}
-                    )
+                    unfinished = {**now["task"], UNFINISHED: "cut short, to be done again"}
+                    store.write_yaml(directory / store.CONFIG, {**now, "task": unfinished})
                 lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
                 store.write_text(directory / store.SAMPLES, lines)
             if now != config:
-                store.write_config(directory, now)
+                store.write_yaml(directory / store.CONFIG, now)
     if not dry_run:
         write_metrics(directory)
     return Regraded(len(samples), before, after, changed)

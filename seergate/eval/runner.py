@@ -23,7 +23,7 @@ from seergate.eval.cluster import Cluster, Job, Loader
 from seergate.eval.collector import Collector
 from seergate.eval.collector import Progress as Progress
 from seergate.eval.engine import Limit, Request, encode, prompt_text, reply_ids
-from seergate.eval.forced import TeacherForcing, summary
+from seergate.eval.forced import TeacherForcing
 from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
@@ -229,7 +229,7 @@ def _score_texts(
         if key in done:
             continue
         found = forced.measure(spec, bank, number)
-        log.append([dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found])
+        log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found)
         if on_progress is not None:
             tokens, seconds = (number + 1) * found["n_tokens"], time.monotonic() - began
             on_progress(Progress(spec.label, number + 1, len(wanted), None, number + 1, tokens, seconds))
@@ -245,8 +245,7 @@ def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Refe
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
     """Derive `metrics.json` from the samples."""
-    samples = _in_order(out_dir)
-    metrics = summary(samples) if "kl" in samples[0] else derive(samples, store.read_json(out_dir / store.PROXIES))
+    metrics = derive(_in_order(out_dir), store.read_json(out_dir / store.PROXIES))
     store.write_json(out_dir / store.METRICS, metrics)
     return metrics
 

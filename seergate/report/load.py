@@ -11,7 +11,6 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH
-from seergate.eval.forced import summary
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
@@ -21,7 +20,7 @@ SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold"
 
 NEEDED = {
     "task": ("name",),
-    "method": ("name",),
+    "method": ("name", "nominal"),
     "model": ("path", "type", "parameters", "dtype", "fingerprint"),
     "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
 }
@@ -73,12 +72,7 @@ class Setting:
     @property
     def nominal(self) -> str:
         """The limit on tokens read or held, in words; also for methods without a token budget."""
-        known = self.config["method"].get("nominal")
-        if known is not None:
-            return str(known)
-        if self.budget is None:
-            return "all" if self.threshold is None else f"p > {self.threshold:g}"
-        return str(self.budget)
+        return str(self.config["method"]["nominal"])
 
     @property
     def evicts(self) -> bool:
@@ -282,10 +276,8 @@ def load_setting(directory: Path) -> Setting:
         raise SeergateError(f"{directory} has no finished samples yet")
     proxies = store.read_json(directory / store.PROXIES)
     try:
-        if "kl" in samples[0]:
-            metrics, correct = summary(samples), dict[str, list[float]]()
-        else:
-            metrics, correct = derive(samples, proxies), by_problem(samples, lambda s: s["correct"])
+        metrics = derive(samples, proxies)
+        correct = by_problem(samples, lambda s: s["correct"]) if "accuracy" in metrics else {}
     except KeyError as error:
         raise SeergateError(
             f"{directory / store.SAMPLES} has a sample without {error}; remove its line to have it made again"
