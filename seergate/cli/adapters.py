@@ -314,11 +314,7 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
 
 
 def results_of(runs: Path) -> list[dict[str, Any]]:
-    """Results of evaluations in the format of `GateBank.results`.
-
-    Args:
-        runs: a run directory, or a directory of several.
-    """
+    """Results of a run directory, or of all in a directory, in the format of `GateBank.results`."""
     from seergate.report.load import load_sweeps
 
     return [

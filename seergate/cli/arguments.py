@@ -32,11 +32,7 @@ class Command:
 
 
 def model_args(parser: argparse._ActionsContainer, gates: str = "[gates/ of the model]") -> None:
-    """``--model`` and ``--gates``.
-
-    Args:
-        gates: default of ``--gates``, for the help.
-    """
+    """``--model`` and ``--gates``, whose default the help says."""
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument("--gates", metavar="DIR", help=f"directory or Hub id of gates {gates}")
 

@@ -111,10 +111,8 @@ def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
 
 
 def _load_plugins(arguments: list[str]) -> list[str]:
-    """Import what ``--plugin`` names, here and, by the environment, in every process that is started from here.
-
-    Returns:
-        The other arguments.
+    """Import what ``--plugin`` names, here and, by the environment, in every process that is started from here;
+    returns the other arguments.
     """
     parser = Parser(prog="seergate", add_help=False, allow_abbrev=False)
     _add_plugin(parser, [])
@@ -156,14 +154,7 @@ def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: the arguments; those of the process if ``None``.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command, by the arguments of the process if ``argv`` is ``None``; returns the exit code."""
     bound_spinning()
     try:
         return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))

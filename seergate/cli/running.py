@@ -91,11 +91,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 
 def run_plan(plan: SweepPlan) -> Path:
-    """Evaluate all settings of a plan; earlier samples are kept.
-
-    Returns:
-        The directory of the runs.
-    """
+    """Evaluate all settings of a plan; earlier samples are kept. Returns the directory of the runs."""
     from seergate.cli.models import check_writable, load_banks, load_model, model_path
     from seergate.eval import sweep
     from seergate.eval.calibration import Calibrator, check_auto
@@ -204,10 +200,7 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     """Refuse a model of no supported family, dense layers that it does not have and gates that are for another one;
-    only its configuration is read.
-
-    Returns:
-        The configuration.
+    only its configuration is read, and returned.
     """
     from seergate.hf.gated_model import check_base
     from seergate.hf.loading import base_config

@@ -165,13 +165,7 @@ def _checked(options: argparse.Namespace) -> _Job:
 
 @dataclass(frozen=True)
 class _Job:
-    """The stages of one tune run.
-
-    Attributes:
-        options: options of the command line.
-        config: the training run, without the number of steps.
-        budgets: token budgets that are compared.
-    """
+    """The stages of one tune run; ``config`` is the training run without the number of steps."""
 
     options: argparse.Namespace
     config: TrainConfig

@@ -43,13 +43,8 @@ class Times:
 
 @dataclass(frozen=True)
 class Decision:
-    """Amounts of training and evaluation that fit into the time.
-
-    Attributes:
-        steps: training steps.
-        problems: needle problems.
-        texts: scored texts.
-        training, evaluation: expected seconds.
+    """Training steps, needle problems and scored texts that fit into the time, and the expected seconds of training
+    and of evaluation.
     """
 
     steps: int
@@ -60,18 +55,14 @@ class Decision:
 
 
 def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
-    """Divide the time.
+    """Divide the hours given by the user.
 
     Args:
-        hours: given by the user.
         spent: seconds of them used so far.
-        times: measured seconds.
-        packs: packs of the training data.
-        held_out: held-out texts.
-        budgets: number of budgets that are compared.
+        packs, held_out, budgets: numbers of packs to train on, of held-out texts, and of budgets that are compared.
 
     Raises:
-        SeergateError: if it is too short, saying how long it must be.
+        SeergateError: if they are too few, saying how many they must be.
     """
     left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
     steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))

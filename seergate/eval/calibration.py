@@ -159,11 +159,7 @@ class Calibrator:
         self.task, self.wanted = other_problems(task.bound(tokenizer))
 
     def __call__(self, specs: Sequence[MethodSpec]) -> list[MethodSpec]:
-        """The settings, with every option that is ``"auto"`` measured.
-
-        Args:
-            specs: checked by `check_auto`.
-        """
+        """The settings, checked by `check_auto`, with every option that is ``"auto"`` measured."""
         return [
             replace(spec, calibrated={option: self._measured(spec, option) for option in spec.uncalibrated})
             if spec.uncalibrated

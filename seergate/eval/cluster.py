@@ -37,11 +37,9 @@ class Job:
     """One setting.
 
     Attributes:
-        spec: the method.
         batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
         prompt: tokens of the longest prompt, to estimate memory.
         longest: tokens of the longest sample, prompt included, to estimate memory.
-        limit, sampling: length limit and sampling of the samples.
     """
 
     spec: MethodSpec
@@ -77,11 +75,7 @@ class Generator:
         self.waiting, self.finished = deque[Request](), list[Generation]()
 
     def load(self) -> tuple[str, str]:
-        """Load the model.
-
-        Returns:
-            The weights' fingerprint, and the node that this runs on.
-        """
+        """Load the model; the weights' fingerprint, and the node that this runs on."""
         import ray
 
         self.model, self.tokenizer, self.gates = self.loader()

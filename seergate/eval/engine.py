@@ -205,11 +205,7 @@ class Batch:
         return sums
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Give each row its next token.
-
-        Returns:
-            Logits ``[rows, V]`` of the one after it.
-        """
+        """Give each row its next token; logits ``[rows, V]`` of the one after it."""
         if self.mask is not None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(self), 1)), dim=1)
         ids = torch.tensor(tokens, device=self.device)[:, None]
@@ -228,13 +224,11 @@ class Batch:
         self.lengths = [self.lengths[row] for row in rows]
 
     def take_back(self) -> bool:
-        """Undo the forward pass that has failed, if one has, so that the rows that were there before can go on.
+        """Undo the forward pass that has failed, if one has, so that the rows that were there before can go on; false
+        if that is not possible.
 
         A layer that the pass had reached forgets the token. Keys, values and compressed keys of older tokens are as
         they were, to the last bit. What an evicting method has dropped in such a layer does not come back.
-
-        Returns:
-            Whether that was possible.
         """
         if self.slots is None or not self.lengths or not rows_are_independent(self.cache):
             return False
@@ -350,13 +344,8 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, source: Iterator[Request]) -> bool:
-        """Prefill new samples if there is room, or else decode one token of all samples.
-
-        Args:
-            source: iterator over new samples; another one may be given at the next step.
-
-        Returns:
-            False if there was nothing to do.
+        """Prefill new samples if there is room, or else decode one token of all samples; false if there was nothing
+        to do. Another source of new samples may be given at the next step.
         """
         arriving = self._arriving(source)
         together = len(self.rows) + len(arriving)

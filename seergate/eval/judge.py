@@ -44,11 +44,7 @@ class _Judge:
         self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
-        """Compare the answer with the gold answer; the verdict and its reason in words.
-
-        Raises:
-            SeergateError: if the process was killed from outside, or the judge was closed meanwhile.
-        """
+        """Compare the answer with the gold answer; the verdict and its reason in words."""
         if self.process is not None and self.process.poll() is not None:  # killed while it was idle
             self._end()
         try:
@@ -95,10 +91,8 @@ class _Judge:
             )
 
     def _ask(self, line: str | None, seconds: float) -> tuple[str | None, bool]:
-        """Write a line (or nothing) and wait for one.
-
-        Returns:
-            The line, or ``None`` if it does not come; and whether the process was killed for taking too long.
+        """Write a line (or nothing) and wait for one: the line, or ``None`` if it does not come; and whether the
+        process was killed for taking too long.
         """
         process, late = self.process, threading.Event()
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -122,11 +116,7 @@ class _Judge:
         return (reply if reply.endswith("\n") else None), late.is_set()
 
     def _end(self) -> int | None:
-        """End the process.
-
-        Returns:
-            Its exit status, which is its own if it has died already; ``None`` if there is no process.
-        """
+        """End the process; its exit status, which is its own if it has died already, ``None`` without a process."""
         process, self.process = self.process, None
         if process is None:
             return None

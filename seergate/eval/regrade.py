@@ -27,13 +27,7 @@ NEEDED = ("completion", "gold", "correct", "pred")
 
 @dataclass(frozen=True)
 class Regraded:
-    """Result of regrading.
-
-    Attributes:
-        total: samples.
-        before, after: accuracy.
-        changed: (problem, sample, old verdict, new verdict).
-    """
+    """Number of samples, accuracy before and after, and (problem, sample, old verdict, new verdict) of each change."""
 
     total: int
     before: float

@@ -32,12 +32,10 @@ class Setting:
     """One run directory.
 
     Attributes:
-        directory: path of the run directory.
-        config: contents of `config.yaml`.
+        config, proxies: contents of `config.yaml`, and of `proxies.json` if there is one.
         metrics: derived from its samples.
         correct: problem -> 0 or 1 of each sample; empty where texts were scored.
         samples: as they were stored.
-        proxies: contents of its `proxies.json`, if it has one.
         series: name in plots and tables: the method, and the options that distinguish it within the method.
     """
 
@@ -163,10 +161,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Settings that can be compared: one task, one model, one way of generating.
-
-    Attributes:
-        settings: the settings, in the order of `METHODS`, by budget within a method.
+    """Settings that can be compared (one task, one model, one way of generating), in the order of `METHODS` and by
+    budget within a method.
     """
 
     settings: list[Setting] = field(default_factory=list)

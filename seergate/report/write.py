@@ -39,13 +39,7 @@ from seergate.report.tables import (
 
 @dataclass(frozen=True)
 class Report:
-    """Paths and findings of a written report.
-
-    Attributes:
-        markdown, html: the two files.
-        plots: the images.
-        findings: one sentence each.
-    """
+    """Files and findings of a written report."""
 
     markdown: Path
     html: Path
