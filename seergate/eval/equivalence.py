@@ -81,11 +81,7 @@ def limit_time(seconds: float) -> None:
 
 
 def main(seconds: float) -> None:
-    """Answer until the input ends.
-
-    Args:
-        seconds: processor time of a comparison.
-    """
+    """Answer until the input ends, each comparison in so many seconds of processor time."""
     try:
         import resource
 

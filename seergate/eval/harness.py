@@ -42,9 +42,7 @@ def attached_model(
     """The model with the method attached, its tokenizer, and the gates.
 
     Args:
-        name: directory or Hub id of the base model.
-        spec: see `method_spec`.
-        gates: directory or Hub id, for methods that have some.
+        name, gates: directories or Hub ids of the base model, and of gates for methods that have some.
         **options: options of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
     """
     bank = None if gates is None else GateBank.from_pretrained(gates)

@@ -123,11 +123,7 @@ class MethodSpec:
         return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
-        """The method. Options overrule the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`.
-
-        Args:
-            bank: the gates, for the methods that have them.
-        """
+        """The method. Options overrule the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`."""
         if self.has_gates and bank is None:
             raise SeergateError(
                 f"the method {self.name!r} needs gates: give their directory or Hub id (org/name) with --gates; "
