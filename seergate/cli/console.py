@@ -14,7 +14,7 @@ from seergate.errors import is_users, sentence
 from seergate.progress import ProgressBar, duration
 
 if TYPE_CHECKING:
-    from seergate.eval.runner import Progress
+    from seergate.eval.collector import Progress
     from seergate.report.write import Report
 
 

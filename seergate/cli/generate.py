@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import model_args, run_args
+from seergate.cli.arguments import decoding_args, model_args, run_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -38,16 +38,11 @@ LONG_PROMPT = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     model_args(parser)
-    parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
-    parser.add_argument(
-        "--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step [{REAL_BUDGET}; tiny: 64]"
-    )
+    decoding_args(parser, "gate", f" [{REAL_BUDGET}; tiny: {TINY_BUDGET}]")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny: a problem, as it solves]")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
-    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
     run_args(parser)

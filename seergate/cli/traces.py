@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seergate.cli.arguments import model_args, run_args
+from seergate.cli.arguments import decoding_args, model_args, run_args
 from seergate.errors import SeergateError
 
 HELP = (
@@ -43,15 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
-    parser.add_argument("--method", default="dense", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
-    parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help="tokens read per step")
+    decoding_args(parser, "dense", "")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of question and answer [as of `seergate train`]"
     )
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [what is left]")
     parser.add_argument("--keep-cut", action="store_true", help="keep answers that are cut at the limit")
-    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
     parser.add_argument(
         "--engine", choices=("transformers", "vllm", "sglang"), default="transformers", help="[%(default)s]"

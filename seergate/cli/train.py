@@ -27,7 +27,7 @@ from seergate.paths import shipped
 
 HELP = (
     "distil gates for a frozen model",
-    "Distil gates for a frozen model.",
+    "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe.",
     [
         "seergate train --model tiny-reasoner",
         "seergate train --model Qwen3-8B --dry-run",
@@ -83,8 +83,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     work: list[Callable[[], None]] = []
 
     def parse() -> None:
-        description = "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe."
-        parser = train_parser(prog, description, HELP[2])
+        parser = train_parser(prog, *HELP[1:])
         parser.add_argument(
             "--variants",
             nargs="+",

@@ -12,7 +12,9 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.engine import Engine, Generation, Limit, Request, sample_bytes
@@ -22,12 +24,7 @@ from seergate.eval.settings import Banks, MethodSpec
 from seergate.fingerprint import fingerprint
 from seergate.hf.attach import Handle, attach
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]
-
-Loader = Callable[[], "Loaded"]
+Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]]
 """``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
 by name."""
 

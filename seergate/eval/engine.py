@@ -473,16 +473,13 @@ class Engine:
         return Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
-    """The prompt for a conversation, by the model's chat template."""
+def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
+    """The text that a model is to continue; of a conversation, by the model's chat template."""
+    if problem.prompt is not None:
+        return problem.prompt
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-
-
-def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    """The text that a model is to continue."""
-    return problem.prompt if problem.prompt is not None else render(tokenizer, problem.messages)
+    return str(tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

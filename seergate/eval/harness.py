@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
@@ -14,9 +15,6 @@ from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_base, load_tokenizer
 from seergate.hf.score import score
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def method_spec(method: str, budget: int | None = None, block_size: int | None = None) -> MethodSpec:

@@ -20,8 +20,7 @@ from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.cluster import Cluster, Job, Loader
-from seergate.eval.collector import Collector
-from seergate.eval.collector import Progress as Progress
+from seergate.eval.collector import Collector, Progress
 from seergate.eval.engine import Limit, Request, encode, prompt_text, reply_ids
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.judge import GradingPool

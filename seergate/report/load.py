@@ -258,8 +258,10 @@ class Sweep:
         return float(metrics["mean_prompt_tokens"] + metrics["mean_tokens"])
 
 
-def load_setting(directory: Path) -> Setting:
-    """Read one run directory."""
+def load_setting(directory: Path) -> Setting | None:
+    """Read one run directory; ``None`` without finished samples."""
+    if not (samples := store.read_samples(directory)):
+        return None
     config = store.read_config(directory)
     sections = [name for name in NEEDED if not isinstance(config.get(name), dict)]
     keys = (f"{name}.{key}" for name, keys in NEEDED.items() for key in keys if key not in config[name])
@@ -267,9 +269,6 @@ def load_setting(directory: Path) -> Setting:
         raise SeergateError(
             f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation, or damaged"
         )
-    samples = store.read_samples(directory)
-    if not samples:
-        raise SeergateError(f"{directory} has no finished samples yet")
     proxies = store.read_json(directory / store.PROXIES)
     try:
         metrics = derive(samples, proxies)
@@ -291,7 +290,7 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     for root in roots:
         for path in store.run_directories(root):
             found.setdefault(path.resolve(), path)  # the same one may be named twice
-    started = [load_setting(path) for path in found.values() if store.read_samples(path)]
+    started = [setting for path in found.values() if (setting := load_setting(path)) is not None]
     if not started:
         raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
     groups = grouped(started, lambda setting: repr(setting.identity()))

@@ -11,8 +11,9 @@ from seergate.cache.offload import Offload
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch, Limit, Request, encode, render
+from seergate.eval.engine import Batch, Limit, Request, encode, prompt_text
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
+from seergate.eval.task import Problem
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.reason.paging import Paging
@@ -303,4 +304,4 @@ def test_a_tokenizer_without_chat_template_is_told():
     tokenizer = support.tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(SeergateError, match="no chat template"):
-        render(tokenizer, [{"role": "user", "content": "x"}])
+        prompt_text(tokenizer, Problem("p", "1", messages=({"role": "user", "content": "x"},)))
