@@ -15,7 +15,7 @@ class Command:
     Attributes:
         HELP: one line, a paragraph, and examples.
         add_arguments: declares the options.
-        run: runs it; returns the exit code, 0 if ``None``.
+        run: runs it; may return an exit code.
         TAKES_METHODS: true if it takes names of methods, and with them ``--plugin``.
         REPORTS: true if it ends with a report, for which matplotlib must be there before it begins.
         trains: true if it also takes the options of `seergate train`.

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Load, measure, write."""
     from seergate.cli.models import check_writable, load_model, model_path
     from seergate.eval import RunOptions, make_task
@@ -97,7 +97,6 @@ def run(options: argparse.Namespace) -> int:
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}
     for option, calibration in calibrations.items():
         print("\n".join(calibration.measure(model, prompts, targets[option], about, **how)))
-    return 0
 
 
 def _check_target(target: Path, calibration: Calibration, method: str) -> None:

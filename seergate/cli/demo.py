@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Distil, save, load, evaluate, report."""
     from seergate.cli.models import TINY, check_writable, load_gates, load_model, model_path
     from seergate.eval import RunOptions, make_task, sweep
@@ -92,4 +92,3 @@ def run(options: argparse.Namespace) -> int:
     report = write_report(out / "eval", out)
     say_report(report)
     print(f"the demo took {time.monotonic() - began:.0f} seconds")
-    return 0

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Check, load, decode, write the page."""
     from seergate.cli.console import notes
     from seergate.cli.models import bank_for, is_tiny, load_model, model_path
@@ -123,7 +123,6 @@ def run(options: argparse.Namespace) -> int:
         if options.trace is not None and len(output) > len(ids) + 1:
             page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
-    return 0
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Check, load, let it answer."""
     from seergate.cli.models import check_file_served, gates_for, load_gates, load_model, model_path
     from seergate.cli.running import check_model
@@ -169,7 +169,6 @@ def run(options: argparse.Namespace) -> int:
     written = len(made) + len(requests) - (0 if options.keep_cut else cut)
     kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
     print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))
-    return 0
 
 
 def _beside(path: Path) -> Path:

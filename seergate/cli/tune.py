@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="directory of everything [runs/tune-MODEL]")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the stages that are missing, and print the recommendation."""
     from seergate.cli.models import check_writable
     from seergate.cli.train import prepare_process
@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             )
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
-        return 0
+        return
 
     def note(**more: Any) -> None:
         state.update(more)
@@ -124,7 +124,6 @@ def run(options: argparse.Namespace) -> int:
         job.train(decision.steps)
         note(trained=True)
     job.recommend(decision)
-    return 0
 
 
 def _checked(options: argparse.Namespace) -> _Job:
