@@ -54,16 +54,14 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.models import bank_for, is_tiny, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.eval.engine import encode, prompt_text
-    from seergate.eval.settings import grid
+    from seergate.eval.settings import method_spec
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import SelectingMethod
     from seergate.models.families import model_positions
 
     _check(options)
     tiny = is_tiny(options.model)
-    budgets = [] if options.budget is None else [options.budget]
-    spec, *_ = grid([options.method], budgets, None, default_budgets=[TINY_BUDGET if tiny else REAL_BUDGET])
-    spec.check_calibrated()
+    spec = method_spec(options.method, options.budget, default_budget=TINY_BUDGET if tiny else REAL_BUDGET)
     path = model_path(options.model)
     bank = bank_for(options.model, options.gates) if spec.has_gates else None
     method = spec.method(bank)

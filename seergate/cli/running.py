@@ -231,7 +231,7 @@ def _matched(
     from seergate.eval.matching import MEASURES, Replay, match, record_path, replayed
     from seergate.fingerprint import fingerprint, rope_of
 
-    dense = sorted(store.read_samples(out / specs[0].label), key=lambda s: (str(s["problem_id"]), s["sample_idx"]))
+    dense = store.in_order(store.read_samples(out / specs[0].label))
     answer = replayed(dense)
     made = {
         "answer": {name: answer[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},

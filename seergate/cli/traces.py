@@ -69,14 +69,13 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.engine import Generation, Request, encode, prompt_text
     from seergate.eval.sampling import sample_seed
     from seergate.eval.served import SERVERS, check_served, engine_version, generate_by_server
-    from seergate.eval.settings import grid
+    from seergate.eval.settings import method_spec
     from seergate.eval.store import write_yaml
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
     from seergate.hf.loading import load_tokenizer
 
-    (spec,) = grid([options.method], [] if options.budget is None else [options.budget], None)
-    spec.check_calibrated()
+    spec = method_spec(options.method, options.budget)
     served = options.engine in SERVERS
     engine = engine_version(options.engine) if served else options.engine
     data = {"data": options.prompts, "data_limit": options.limit}

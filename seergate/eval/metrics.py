@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from seergate.eval.stats import Estimate, clustered, clustered_quantile, mean_and_interval, pass_at_k, quantile
+from seergate.eval.store import in_order
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Quantiles of the distribution of answer lengths."""
@@ -33,7 +34,7 @@ PROXIES = (
 def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
     """A value of each sample, grouped by problem. Sorted, so that the order of generation does not matter."""
     groups: dict[str, list[float]] = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (s["problem_id"], s["sample_idx"])):
+    for sample in in_order(samples):
         groups[sample["problem_id"]].append(float(value(sample)))
     return dict(groups)
 

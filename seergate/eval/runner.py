@@ -100,7 +100,7 @@ def sweep(
                 forced=forced,
             )
             if reference is None or own:
-                reference = Reference(spec.label, _in_order(directory))
+                reference = Reference(spec.label, store.in_order(store.read_samples(directory)))
     return results
 
 
@@ -123,7 +123,7 @@ def reference_in(
 ) -> Reference | None:
     """The dense run of the same model and prompts in a directory of runs, to measure proxies on."""
     directory = out_dir / Dense.name
-    if not (directory / store.CONFIG).exists() or not (samples := _in_order(directory)):
+    if not (directory / store.CONFIG).exists() or not (samples := store.in_order(store.read_samples(directory))):
         return None
     found, problems = store.read_config(directory), task.problems()
     same = (
@@ -206,7 +206,7 @@ def evaluate(
                             else:
                                 job.engine(handle, tokenizer, sink.take).run(requests)
                 if unmeasured:
-                    reference = reference or Reference(spec.label, _in_order(out_dir))
+                    reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)
                     if proxies is not None:
                         store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
@@ -244,14 +244,9 @@ def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Refe
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
     """Derive `metrics.json` from the samples."""
-    metrics = derive(_in_order(out_dir), store.read_json(out_dir / store.PROXIES))
+    metrics = derive(store.in_order(store.read_samples(out_dir)), store.read_json(out_dir / store.PROXIES))
     store.write_json(out_dir / store.METRICS, metrics)
     return metrics
-
-
-def _in_order(out_dir: Path) -> list[dict[str, Any]]:
-    """The samples in an order that does not depend on when they were made."""
-    return sorted(store.read_samples(out_dir), key=lambda s: (s["problem_id"], s["sample_idx"]))
 
 
 def encoded_prompts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,11 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
         seen.add(key)
         samples.append(sample)
     return samples
+
+
+def in_order(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Samples of a task in an order that does not depend on when they were made."""
+    return sorted(samples, key=lambda sample: (sample["problem_id"], sample["sample_idx"]))
 
 
 class SampleLog:
