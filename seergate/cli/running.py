@@ -175,7 +175,7 @@ def run_plan(plan: SweepPlan) -> Path:
             evaluated(specs[:1])  # dense: bytes are compared on its answers
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
-        evaluated(calibrated(specs))
+        evaluated([calibrated(spec) for spec in specs])
     return out
 
 
@@ -223,7 +223,7 @@ def _matched(
     tokenizer: PreTrainedTokenizerBase,
     specs: list[MethodSpec],
     out: Path,
-    calibrated: Callable[[list[MethodSpec]], list[MethodSpec]],
+    calibrated: Callable[[MethodSpec], MethodSpec],
     banks: Banks,
 ) -> list[MethodSpec]:
     """The settings under which the plan's methods are equal in bytes; measurements are kept beside the runs."""
@@ -247,7 +247,7 @@ def _matched(
         replay,
         specs,
         plan.budget or list(task.budgets),
-        prepare=lambda spec: calibrated([spec])[0],
+        prepare=calibrated,
         banks=banks,
         say=lambda line: print(line, flush=True),
     )
