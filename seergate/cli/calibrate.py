@@ -83,15 +83,9 @@ def run(options: argparse.Namespace) -> None:
     if limit < 1:
         raise ValueError("the longest prompt leaves no room for an answer; give --max-new-tokens")
     sampling, ends = RunOptions().resolved_sampling(task, model), end_ids(model, tokenizer)
-    print(
-        f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each",
-        flush=True,
-    )
+    print(f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each")
     if len(prompts) * limit < FEW_TOKENS:
-        print(
-            f"note: fewer than {FEW_TOKENS} tokens say little of a model; give more --problems or --max-new-tokens",
-            flush=True,
-        )
+        print(f"note: fewer than {FEW_TOKENS} tokens say little of a model; give more --problems or --max-new-tokens")
     made = made_on(model, task, prompts, limit, sampling)
     about = {"model": options.model, "task": options.task, "made": made}
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}

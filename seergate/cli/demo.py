@@ -65,19 +65,17 @@ def run(options: argparse.Namespace) -> None:
     overrides = {"output_dir": plan.gates, "max_steps": options.max_steps}
     config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
     print(
-        f"1. Distilling gates from the attention of the frozen model in {model_path(TINY)} ({config.max_steps} steps)",
-        flush=True,
+        f"1. Distilling gates from the attention of the frozen model in {model_path(TINY)} ({config.max_steps} steps)"
     )
     adapter = run_distillation(config)
 
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
-    print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back", flush=True)
+    print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back")
     bank = load_gates(str(adapter))
     length = 27 * options.variables
     print(
         f"\n3. Answering {options.problems} fresh problems of about {length} tokens, each method reading at most "
         f"{', '.join(map(str, BUDGETS))} tokens per step",
-        flush=True,
     )
     runs = run_plan(plan)
 
@@ -87,6 +85,6 @@ def run(options: argparse.Namespace) -> None:
 
     bank.results = tuple(results_of(runs))
     bank.save_pretrained(adapter)  # its card has the results now
-    print("\n4. Writing the report", flush=True)
+    print("\n4. Writing the report")
     say_report(write_report(runs, out))
     print(f"the demo took {time.monotonic() - began:.0f} seconds")

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         torch.set_num_threads(options.threads)
     model = load_model(path, options.dtype, options.device)
     if len(ids) > LONG_PROMPT:
-        print(f"reading the prompt of {len(ids):,} tokens", file=sys.stderr, flush=True)
+        print(f"reading the prompt of {len(ids):,} tokens", file=sys.stderr)
     sampling: dict[str, Any] = {}
     if options.temperature is not None:
         sampling = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}

@@ -127,9 +127,9 @@ def _dense_layers(options: argparse.Namespace) -> None:
 
     def report(plan: tuple[int, ...], kl: Tensor) -> None:
         named = "+".join(map(str, plan)) or "none"
-        print(f"dense layers {named:>10}  KL {float(kl.mean()):.4f}", flush=True)
+        print(f"dense layers {named:>10}  KL {float(kl.mean()):.4f}")
 
-    print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens", flush=True)
+    print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens")
     layers = find_dense_layers(model, method, texts, options.count, report)
     made = {**bank.training_record, "dense_layers_found_on": f"{options.task}, at {method.nominal}"}
     defaults = {**bank.decode_defaults, "dense_layers": list(layers)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -156,6 +157,8 @@ def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, by the arguments of the process if ``argv`` is ``None``; returns the exit code."""
     bound_spinning()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log shows what is going on while it does
     try:
         return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
     except BrokenPipeError:  # the reader of a pipe has seen enough

@@ -142,11 +142,11 @@ def run_plan(plan: SweepPlan) -> Path:
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
         limit, sampling = plan.limit(task), plan.resolved_sampling(task, model)
         unlike = "" if chosen else sampling.unlike_generate(model)
-        print(f"sampling: {sampling} ({source}{unlike}); {limit}", flush=True)
+        print(f"sampling: {sampling} ({source}{unlike}); {limit}")
         if plan.measure_recall and specs[0].name != Dense.name:
             found = reference_in(out, model, tokenizer, task)
             whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
-            print(f"proxies are measured on the answers of {whose}", flush=True)
+            print(f"proxies are measured on the answers of {whose}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 
@@ -168,7 +168,6 @@ def run_plan(plan: SweepPlan) -> Path:
                     print(
                         f"note: the grader {task.grader!r} found no answer in {share * metrics['n_samples']:.0f} of "
                         f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
-                        flush=True,
                     )
 
         if plan.match != MATCHES[0]:
@@ -241,7 +240,7 @@ def _matched(
     path = record_path(out, plan.match)
     before = store.read_json(path) or {}
     known = before["bytes"] if before.get("made") == made else {}
-    print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}", flush=True)
+    print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
     replay = Replay(model, tokenizer, dense, MEASURES[plan.match], known)
     chosen, records = match(
         replay,
@@ -249,7 +248,6 @@ def _matched(
         plan.budget or list(task.budgets),
         prepare=calibrated,
         banks=banks,
-        say=lambda line: print(line, flush=True),
     )
     store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})
     return chosen

@@ -134,9 +134,7 @@ def run(options: argparse.Namespace) -> None:
             f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
             f"({config.max_length:,})"
         )
-    print(
-        f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
-    )
+    print(f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes))
     model = load_model(path, options.dtype, options.device)
     record |= {"weights": fingerprint(model), "rope": rope_of(model)}
     if made:

@@ -177,7 +177,7 @@ def _tell(said: str, error: BaseException, tells: bool = True) -> None:
     elif rank and getattr(error, "is_common", False):
         tells = False
     if tells:
-        print(f"[rank {rank}] {said}" if rank else said, file=sys.stderr, flush=True)
+        print(f"[rank {rank}] {said}" if rank else said, file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         time.sleep(SILENT_SECONDS)
 

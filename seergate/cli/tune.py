@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
         found = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
         note(asked=asked, times=asdict(times), decision=asdict(found))
     decision = Decision(**state["decision"])
-    print(job.said(decision, Times(**state["times"])), flush=True)
+    print(job.said(decision, Times(**state["times"])))
     if "trained" not in state:
         job.train(decision.steps)
         note(trained=True)
@@ -266,8 +266,8 @@ class _Job:
             tokenizer, data = load_tokenizer(model_path(self.options.model)), self.options.data
             rows, held_out, malformed = divide(data, self.config, tokenizer, self.length)
             if malformed:
-                print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})", flush=True)
-            print(f"texts: {len(rows)} to train on, {len(held_out)} held out", flush=True)
+                print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})")
+            print(f"texts: {len(rows)} to train on, {len(held_out)} held out")
             store.write_text(self.out / TEXTS, lines(rows))
             store.write_text(self.out / HELD_OUT, lines({"text": text} for text in held_out))
         return len((self.out / HELD_OUT).read_text(encoding="utf-8").splitlines())
@@ -277,7 +277,7 @@ class _Job:
         from seergate.distill.trainer import prepare_run
 
         report = prepare_run(self.config)
-        print(report.summary(), flush=True)
+        print(report.summary())
         return report.packs
 
     def measure(self) -> Times:
@@ -294,7 +294,7 @@ class _Job:
         plans = self._evaluations(place, place, 2, 2, [largest])
         for plan in plans:
             checked_task(plan)
-        print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts", flush=True)
+        print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts")
         shutil.rmtree(place, ignore_errors=True)
         once: dict[str, Any] = {"output_dir": str(place), "save_steps": 0, "eval_steps": 0, "report_to": ("none",)}
         steps, seconds = list[float](), list[float]()
