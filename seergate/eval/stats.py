@@ -111,6 +111,9 @@ def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
 
     The unbiased estimate :math:`1 - \binom{n - c}{k} / \binom{n}{k}` from ``n`` samples of which ``c`` are right
     (Chen et al. 2021, equation 1).
+
+    Raises:
+        ValueError: if a problem has fewer than ``k`` samples.
     """
     fewest = min(map(len, outcomes.values()))
     if not 1 <= k <= fewest:
