@@ -58,8 +58,14 @@ class Job:
         if batch_size is None:
             each = sample_bytes(handle.model, self.prompt, self.longest)
             batch_size = estimated_batch(handle.model.device, each, sharing)
-        how: dict[str, Any] = {"limit": self.limit, "sampling": self.sampling, "on_finished": on_finished}
-        return Engine(handle, tokenizer, batch_size=batch_size, **how)
+        return Engine(
+            handle,
+            tokenizer,
+            batch_size=batch_size,
+            limit=self.limit,
+            sampling=self.sampling,
+            on_finished=on_finished,
+        )
 
 
 class Generator:
