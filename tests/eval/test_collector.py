@@ -85,7 +85,7 @@ def test_what_waits_for_its_grade_survives_and_is_not_made_again(tmp_path, monke
 
 def generation(number: int) -> Generation:
     key = ("chain_sum", str(number), 0)
-    return Generation(Request(key, "prompt", (5, 6, 7)), rf"\boxed{{ {number % 10} }}", (1, 2), 3, "stop", 0.5, {})
+    return Generation(Request(key, "prompt", (5, 6, 7)), rf"\boxed{{ {number % 10} }}", (1, 2), "stop", 0.5, {})
 
 
 def collector(log, judges, number, **options):
