@@ -403,7 +403,8 @@ class Engine:
 
     def _start_anew(self) -> int:
         """Drop all rows: none is left."""
-        self.batch, self.rows = Batch(self.handle.model), list[_Row]()
+        self.batch = Batch(self.handle.model)
+        self.rows: list[_Row] = []
         self.handle.reset_stats()
         self.stats = self.handle.count_with(RowStats)
         self._release()
