@@ -325,6 +325,7 @@ class Engine:
         self.choose = TokenChooser(sampling)
         self.ends = end_ids(handle.model, tokenizer)
         self.again = deque[_Row]()  # samples that ran out of memory and start anew
+        self.rows = list[_Row]()
         self._start_anew()
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -403,8 +404,7 @@ class Engine:
 
     def _start_anew(self) -> int:
         """Drop all rows: none is left."""
-        self.batch = Batch(self.handle.model)
-        self.rows: list[_Row] = []
+        self.batch, self.rows = Batch(self.handle.model), []
         self.handle.reset_stats()
         self.stats = self.handle.count_with(RowStats)
         self._release()
