@@ -16,8 +16,7 @@ from typing import Any
 
 from common import RESULTS
 
-from seergate.report.plots import DPI, pyplot
-from seergate.report.styles import style
+from seergate.report.plots import DPI, pyplot, style
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "trade-off.png"
 SPARSE = "gate, all sparse"

@@ -53,7 +53,7 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=run["sampling"])
     prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
     found, rows = {}, []
-    for spec in calibrated(specs):
+    for spec in map(calibrated, specs):
         method = spec.method(None)
         assert isinstance(method, EvictingMethod)
         name = spec.label.partition("-")[0]

@@ -28,13 +28,14 @@ from seergate.report.plots import (
     draw_published,
     error_bars,
     length_plot,
+    line_style,
     powers_of_two,
     pyplot,
     save,
+    style,
     tidy,
 )
 from seergate.report.published import PROBLEMS, deviations, model_key, table_1
-from seergate.report.styles import line_style, style
 from seergate.report.tables import (
     CORE,
     COST,

@@ -36,7 +36,7 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
     _add_source_options(parser)
 
 
-def _info(options: argparse.Namespace) -> int:
+def _info(options: argparse.Namespace) -> None:
     """Print the facts about gates."""
     bank = _read_gates(options.source, options)
     facts = _facts_of(bank)
@@ -54,7 +54,6 @@ def _info(options: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
     else:
         _say(facts)
-    return 0
 
 
 def _facts_of(bank: GateBank) -> dict[str, Any]:
@@ -165,7 +164,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
     _add_card_options(parser)
 
 
-def _push(options: argparse.Namespace) -> int:
+def _push(options: argparse.Namespace) -> None:
     """Read the gates, describe them, upload them."""
     from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, read_card, save_adapter
     from seergate.hf.bank import GateBank
@@ -184,7 +183,7 @@ def _push(options: argparse.Namespace) -> int:
             files = sorted(save_adapter(bank, place, card_source=source).iterdir())
             print((Path(place) / CARD_FILE).read_text(encoding="utf-8"))
             print(f"not uploaded: {', '.join(f'{file.name} ({file.stat().st_size:,} bytes)' for file in files)}")
-        return 0
+        return
     if note := base_note(bank.geometry.base_model):
         print(note)
     address = bank.push_to_hub(
@@ -199,7 +198,6 @@ def _push(options: argparse.Namespace) -> int:
         create_pr=options.create_pr,
     )
     print(f"pushed: {address}")
-    return 0
 
 
 PUSH = Command(PUSH_HELP, _push_arguments, _push)
@@ -244,7 +242,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _add_source_options(parser)
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     """Read, change, write."""
     import torch
 
@@ -270,7 +268,6 @@ def _export(options: argparse.Namespace) -> int:
         source = Source(options.loaded_as) if options.loaded_as else None
         save_adapter(bank, options.out, card_source=source)
     print(f"written: {options.out} ({len(bank.geometry.layers)} layers, {bank.nbytes / 1e6:.1f} MB)")
-    return 0
 
 
 EXPORT = Command(EXPORT_HELP, _export_arguments, _export)
@@ -314,11 +311,7 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
 
 
 def results_of(runs: Path) -> list[dict[str, Any]]:
-    """Results of evaluations in the format of `GateBank.results`.
-
-    Args:
-        runs: a run directory, or a directory of several.
-    """
+    """Results of a run directory, or of all in a directory, in the format of `GateBank.results`."""
     from seergate.report.load import load_sweeps
 
     return [

@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
-
-Value = TypeVar("Value")
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,7 +15,7 @@ class Command:
     Attributes:
         HELP: one line, a paragraph, and examples.
         add_arguments: declares the options.
-        run: runs it; returns the exit code, 0 if ``None``.
+        run: runs it; may return an exit code.
         TAKES_METHODS: true if it takes names of methods, and with them ``--plugin``.
         REPORTS: true if it ends with a report, for which matplotlib must be there before it begins.
         trains: true if it also takes the options of `seergate train`.
@@ -32,11 +30,7 @@ class Command:
 
 
 def model_args(parser: argparse._ActionsContainer, gates: str = "[gates/ of the model]") -> None:
-    """``--model`` and ``--gates``.
-
-    Args:
-        gates: default of ``--gates``, for the help.
-    """
+    """``--model`` and ``--gates``, whose default the help says."""
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument("--gates", metavar="DIR", help=f"directory or Hub id of gates {gates}")
 
@@ -48,33 +42,28 @@ def run_args(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
 
 
-def integers(text: str) -> list[int]:
-    """Comma-separated integers."""
-    try:
-        return [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be integers separated by commas") from None
+def decoding_args(parser: argparse._ActionsContainer, method: str, budget: str) -> None:
+    """``--method``, ``--budget``, ``--temperature`` and ``--seed``, where one method answers."""
+    parser.add_argument("--method", default=method, help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
+    parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step{budget}")
+    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
 
 
-def some_integers(text: str) -> list[int]:
-    """The same, at least one."""
-    return _some(integers(text), text)
+def _listed(kind: Callable[[str], Any], what: str, least: int = 1) -> Callable[[str], list[Any]]:
+    """The type of an argument that holds values of a kind, separated by commas."""
+
+    def read(text: str) -> list[Any]:
+        try:
+            values = [kind(part.strip()) for part in text.split(",") if part.strip()]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} must be {what} separated by commas") from None
+        if len(values) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} holds nothing; it must be values separated by commas")
+        return values
+
+    return read
 
 
-def numbers(text: str) -> list[float]:
-    """Comma-separated numbers, at least one."""
-    try:
-        return _some([float(part) for part in text.split(",") if part.strip()], text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must be numbers separated by commas") from None
-
-
-def words(text: str) -> list[str]:
-    """Comma-separated words, at least one."""
-    return _some([part.strip() for part in text.split(",") if part.strip()], text)
-
-
-def _some(values: list[Value], text: str) -> list[Value]:
-    if not values:
-        raise argparse.ArgumentTypeError(f"{text!r} holds nothing; it must be values separated by commas")
-    return values
+integers, some_integers = _listed(int, "integers", least=0), _listed(int, "integers")
+numbers, words = _listed(float, "numbers"), _listed(str, "words")

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Load, time, print."""
     from seergate.cli.models import bank_for, load_model, model_path
     from seergate.hf.break_even import break_even, layer_times
@@ -40,4 +40,3 @@ def run(options: argparse.Namespace) -> int:
     for length, dense, sparse in times:
         print(f"{length:>8} tokens   dense {1e3 * dense:8.3f} ms   sparse {1e3 * sparse:8.3f} ms")
     print(f"dense_below={break_even(times)}")
-    return 0

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Load, measure, write."""
     from seergate.cli.models import check_writable, load_model, model_path
     from seergate.eval import RunOptions, make_task
@@ -83,21 +83,14 @@ def run(options: argparse.Namespace) -> int:
     if limit < 1:
         raise ValueError("the longest prompt leaves no room for an answer; give --max-new-tokens")
     sampling, ends = RunOptions().resolved_sampling(task, model), end_ids(model, tokenizer)
-    print(
-        f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each",
-        flush=True,
-    )
+    print(f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each")
     if len(prompts) * limit < FEW_TOKENS:
-        print(
-            f"note: fewer than {FEW_TOKENS} tokens say little of a model; give more --problems or --max-new-tokens",
-            flush=True,
-        )
+        print(f"note: fewer than {FEW_TOKENS} tokens say little of a model; give more --problems or --max-new-tokens")
     made = made_on(model, task, prompts, limit, sampling)
     about = {"model": options.model, "task": options.task, "made": made}
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}
     for option, calibration in calibrations.items():
         print("\n".join(calibration.measure(model, prompts, targets[option], about, **how)))
-    return 0
 
 
 def _check_target(target: Path, calibration: Calibration, method: str) -> None:

@@ -14,7 +14,7 @@ from seergate.errors import is_users, sentence
 from seergate.progress import ProgressBar, duration
 
 if TYPE_CHECKING:
-    from seergate.eval.runner import Progress
+    from seergate.eval.collector import Progress
     from seergate.report.write import Report
 
 
@@ -30,11 +30,7 @@ def guarded(
     tell: Callable[[str, BaseException], None] = lambda said, _: print(said, file=sys.stderr),
     interrupted: str = "interrupted; what was finished is kept",
 ) -> int:
-    """Run a command, and turn what goes wrong into a sentence and an exit code.
-
-    Args:
-        run: returns the exit code, `OK` if ``None``.
-    """
+    """Run a command, which returns an exit code or ``None``, and turn what goes wrong into a sentence and a code."""
     try:
         return run() or OK
     except (ValueError, OSError) as error:
@@ -61,11 +57,7 @@ def notes(say: Callable[[str], object]) -> Iterator[None]:
 
 
 class EvalProgress:
-    """Shows the progress of the settings of a sweep.
-
-    Args:
-        settings: how many there are.
-    """
+    """Shows the progress of so many settings of a sweep."""
 
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""

@@ -36,16 +36,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Distil, save, load, evaluate, report."""
-    from seergate.cli.models import TINY, check_writable, load_gates, load_model, model_path
-    from seergate.eval import RunOptions, make_task, sweep
-    from seergate.eval.settings import grid
+    from seergate.cli.models import TINY, check_writable, load_gates, model_path
+    from seergate.cli.running import checked_task, run_plan
+    from seergate.eval.plan import SweepPlan
 
     began = time.monotonic()
     out = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    task = make_task("chain_sum", problems=options.problems, variables=options.variables)
-    base = model_path(TINY)
+    plan = SweepPlan(
+        model=TINY,
+        gates=str(out / "gates"),
+        method=METHODS,
+        budget=BUDGETS,
+        task_options={"problems": options.problems, "variables": options.variables},
+        batch_size=options.problems,
+        measure_recall=True,
+        out=str(out / "eval"),
+    )
+    checked_task(plan)
     check_writable(out)
 
     from transformers.utils import logging
@@ -53,43 +62,29 @@ def run(options: argparse.Namespace) -> int:
     from seergate.distill import load_train_config, run_distillation
 
     logging.disable_progress_bar()  # loading the tiny reasoner takes no time
-    overrides = {"output_dir": str(out / "gates"), "max_steps": options.max_steps}
+    overrides = {"output_dir": plan.gates, "max_steps": options.max_steps}
     config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
     print(
-        f"1. Distilling gates from the attention of the frozen model in {base} ({config.max_steps} steps)", flush=True
+        f"1. Distilling gates from the attention of the frozen model in {model_path(TINY)} ({config.max_steps} steps)"
     )
     adapter = run_distillation(config)
 
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
-    print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back", flush=True)
+    print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back")
     bank = load_gates(str(adapter))
-    specs = grid(METHODS, BUDGETS, bank.config.block_size)
-
     length = 27 * options.variables
     print(
         f"\n3. Answering {options.problems} fresh problems of about {length} tokens, each method reading at most "
         f"{', '.join(map(str, BUDGETS))} tokens per step",
-        flush=True,
     )
-    from seergate.cli.console import EvalProgress, say_report
-    from seergate.hf.loading import load_tokenizer
-
-    with EvalProgress(len(specs)) as progress:
-        run_options = RunOptions(
-            batch_size=options.problems,
-            measure_recall=True,
-            model_name=TINY,
-            on_progress=progress,
-        )
-        sweep(load_model(base), load_tokenizer(base), task, specs, out / "eval", run_options, gates=bank)
+    runs = run_plan(plan)
 
     from seergate.cli.adapters import results_of
+    from seergate.cli.console import say_report
     from seergate.report import write_report
 
-    bank.results = tuple(results_of(out / "eval"))
+    bank.results = tuple(results_of(runs))
     bank.save_pretrained(adapter)  # its card has the results now
-    print("\n4. Writing the report", flush=True)
-    report = write_report(out / "eval", out)
-    say_report(report)
+    print("\n4. Writing the report")
+    say_report(write_report(runs, out))
     print(f"the demo took {time.monotonic() - began:.0f} seconds")
-    return 0

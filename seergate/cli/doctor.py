@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) to judge")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print everything; exit code 2 if a model was named and is not supported."""
+def run(options: argparse.Namespace) -> None:
+    """Print everything; refuse a named model that is not supported."""
     import torch
 
     from seergate.eval.environment import git_revision, processor, version_of
@@ -55,9 +55,8 @@ def run(options: argparse.Namespace) -> int:
         _line(f"ops {name}", verdict)
     for name, verdict in _checkpoints().items():
         _line(name, verdict)
-    if options.model is None:
-        return 0
-    return _judge(options.model)
+    if options.model is not None:
+        _judge(options.model)
 
 
 def _line(name: str, value: str) -> None:
@@ -110,7 +109,7 @@ def _checkpoints() -> dict[str, str]:
     return found
 
 
-def _judge(name: str) -> int:
+def _judge(name: str) -> None:
     """Say whether a model can be gated, from its configuration."""
     from seergate.cli.models import model_path
     from seergate.distill.config import load_train_config
@@ -130,4 +129,3 @@ def _judge(name: str) -> int:
         f"{path}: supported. {text.model_type}, {len(gated)} of {text.num_hidden_layers} layers can be gated, "
         f"{heads} query heads on {kv_heads} KV heads."
     )
-    return 0

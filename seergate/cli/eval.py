@@ -114,13 +114,12 @@ def plan_values(options: argparse.Namespace) -> dict[str, Any]:
     return {**given, **({"task_options": task} if task else {})}
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the plan that the options describe."""
     from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
     run_and_report(SweepPlan.of(plan_values(options), "the command line"), report=not options.no_report)
-    return 0
 
 
 SWEEP_HELP = (
@@ -154,7 +153,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-report", action="store_true", help="leave out the report")
 
 
-def _sweep(options: argparse.Namespace) -> int:
+def _sweep(options: argparse.Namespace) -> None:
     """Run the plan in the file."""
     from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
@@ -164,7 +163,6 @@ def _sweep(options: argparse.Namespace) -> int:
     if options.problems is not None:
         plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
     run_and_report(plan, report=not options.no_report)
-    return 0
 
 
 SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep, TAKES_METHODS=True, REPORTS=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import model_args, run_args
+from seergate.cli.arguments import decoding_args, model_args, run_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -38,37 +38,30 @@ LONG_PROMPT = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     model_args(parser)
-    parser.add_argument("--method", default="gate", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
-    parser.add_argument(
-        "--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step [{REAL_BUDGET}; tiny: 64]"
-    )
+    decoding_args(parser, "gate", f" [{REAL_BUDGET}; tiny: {TINY_BUDGET}]")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny: a problem, as it solves]")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
-    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Check, load, decode, write the page."""
     from seergate.cli.console import notes
     from seergate.cli.models import bank_for, is_tiny, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.eval.engine import encode, prompt_text
-    from seergate.eval.settings import grid
+    from seergate.eval.settings import method_spec
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import SelectingMethod
     from seergate.models.families import model_positions
 
     _check(options)
     tiny = is_tiny(options.model)
-    budgets = [] if options.budget is None else [options.budget]
-    spec, *_ = grid([options.method], budgets, None, default_budgets=[TINY_BUDGET if tiny else REAL_BUDGET])
-    spec.check_calibrated()
+    spec = method_spec(options.method, options.budget, default_budget=TINY_BUDGET if tiny else REAL_BUDGET)
     path = model_path(options.model)
     bank = bank_for(options.model, options.gates) if spec.has_gates else None
     method = spec.method(bank)
@@ -96,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
         torch.set_num_threads(options.threads)
     model = load_model(path, options.dtype, options.device)
     if len(ids) > LONG_PROMPT:
-        print(f"reading the prompt of {len(ids):,} tokens", file=sys.stderr, flush=True)
+        print(f"reading the prompt of {len(ids):,} tokens", file=sys.stderr)
     sampling: dict[str, Any] = {}
     if options.temperature is not None:
         sampling = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
@@ -128,7 +121,6 @@ def run(options: argparse.Namespace) -> int:
         if options.trace is not None and len(output) > len(ids) + 1:
             page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
-    return 0
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,13 +18,12 @@ from types import ModuleType
 
 from seergate.cli import (
     adapters,
-    anchors,
     break_even,
     calibrate,
     demo,
-    dense_layers,
     doctor,
     generate,
+    layers,
     runs,
     traces,
     train,
@@ -57,8 +57,8 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "sweep": evaluation.SWEEP,
     "regrade": runs.REGRADE,
     "calibrate": calibrate,
-    "anchors": anchors,
-    "dense-layers": dense_layers,
+    "anchors": layers.ANCHORS,
+    "dense-layers": layers.DENSE_LAYERS,
     "break-even": break_even,
     "doctor": doctor,
     "info": adapters.INFO,
@@ -112,10 +112,8 @@ def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
 
 
 def _load_plugins(arguments: list[str]) -> list[str]:
-    """Import what ``--plugin`` names, here and, by the environment, in every process that is started from here.
-
-    Returns:
-        The other arguments.
+    """Import what ``--plugin`` names, here and, by the environment, in every process that is started from here;
+    returns the other arguments.
     """
     parser = Parser(prog="seergate", add_help=False, allow_abbrev=False)
     _add_plugin(parser, [])
@@ -157,15 +155,10 @@ def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: the arguments; those of the process if ``None``.
-
-    Returns:
-        The exit code.
-    """
+    """Run a command, by the arguments of the process if ``argv`` is ``None``; returns the exit code."""
     bound_spinning()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # a log shows what is going on while it does
     try:
         return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
     except BrokenPipeError:  # the reader of a pipe has seen enough

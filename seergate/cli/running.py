@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,33 +23,15 @@ if TYPE_CHECKING:
     from seergate.methods import Method
 
 
-@dataclass(frozen=True)
-class ModelLoader:
-    """Makes the model of a worker. Picklable.
+def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
+    """The model, tokenizer and gates of a worker. Of several GPUs Ray shows each worker its own."""
+    import torch
 
-    Attributes:
-        path, dtype, device: see `seergate.cli.models.load_model`; of several GPUs Ray shows each worker its own.
-        model, gates: see `seergate.cli.models.load_banks`.
-        threads: CPU threads of each worker.
-    """
+    from seergate.cli.models import load_banks, load_model
+    from seergate.hf.loading import load_tokenizer
 
-    path: str
-    dtype: str
-    device: str
-    model: str
-    gates: str | dict[int | str, str] | None
-    threads: int
-
-    def __call__(self) -> Any:
-        """Model, tokenizer and gates."""
-        import torch
-
-        from seergate.cli.models import load_banks, load_model
-        from seergate.hf.loading import load_tokenizer
-
-        torch.set_num_threads(self.threads)
-        model, tokenizer = load_model(self.path, self.dtype, self.device), load_tokenizer(self.path)
-        return model, tokenizer, load_banks(self.model, self.gates)
+    torch.set_num_threads(threads)
+    return load_model(path, plan.dtype, plan.device), load_tokenizer(path), load_banks(plan.model, plan.gates)
 
 
 def run_and_report(plan: SweepPlan, report: bool) -> None:
@@ -108,11 +91,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 
 def run_plan(plan: SweepPlan) -> Path:
-    """Evaluate all settings of a plan; earlier samples are kept.
-
-    Returns:
-        The directory of the runs.
-    """
+    """Evaluate all settings of a plan; earlier samples are kept. Returns the directory of the runs."""
     from seergate.cli.models import check_writable, load_banks, load_model, model_path
     from seergate.eval import sweep
     from seergate.eval.calibration import Calibrator, check_auto
@@ -142,7 +121,8 @@ def run_plan(plan: SweepPlan) -> Path:
     if task.scored is None:
         encoded_prompts(tokenizer, problems, plan.limit(task))
     else:
-        _check_alone(plan, task)
+        alone = ("engine", "workers", "ray_address", "match", "measure_recall")
+        _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     name = directory_of(plan.task) or task.name
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{name}{engine}"
@@ -154,7 +134,7 @@ def run_plan(plan: SweepPlan) -> Path:
 
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
-    loader = ModelLoader(path, plan.dtype, plan.device, plan.model, plan.gates, threads)
+    loader = partial(load_worker, plan, path, threads)
     model = load_model(path, plan.dtype, plan.device)
     with EvalProgress(len(specs)) as progress:
         plan = replace(plan, on_progress=progress)
@@ -162,11 +142,11 @@ def run_plan(plan: SweepPlan) -> Path:
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
         limit, sampling = plan.limit(task), plan.resolved_sampling(task, model)
         unlike = "" if chosen else sampling.unlike_generate(model)
-        print(f"sampling: {sampling} ({source}{unlike}); {limit}", flush=True)
+        print(f"sampling: {sampling} ({source}{unlike}); {limit}")
         if plan.measure_recall and specs[0].name != Dense.name:
             found = reference_in(out, model, tokenizer, task)
             whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
-            print(f"proxies are measured on the answers of {whose}", flush=True)
+            print(f"proxies are measured on the answers of {whose}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 
@@ -188,23 +168,21 @@ def run_plan(plan: SweepPlan) -> Path:
                     print(
                         f"note: the grader {task.grader!r} found no answer in {share * metrics['n_samples']:.0f} of "
                         f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
-                        flush=True,
                     )
 
         if plan.match != MATCHES[0]:
             evaluated(specs[:1])  # dense: bytes are compared on its answers
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
-        evaluated(calibrated(specs))
+        evaluated([calibrated(spec) for spec in specs])
     return out
 
 
-def _check_alone(plan: SweepPlan, task: Task) -> None:
-    """Refuse settings of a plan that do not work for scored texts."""
-    usual = {"engine": "transformers", "workers": 0, "ray_address": None, "match": "budget", "measure_recall": False}
-    for name, default in usual.items():
-        if (value := getattr(plan, name)) != default:
-            raise SeergateError(f"{name} is {value!r}; the task {task.name!r} scores texts, so it must be left out")
+def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
+    """Refuse options of a plan that are not at their defaults."""
+    for name in names:
+        if (value := getattr(plan, name)) != getattr(type(plan), name):
+            raise SeergateError(f"{name} is {value!r}; {why} it must be left out")
 
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
@@ -214,19 +192,14 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)
-    for name, default in (("workers", 0), ("match", "budget")):
-        if (value := getattr(plan, name)) != default:
-            raise SeergateError(f"{name} is {value!r}; with --engine {plan.engine} it must be left out")
+    _leave_out(plan, ("workers", "match"), f"with --engine {plan.engine}")
     for spec in specs:
         check_served(plan.engine, spec, spec.bank(banks))
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     """Refuse a model of no supported family, dense layers that it does not have and gates that are for another one;
-    only its configuration is read.
-
-    Returns:
-        The configuration.
+    only its configuration is read, and returned.
     """
     from seergate.hf.gated_model import check_base
     from seergate.hf.loading import base_config
@@ -249,7 +222,7 @@ def _matched(
     tokenizer: PreTrainedTokenizerBase,
     specs: list[MethodSpec],
     out: Path,
-    calibrated: Callable[[list[MethodSpec]], list[MethodSpec]],
+    calibrated: Callable[[MethodSpec], MethodSpec],
     banks: Banks,
 ) -> list[MethodSpec]:
     """The settings under which the plan's methods are equal in bytes; measurements are kept beside the runs."""
@@ -257,7 +230,7 @@ def _matched(
     from seergate.eval.matching import MEASURES, Replay, match, record_path, replayed
     from seergate.fingerprint import fingerprint, rope_of
 
-    dense = sorted(store.read_samples(out / specs[0].label), key=lambda s: (str(s["problem_id"]), s["sample_idx"]))
+    dense = store.in_order(store.read_samples(out / specs[0].label))
     answer = replayed(dense)
     made = {
         "answer": {name: answer[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
@@ -267,15 +240,14 @@ def _matched(
     path = record_path(out, plan.match)
     before = store.read_json(path) or {}
     known = before["bytes"] if before.get("made") == made else {}
-    print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}", flush=True)
+    print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
     replay = Replay(model, tokenizer, dense, MEASURES[plan.match], known)
     chosen, records = match(
         replay,
         specs,
         plan.budget or list(task.budgets),
-        prepare=lambda spec: calibrated([spec])[0],
-        bank=lambda spec: spec.bank(banks),
-        say=lambda line: print(line, flush=True),
+        prepare=calibrated,
+        banks=banks,
     )
     store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})
     return chosen

@@ -28,14 +28,13 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [the first RUN_DIR]")
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     """Write the report and say what it shows."""
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
     first, *others = options.runs
     say_report(write_report(first, options.out, *others))
-    return 0
 
 
 REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True, REPORTS=True)
@@ -57,7 +56,7 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
 
 
-def _regrade(options: argparse.Namespace) -> int:
+def _regrade(options: argparse.Namespace) -> None:
     """Grade, compare, write."""
     from seergate.eval.regrade import regrade
     from seergate.eval.store import run_directories
@@ -76,7 +75,6 @@ def _regrade(options: argparse.Namespace) -> int:
             print(f"  problem {problem}, sample {sample}: {old} -> {new}")
         if len(result.changed) > 10:
             print(f"  and {len(result.changed) - 10} more")
-    return 0
 
 
 REGRADE = Command(REGRADE_HELP, _regrade_arguments, _regrade)
@@ -101,7 +99,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--full", action="store_true", help="whole completions instead of their ends")
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> None:
     """Print the answers."""
     from seergate.eval import store
 
@@ -135,7 +133,6 @@ def _show(options: argparse.Namespace) -> int:
         print(f"\n--- sample {s['sample_idx']} (seed {s['seed']}): {verdict}")
         print(f"{answer}; {s['grade_reason']}; {s['n_tokens']} tokens, ended by {s['finish_reason']}")
         print(_shortened(s["completion"], options.full))
-    return 0
 
 
 SHOW = Command(SHOW_HELP, _show_arguments, _show)
@@ -161,14 +158,13 @@ def _livecodebench_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="[programs.json in the run directory]")
 
 
-def _livecodebench(options: argparse.Namespace) -> int:
+def _livecodebench(options: argparse.Namespace) -> None:
     """Write the programs."""
     from seergate.eval.livecodebench import write_programs
 
     out = options.out or options.run_dir / "programs.json"
     problems, empty = write_programs(options.run_dir, out)
     print(f"{out}: programs for {problems} problems; {empty} answers hold none")
-    return 0
 
 
 LIVECODEBENCH = Command(LIVECODEBENCH_HELP, _livecodebench_arguments, _livecodebench)

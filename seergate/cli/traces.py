@@ -8,9 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from seergate.cli.arguments import model_args, run_args
+from seergate.cli.arguments import decoding_args, model_args, run_args
 from seergate.errors import SeergateError
 
 HELP = (
@@ -45,15 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
-    parser.add_argument("--method", default="dense", help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
-    parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help="tokens read per step")
+    decoding_args(parser, "dense", "")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help="tokens of question and answer [as of `seergate train`]"
     )
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [what is left]")
     parser.add_argument("--keep-cut", action="store_true", help="keep answers that are cut at the limit")
-    parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
     parser.add_argument(
         "--engine", choices=("transformers", "vllm", "sglang"), default="transformers", help="[%(default)s]"
@@ -61,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_args(parser)
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Check, load, let it answer."""
     from seergate.cli.models import check_file_served, gates_for, load_gates, load_model, model_path
     from seergate.cli.running import check_model
@@ -74,13 +69,13 @@ def run(options: argparse.Namespace) -> int:
     from seergate.eval.engine import Generation, Request, encode, prompt_text
     from seergate.eval.sampling import sample_seed
     from seergate.eval.served import SERVERS, check_served, engine_version, generate_by_server
-    from seergate.eval.settings import grid
+    from seergate.eval.settings import method_spec
+    from seergate.eval.store import write_yaml
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
     from seergate.hf.loading import load_tokenizer
 
-    (spec,) = grid([options.method], [] if options.budget is None else [options.budget], None)
-    spec.check_calibrated()
+    spec = method_spec(options.method, options.budget)
     served = options.engine in SERVERS
     engine = engine_version(options.engine) if served else options.engine
     data = {"data": options.prompts, "data_limit": options.limit}
@@ -139,15 +134,14 @@ def run(options: argparse.Namespace) -> int:
             f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
             f"({config.max_length:,})"
         )
-    print(
-        f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes), flush=True
-    )
+    print(f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes))
     model = load_model(path, options.dtype, options.device)
     record |= {"weights": fingerprint(model), "rope": rope_of(model)}
     if made:
         _made_with(options.out, record)
     else:
-        _begin(options.out, record)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        write_yaml(_beside(options.out), record)
     cut = 0
     if requests:
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
@@ -168,11 +162,10 @@ def run(options: argparse.Namespace) -> int:
                 generate_by_server(options.engine, model, tokenizer, requests, job, bank, take)
             else:
                 with attached(model, method, correction=spec.correction) as handle:
-                    job.engine(model, tokenizer, take, handle).run(requests)
+                    job.engine(handle, tokenizer, take).run(requests)
     written = len(made) + len(requests) - (0 if options.keep_cut else cut)
     kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
     print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))
-    return 0
 
 
 def _beside(path: Path) -> Path:
@@ -180,39 +173,17 @@ def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.yaml")
 
 
-def _begin(path: Path, record: dict[str, Any]) -> None:
-    """Record beside a file of rows how they will be made."""
-    from seergate.eval.store import write_text
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(_beside(path), yaml.safe_dump(record, sort_keys=False, allow_unicode=True))
-
-
 def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
     """Refuse to add rows that are made in another way than the earlier ones; ``now`` is the record of the new ones,
     without the fields that are not known yet. Returns the commit of the prompts; ``None`` if they are not on the Hub.
     """
-    from seergate.eval.store import flatten
+    from seergate.eval.store import differences
     from seergate.yaml_file import read_yaml
 
     found = read_yaml(_beside(path))
-    unsaid = [name for name in (*now, *unknown, "commit") if name not in found]
-    if unsaid:
-        raise SeergateError(
-            f"{_beside(path)} does not say {', '.join(unsaid)}: it was written by an earlier seergate; name another "
-            "--out"
-        )
-    before, after = (
-        flatten({name: value for name, value in facts.items() if name not in ("commit", *unknown)})
-        for facts in (found, now)
-    )
-    for name in {**after, **before}:
-        if before.get(name) != after.get(name):
-            raise SeergateError(
-                f"{path} was made with {name}={before.get(name)!r} and this is {after.get(name)!r}; use the same, or "
-                "another --out"
-            )
-    return found["commit"]
+    if different := differences(found, now, ("commit", *unknown)):
+        raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
+    return found.get("commit")
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:

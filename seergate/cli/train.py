@@ -27,7 +27,7 @@ from seergate.paths import shipped
 
 HELP = (
     "distil gates for a frozen model",
-    "Distil gates for a frozen model.",
+    "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe.",
     [
         "seergate train --model tiny-reasoner",
         "seergate train --model Qwen3-8B --dry-run",
@@ -43,11 +43,7 @@ INTERRUPT = "interrupted; the same command continues from the last checkpoint"
 
 
 def train_parser(prog: str | None, description: str, examples: Sequence[str], *, listed: bool = True) -> Parser:
-    """The options of training, with what only a command line has.
-
-    Args:
-        listed: whether the help lists the options, which `seergate train --help` does.
-    """
+    """The options of training, with what only a command line has; ``listed`` in the help of `seergate train` alone."""
     known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
     epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", known))
     parser = option_parser(prog=prog, description=description, epilog=epilog)
@@ -62,10 +58,8 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
 
 
 def given_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of ``--config`` and the command line, without the defaults.
-
-    Args:
-        options: options of the command line; those that are not training options are removed.
+    """Options of ``--config`` and the command line, from which other than training options are removed, without the
+    defaults.
     """
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
@@ -85,19 +79,11 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command.
-
-    Args:
-        argv: the arguments; those of the process if ``None``.
-
-    Returns:
-        0; 2 for a mistake of the user's; 130 when interrupted; 128 and the signal's number when stopped by one.
-    """
+    """Run the command, by the arguments of the process if ``argv`` is ``None``; returns the exit code (`guarded`)."""
     work: list[Callable[[], None]] = []
 
     def parse() -> None:
-        description = "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe."
-        parser = train_parser(prog, description, HELP[2])
+        parser = train_parser(prog, *HELP[1:])
         parser.add_argument(
             "--variants",
             nargs="+",
@@ -191,7 +177,7 @@ def _tell(said: str, error: BaseException, tells: bool = True) -> None:
     elif rank and getattr(error, "is_common", False):
         tells = False
     if tells:
-        print(f"[rank {rank}] {said}" if rank else said, file=sys.stderr, flush=True)
+        print(f"[rank {rank}] {said}" if rank else said, file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         time.sleep(SILENT_SECONDS)
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_counts
 from seergate.cli.arguments import some_integers
-from seergate.cli.tune_time import Decision, Times, decide
 from seergate.errors import SeergateError
 from seergate.progress import duration
 
@@ -44,6 +43,18 @@ CONTEXT = 4096
 
 STEPS_TIMED = 3
 """Training steps of the measurement, of which the first is not counted."""
+
+TRAINING_SHARE = 2 / 3
+"""Share of the time that is spent on training."""
+
+EPOCHS = 2
+"""Maximum number of times that a text is trained on, as in the search for the recipe."""
+
+LEAST_STEPS = 20
+"""Minimum training steps, a tenth of the recommended recipe's; a shorter time is refused."""
+
+LEAST, MOST = 8, 200
+"""Minimum and maximum number of needle problems."""
 
 STATE, TEXTS, HELD_OUT, DONE = "tune.json", "train.jsonl", "held_out.jsonl", "recommendation.txt"
 GATES, TIMING = "gates", "timing"
@@ -75,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="directory of everything [runs/tune-MODEL]")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the stages that are missing, and print the recommendation."""
     from seergate.cli.models import check_writable
     from seergate.cli.train import prepare_process
@@ -95,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
             )
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
-        return 0
+        return
 
     def note(**more: Any) -> None:
         state.update(more)
@@ -108,12 +119,11 @@ def run(options: argparse.Namespace) -> int:
         found = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
         note(asked=asked, times=asdict(times), decision=asdict(found))
     decision = Decision(**state["decision"])
-    print(job.said(decision, Times(**state["times"])), flush=True)
+    print(job.said(decision, Times(**state["times"])))
     if "trained" not in state:
         job.train(decision.steps)
         note(trained=True)
     job.recommend(decision)
-    return 0
 
 
 def _checked(options: argparse.Namespace) -> _Job:
@@ -164,14 +174,64 @@ def _checked(options: argparse.Namespace) -> _Job:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """The stages of one tune run.
+class Times:
+    """Measured seconds.
 
     Attributes:
-        options: options of the command line.
-        config: the training run, without the number of steps.
-        budgets: token budgets that are compared.
+        step: seconds of a training step.
+        dense, gate: seconds of a needle problem, answered with dense attention and with gates.
+        dense_text, gate_text: seconds of a scored text, likewise.
     """
+
+    step: float
+    dense: float
+    gate: float
+    dense_text: float
+    gate_text: float
+
+    def pair(self, budgets: int) -> float:
+        """Seconds of a problem and a text under all settings; dense attention reads each text once more to compare."""
+        return self.dense + 2 * self.dense_text + budgets * (self.gate + self.gate_text)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Training steps, needle problems and scored texts that fit into the time, and the expected seconds of training
+    and of evaluation.
+    """
+
+    steps: int
+    problems: int
+    texts: int
+    training: float
+    evaluation: float
+
+
+def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
+    """Divide the hours given by the user.
+
+    Args:
+        spent: seconds of them used so far.
+        packs, held_out, budgets: numbers of packs to train on, of held-out texts, and of budgets that are compared.
+
+    Raises:
+        SeergateError: if they are too few, saying how many they must be.
+    """
+    left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
+    steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))
+    problems = min(int((left - steps * times.step) / pair), MOST)
+    if steps < min(LEAST_STEPS, most_steps) or problems < LEAST:
+        needed = max(LEAST_STEPS * times.step / TRAINING_SHARE, LEAST * pair / (1 - TRAINING_SHARE)) + spent
+        raise SeergateError(
+            f"hours is {hours:g}; it must be at least {1.05 * needed / 3600:.2g}, as {LEAST_STEPS} steps of training "
+            f"take {duration(LEAST_STEPS * times.step)} here, and {LEAST} problems and texts {duration(LEAST * pair)}"
+        )
+    return Decision(steps, problems, min(problems, held_out), steps * times.step, problems * pair)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """The stages of one tune run; ``config`` is the training run without the number of steps."""
 
     options: argparse.Namespace
     config: TrainConfig
@@ -206,8 +266,8 @@ class _Job:
             tokenizer, data = load_tokenizer(model_path(self.options.model)), self.options.data
             rows, held_out, malformed = divide(data, self.config, tokenizer, self.length)
             if malformed:
-                print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})", flush=True)
-            print(f"texts: {len(rows)} to train on, {len(held_out)} held out", flush=True)
+                print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})")
+            print(f"texts: {len(rows)} to train on, {len(held_out)} held out")
             store.write_text(self.out / TEXTS, lines(rows))
             store.write_text(self.out / HELD_OUT, lines({"text": text} for text in held_out))
         return len((self.out / HELD_OUT).read_text(encoding="utf-8").splitlines())
@@ -217,7 +277,7 @@ class _Job:
         from seergate.distill.trainer import prepare_run
 
         report = prepare_run(self.config)
-        print(report.summary(), flush=True)
+        print(report.summary())
         return report.packs
 
     def measure(self) -> Times:
@@ -234,7 +294,7 @@ class _Job:
         plans = self._evaluations(place, place, 2, 2, [largest])
         for plan in plans:
             checked_task(plan)
-        print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts", flush=True)
+        print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts")
         shutil.rmtree(place, ignore_errors=True)
         once: dict[str, Any] = {"output_dir": str(place), "save_steps": 0, "eval_steps": 0, "report_to": ("none",)}
         steps, seconds = list[float](), list[float]()

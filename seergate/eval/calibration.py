@@ -158,18 +158,10 @@ class Calibrator:
         self.limit, self.sampling = limit, sampling
         self.task, self.wanted = other_problems(task.bound(tokenizer))
 
-    def __call__(self, specs: Sequence[MethodSpec]) -> list[MethodSpec]:
-        """The settings, with every option that is ``"auto"`` measured.
-
-        Args:
-            specs: checked by `check_auto`.
-        """
-        return [
-            replace(spec, calibrated={option: self._measured(spec, option) for option in spec.uncalibrated})
-            if spec.uncalibrated
-            else spec
-            for spec in specs
-        ]
+    def __call__(self, spec: MethodSpec) -> MethodSpec:
+        """A setting, checked by `check_auto`, with every option that is ``"auto"`` measured."""
+        measured = {option: self._measured(spec, option) for option in spec.uncalibrated}
+        return replace(spec, calibrated=spec.calibrated | measured)
 
     def _measured(self, spec: MethodSpec, option: str) -> Any:
         calibration = calibration_of(keeping_class(spec.name), option).of(spec.options)

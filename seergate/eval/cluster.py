@@ -11,9 +11,10 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.engine import Engine, Generation, Limit, Request, sample_bytes
@@ -21,14 +22,9 @@ from seergate.eval.memory import estimated_batch
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import Banks, MethodSpec
 from seergate.fingerprint import fingerprint
-from seergate.hf.attach import Handle, attached
+from seergate.hf.attach import Handle, attach
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]
-
-Loader = Callable[[], "Loaded"]
+Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]]
 """``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
 by name."""
 
@@ -38,11 +34,9 @@ class Job:
     """One setting.
 
     Attributes:
-        spec: the method.
         batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
         prompt: tokens of the longest prompt, to estimate memory.
         longest: tokens of the longest sample, prompt included, to estimate memory.
-        limit, sampling: length limit and sampling of the samples.
     """
 
     spec: MethodSpec
@@ -54,25 +48,23 @@ class Job:
 
     def engine(
         self,
-        model: PreTrainedModel,
+        handle: Handle,
         tokenizer: PreTrainedTokenizerBase,
         on_finished: Callable[[Generation], None],
-        handle: Handle,
         sharing: int = 1,
     ) -> Engine:
         """The engine, in one of ``sharing`` processes that share a device's memory."""
         batch_size = self.batch_size
         if batch_size is None:
-            each = sample_bytes(model, self.prompt, self.longest)
-            batch_size = estimated_batch(model.device, each, sharing)
+            each = sample_bytes(handle.model, self.prompt, self.longest)
+            batch_size = estimated_batch(handle.model.device, each, sharing)
         return Engine(
-            model,
+            handle,
             tokenizer,
             batch_size=batch_size,
             limit=self.limit,
             sampling=self.sampling,
             on_finished=on_finished,
-            handle=handle,
         )
 
 
@@ -82,15 +74,11 @@ class Generator:
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
         self.job: Job | None = None
-        self.method: AbstractContextManager[Any] | None = None
+        self.handle: Handle | None = None
         self.waiting, self.finished = deque[Request](), list[Generation]()
 
     def load(self) -> tuple[str, str]:
-        """Load the model.
-
-        Returns:
-            The weights' fingerprint, and the node that this runs on.
-        """
+        """Load the model; the weights' fingerprint, and the node that this runs on."""
         import ray
 
         self.model, self.tokenizer, self.gates = self.loader()
@@ -117,13 +105,12 @@ class Generator:
         return self.finished, self.engine.batch_size
 
     def _begin(self, job: Job, neighbours: int) -> None:
-        if self.method is not None:
-            self.method.__exit__(None, None, None)
+        if self.handle is not None:
+            self.handle.detach()
         method = job.spec.method(job.spec.bank(self.gates))
-        self.method = attached(self.model, method, correction=job.spec.correction)
-        handle = self.method.__enter__()
+        self.handle = attach(self.model, method, correction=job.spec.correction)
         self.engine = job.engine(
-            self.model, self.tokenizer, lambda generation: self.finished.append(generation), handle, neighbours
+            self.handle, self.tokenizer, lambda generation: self.finished.append(generation), neighbours
         )
         self.job = job
 

@@ -142,7 +142,7 @@ class Collector:
             "seed": generation.request.seed,
             "prompt": generation.request.prompt,
             "completion": generation.completion,
-            "n_prompt_tokens": generation.n_prompt_tokens,
+            "n_prompt_tokens": len(generation.request.ids),
             "n_tokens": generation.n_tokens,
             "finish_reason": generation.finish_reason,
             "gold": self.golds[problem_id],
@@ -157,7 +157,7 @@ class Collector:
                 if self.abandoned:  # the process that grades is being ended, so this may be no verdict
                     return
                 graded = {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason}
-                self.log.append([{**sample, **graded}])
+                self.log.append({**sample, **graded})
                 self.outcomes[sample["problem_id"]].append(grade.correct)
                 self.waiting -= 1
                 if not self.waiting:

@@ -31,11 +31,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
-    """The prompts and right answers of a task.
-
-    Raises:
-        SeergateError: if its problems say no answer of two tokens or more.
-    """
+    """The prompts and right answers of a task, whose problems must say answers of two tokens or more."""
     found = list[Text]()
     for problem in task.bound(tokenizer).problems():
         prompt = prompt_text(tokenizer, problem)

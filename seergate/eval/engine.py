@@ -16,7 +16,7 @@ import copy
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,20 +98,33 @@ class Generation:
         request: the request.
         completion: the generated text, without end and padding tokens.
         token_ids: the generated tokens, the end token included if there is one.
-        n_prompt_tokens: length of the prompt.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
         seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
-        costs: bytes and tokens read and held (`RowStats.of`; empty without a handle), and ``reply_logprob`` if the
-            request has a reply.
+        costs: bytes and tokens read and held (`RowStats.of`; empty of a server), and ``reply_logprob`` if the request
+            has a reply.
     """
 
     request: Request
     completion: str
     token_ids: tuple[int, ...]
-    n_prompt_tokens: int
     finish_reason: str
     seconds: float
     costs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        tokens: Sequence[int],
+        ends: Collection[int],
+        tokenizer: PreTrainedTokenizerBase,
+        seconds: float,
+        costs: dict[str, Any],
+    ) -> Generation:
+        """The sample of a request's tokens, which stopped at a token of ``ends`` or was cut at the limit."""
+        stopped = tokens[-1] in ends
+        text = str(tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=False))
+        return cls(request, text, tuple(tokens), "stop" if stopped else "length", seconds, costs)
 
     @property
     def n_tokens(self) -> int:
@@ -192,11 +205,7 @@ class Batch:
         return sums
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Give each row its next token.
-
-        Returns:
-            Logits ``[rows, V]`` of the one after it.
-        """
+        """Give each row its next token; logits ``[rows, V]`` of the one after it."""
         if self.mask is not None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(self), 1)), dim=1)
         ids = torch.tensor(tokens, device=self.device)[:, None]
@@ -215,13 +224,11 @@ class Batch:
         self.lengths = [self.lengths[row] for row in rows]
 
     def take_back(self) -> bool:
-        """Undo the forward pass that has failed, if one has, so that the rows that were there before can go on.
+        """Undo the forward pass that has failed, if one has, so that the rows that were there before can go on; false
+        if that is not possible.
 
         A layer that the pass had reached forgets the token. Keys, values and compressed keys of older tokens are as
         they were, to the last bit. What an evicting method has dropped in such a layer does not come back.
-
-        Returns:
-            Whether that was possible.
         """
         if self.slots is None or not self.lengths or not rows_are_independent(self.cache):
             return False
@@ -289,39 +296,36 @@ class Engine:
     """Generates samples.
 
     Args:
-        model: a model in eval mode; it may have a method attached.
+        handle: the method, attached to a model in eval mode.
         batch_size: maximum number of samples that run together; halved whenever memory runs out. Where the failed
             forward pass can be undone (`Batch.take_back`), half of the samples continue, or all of them if only new
             samples did not fit. The others start anew, random numbers included: a dense pass over their tokens would
             give other keys and values than the sparse steps did.
         on_finished: called with every sample when it ends.
-        handle: handle of the attached method, for the samples' costs.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        handle: Handle,
         tokenizer: PreTrainedTokenizerBase,
         *,
         batch_size: int,
         limit: Limit,
         sampling: Sampling,
         on_finished: Callable[[Generation], None],
-        handle: Handle | None = None,
     ) -> None:
         check_count("batch_size", batch_size, 1)
-        if handle is not None and handle.passes.phase == "dense":
+        if handle.passes.phase == "dense":
             raise SeergateError(
                 f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
                 "evaluate 'dense' instead"
             )
-        self.model, self.tokenizer, self.batch_size, self.limit = model, tokenizer, batch_size, limit
-        self.on_finished, self.handle = on_finished, handle
+        self.handle, self.tokenizer, self.batch_size, self.limit = handle, tokenizer, batch_size, limit
+        self.on_finished = on_finished
         self.choose = TokenChooser(sampling)
-        self.ends = end_ids(model, tokenizer)
+        self.ends = end_ids(handle.model, tokenizer)
         self.again = deque[_Row]()  # samples that ran out of memory and start anew
         self.rows = list[_Row]()
-        self.stats: RowStats | None = None
         self._start_anew()
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -337,18 +341,12 @@ class Engine:
             while self.step(source):
                 pass
         finally:
-            if self.handle is not None:
-                self.handle.reset_stats()
+            self.handle.reset_stats()
 
     @torch.inference_mode()
     def step(self, source: Iterator[Request]) -> bool:
-        """Prefill new samples if there is room, or else decode one token of all samples.
-
-        Args:
-            source: iterator over new samples; another one may be given at the next step.
-
-        Returns:
-            False if there was nothing to do.
+        """Prefill new samples if there is room, or else decode one token of all samples; false if there was nothing
+        to do. Another source of new samples may be given at the next step.
         """
         arriving = self._arriving(source)
         together = len(self.rows) + len(arriving)
@@ -388,10 +386,9 @@ class Engine:
 
     def _kept_on(self) -> int:
         """Undo the failed step and drop the rows that do not fit; returns how many of the first rows are left."""
-        held, sharing = len(self.batch), self.handle is not None and self.handle.storage.lossy
+        held, correcting = len(self.batch), self.handle.correction is not None
         count = held if held < len(self.rows) else min(held, self.batch_size)  # it was new rows that did not fit
-        correcting = self.handle is not None and self.handle.correction is not None
-        if not count or sharing or correcting or not self.batch.take_back():
+        if not count or self.handle.storage.lossy or correcting or not self.batch.take_back():
             return self._start_anew()
         try:
             if count < held:
@@ -400,18 +397,16 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             return self._start_anew()
-        if self.stats is not None:
-            self.stats.take_back()
-            self.stats.keep_rows(list(range(count)))
+        self.stats.take_back()
+        self.stats.keep_rows(list(range(count)))
         self._release()
         return count
 
     def _start_anew(self) -> int:
         """Drop all rows: none is left."""
-        self.batch, self.rows = Batch(self.model), []
-        if self.handle is not None:
-            self.handle.reset_stats()
-            self.stats = self.handle.count_with(RowStats)
+        self.batch, self.rows = Batch(self.handle.model), []
+        self.handle.reset_stats()
+        self.stats = self.handle.count_with(RowStats)
         self._release()
         return 0
 
@@ -423,22 +418,18 @@ class Engine:
     def _advance(self, arriving: list[_Row]) -> None:
         """Prefill new rows, or decode one token of all rows; hand over the samples that have ended."""
         began = time.perf_counter()
-        if self.stats is not None:
-            self.stats.begin_step()
+        self.stats.begin_step()
         if arriving:
             moved, first = arriving, len(self.rows)
             self.rows = [*self.rows, *arriving]  # before they are read: without room they start anew, too
             look = self._measure_replies if any(row.request.reply for row in arriving) else None
             logits = self.batch.add([row.prompt for row in arriving], look)
-            if self.stats is not None:
-                self.stats.add_rows(len(arriving))
+            self.stats.add_rows(len(arriving))
         else:
             logits = self.batch.step([row.tokens[-1] for row in self.rows])
             moved, first = self.rows, 0
-            if self.handle is not None and self.stats is not None:
-                ratios = self.handle.storage.saving_ratios(self.batch.cache.layers)
-                if ratios is not None:
-                    self.stats.note_savings(ratios)
+            if (ratios := self.handle.storage.saving_ratios(self.batch.cache.layers)) is not None:
+                self.stats.note_savings(ratios)
         for row, token in zip(moved, self.choose(logits, moved), strict=True):
             row.tokens.append(token)
         spent = (time.perf_counter() - began) / len(moved)
@@ -447,14 +438,12 @@ class Engine:
         self._retire({first + i for i, row in enumerate(moved) if row.tokens[-1] in self.ends or row.full})
 
     def _measure_replies(self, batch: Batch, logits: Tensor) -> None:
-        rows, before = self.rows[-len(batch) :], None
-        if self.handle is not None:  # reads of replies are no part of the samples' costs
-            before, _ = self.handle.stats_, self.handle.count_with(DecodeStats)
+        rows = self.rows[-len(batch) :]
+        self.handle.count_with(DecodeStats)  # reads of replies are no part of the samples' costs
         try:
             sums = batch.log_probabilities(logits, [row.request.reply for row in rows])
         finally:
-            if self.handle is not None and before is not None:
-                self.handle.stats_ = before
+            self.handle.stats_ = self.stats
         for row, found in zip(rows, sums, strict=True):
             row.reply_logprob = found if row.request.reply else None
 
@@ -469,8 +458,7 @@ class Engine:
         for generation in finished:
             self._hand_over(generation)
         self.batch.keep(kept)
-        if self.stats is not None:
-            self.stats.keep_rows(kept)
+        self.stats.keep_rows(kept)
 
     def _hand_over(self, generation: Generation) -> None:
         try:
@@ -482,30 +470,17 @@ class Engine:
 
     def _generation(self, index: int) -> Generation:
         row = self.rows[index]
-        stopped = row.tokens[-1] in self.ends
-        text = row.tokens[:-1] if stopped else row.tokens
-        costs = {} if self.stats is None else self.stats.of(index)
-        return Generation(
-            request=row.request,
-            completion=str(self.tokenizer.decode(text, skip_special_tokens=False)),
-            token_ids=tuple(row.tokens),
-            n_prompt_tokens=len(row.prompt),
-            finish_reason="stop" if stopped else "length",
-            seconds=row.seconds,
-            costs=costs | ({} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob}),
-        )
-
-
-def render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, str]]) -> str:
-    """The prompt for a conversation, by the model's chat template."""
-    if not tokenizer.chat_template:
-        raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
-    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        costs = self.stats.of(index) | ({} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob})
+        return Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    """The text that a model is to continue."""
-    return problem.prompt if problem.prompt is not None else render(tokenizer, problem.messages)
+    """The text that a model is to continue; of a conversation, by the model's chat template."""
+    if problem.prompt is not None:
+        return problem.prompt
+    if not tokenizer.chat_template:
+        raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
+    return str(tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True))
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

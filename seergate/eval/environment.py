@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-VERSIONED = ("torch", "transformers")
 GRADES_WITH = {"math": "math-verify"}
 """Grader -> the distribution whose version decides on its grades."""
 
@@ -71,7 +70,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "seergate": __version__,
         "git": git_revision(),
         "python": platform.python_version(),
-        **{name: version_of(name) for name in VERSIONED},
+        **{name: version_of(name) for name in ("torch", "transformers")},
         "device": device.type,
         "hardware": hardware,
     }

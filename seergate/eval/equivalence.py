@@ -1,7 +1,7 @@
 """The program that a judge's process runs: pairs of answers come in as JSON lines, verdicts go out.
 
-Started by `seergate.eval.judge` with ``python -m`` and the seconds of processor time that a comparison may take. It
-imports math-verify and nothing heavy.
+Started by `seergate.eval.judge` as a script, so that it imports math-verify and nothing of seergate, with the seconds
+of processor time that a comparison may take.
 """
 
 from __future__ import annotations
@@ -81,11 +81,7 @@ def limit_time(seconds: float) -> None:
 
 
 def main(seconds: float) -> None:
-    """Answer until the input ends.
-
-    Args:
-        seconds: processor time of a comparison.
-    """
+    """Answer until the input ends, each comparison in so many seconds of processor time."""
     try:
         import resource
 

@@ -6,23 +6,19 @@ is its prompt; the next `SETTLING` tokens do not count, as some methods drop not
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.costs import RowStats
-from seergate.eval.metrics import COSTS, PEAKS
 from seergate.eval.proxies import compare
 from seergate.eval.retrieval import SETTLING, beginning
 from seergate.eval.settings import MethodSpec
-from seergate.eval.stats import clustered_quantile, mean_and_interval
 from seergate.eval.task import Task
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
@@ -96,24 +92,3 @@ class TeacherForcing:
             **{"agreement": agreement, "n_prompt_tokens": self.prompt, "n_tokens": self.steps},
             **{"seconds": time.monotonic() - began, **costs},
         }
-
-
-def summary(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of a setting from those of its texts (`TeacherForcing.measure`).
-
-    Returns:
-        ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and
-        ``_high``, the ends of its 95 % interval, clustered by text, which are ``None`` for one text; ``kl_se``,
-        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; what was read and held.
-    """
-    found: dict[str, Any] = {}
-    for name in ("kl", "loss", "agreement"):
-        mean = mean_and_interval([float(np.mean(text[name])) for text in texts])
-        found |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high, f"{name}_se": mean.se}
-    p99, low, high = clustered_quantile([text["kl"] for text in texts], 0.99)
-    found |= {"kl_p99": p99, "kl_p99_low": low, "kl_p99_high": high}
-    found |= {"perplexity": math.exp(found["loss"]), "n_problems": len(texts), "n_samples": len(texts)}
-    found["dense_perplexity"] = math.exp(np.mean([text["dense_loss"] for text in texts]))
-    read = {name: [text[name] for text in texts if name in text] for name in (*COSTS, *PEAKS, "n_tokens", "seconds")}
-    found |= {name: float(np.mean(values)) for name, values in read.items() if values}
-    return {name: None if math.isnan(value) else value for name, value in found.items()}

@@ -31,13 +31,7 @@ Equivalence = Callable[[str, str], tuple[bool, str]]
 
 @dataclass(frozen=True)
 class Grade:
-    """A verdict.
-
-    Attributes:
-        pred: the answer that was found, or ``None``.
-        correct: whether it is right.
-        reason: why, in a few words.
-    """
+    """A verdict: the answer that was found, or ``None``; whether it is right; and why, in a few words."""
 
     pred: str | None
     correct: bool

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.eval.method_text import read_method
 from seergate.eval.settings import MethodSpec
 from seergate.hf.attach import attach
 from seergate.hf.bank import GateBank
 from seergate.hf.loading import load_base, load_tokenizer
 from seergate.hf.score import score
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-
-def method_spec(method: str, budget: int | None = None, block_size: int | None = None) -> MethodSpec:
-    """The method that a text asks for.
-
-    Args:
-        method: as `seergate eval` takes it, such as ``h2o:interval=16``.
-        budget: tokens per KV head and step; ``token_budget=`` in the text wins.
-        block_size: tokens per block, for methods that select blocks.
-
-    Raises:
-        SeergateError: for an unknown method or option, or one that is to be calibrated.
-    """
-    name, options = read_method(method)
-    spec = MethodSpec(name, options.pop("token_budget", budget), block_size, options=options)
-    spec.check_calibrated()
-    return spec
 
 
 def attached_model(
@@ -42,9 +22,7 @@ def attached_model(
     """The model with the method attached, its tokenizer, and the gates.
 
     Args:
-        name: directory or Hub id of the base model.
-        spec: see `method_spec`.
-        gates: directory or Hub id, for methods that have some.
+        name, gates: directories or Hub ids of the base model, and of gates for methods that have some.
         **options: options of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
     """
     bank = None if gates is None else GateBank.from_pretrained(gates)

@@ -45,7 +45,6 @@ class HubTask:
     """A declaration.
 
     Attributes:
-        name: name of the task.
         repository: dataset id on the Hub; or the address of one JSON-lines file.
         revision: commit; ``None`` where the address itself names one.
         read: ``(record, number, seed) -> Problem``.

@@ -17,10 +17,9 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.equivalence import OUT_OF_MEMORY
+from seergate.eval import equivalence
 from seergate.eval.grading import Grade, grade
 
 SECONDS = 10.0
@@ -32,7 +31,7 @@ WALL = 6
 START_SECONDS = 120.0
 """Time for a process to import math-verify on a busy machine."""
 
-FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", OUT_OF_MEMORY: "ran out of memory"}
+FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", equivalence.OUT_OF_MEMORY: "ran out of memory"}
 """Exit statuses that the comparison itself causes; they are verdicts."""
 
 
@@ -45,11 +44,7 @@ class _Judge:
         self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
-        """Compare the answer with the gold answer; the verdict and its reason in words.
-
-        Raises:
-            SeergateError: if the process was killed from outside, or the judge was closed meanwhile.
-        """
+        """Compare the answer with the gold answer; the verdict and its reason in words."""
         if self.process is not None and self.process.poll() is not None:  # killed while it was idle
             self._end()
         try:
@@ -79,15 +74,13 @@ class _Judge:
         return False, f"math-verify was stopped: it {fault}"
 
     def _start(self) -> None:
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "seergate.eval.equivalence", str(self.seconds)],
+            [sys.executable, "-P", equivalence.__file__, str(self.seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding="utf-8",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a terminal's Ctrl-C is for the main process, which then ends this one
         )
         if self.closed:  # by another thread, which may not have seen the new process
@@ -98,10 +91,8 @@ class _Judge:
             )
 
     def _ask(self, line: str | None, seconds: float) -> tuple[str | None, bool]:
-        """Write a line (or nothing) and wait for one.
-
-        Returns:
-            The line, or ``None`` if it does not come; and whether the process was killed for taking too long.
+        """Write a line (or nothing) and wait for one: the line, or ``None`` if it does not come; and whether the
+        process was killed for taking too long.
         """
         process, late = self.process, threading.Event()
         assert process is not None and process.stdin is not None and process.stdout is not None
@@ -125,11 +116,7 @@ class _Judge:
         return (reply if reply.endswith("\n") else None), late.is_set()
 
     def _end(self) -> int | None:
-        """End the process.
-
-        Returns:
-            Its exit status, which is its own if it has died already; ``None`` if there is no process.
-        """
+        """End the process; its exit status, which is its own if it has died already, ``None`` without a process."""
         process, self.process = self.process, None
         if process is None:
             return None

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from seergate.errors import SeergateError, how_to_install, sentence
-from seergate.eval.harness import attached_model, method_spec
-from seergate.eval.settings import MethodSpec
+from seergate.eval.harness import attached_model
+from seergate.eval.settings import MethodSpec, method_spec
 from seergate.fingerprint import fingerprint
 from seergate.hf.bank import GateBank
 

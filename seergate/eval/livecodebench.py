@@ -58,8 +58,8 @@ def write_programs(directory: Path, out: Path) -> tuple[int, int]:
             f"{directory} has {len(samples)} of {wanted} answers; let `seergate eval` make the others first"
         )
     programs: dict[str, list[str]] = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (str(s["problem_id"]), s["sample_idx"])):
-        programs[str(sample["problem_id"])].append(last_program(sample["completion"]))
+    for sample in store.in_order(samples):
+        programs[sample["problem_id"]].append(last_program(sample["completion"]))
     rows = [{"question_id": name, "code_list": codes} for name, codes in programs.items()]
     store.write_text(out, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
     return len(rows), sum(not code.strip() for codes in programs.values() for code in codes)

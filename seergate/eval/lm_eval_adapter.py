@@ -23,7 +23,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from seergate.errors import SeergateError, sentence
-from seergate.eval.harness import attached_model, likelihoods, method_spec
+from seergate.eval.harness import attached_model, likelihoods
+from seergate.eval.settings import method_spec
 
 
 @register_model("seergate")

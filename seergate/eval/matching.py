@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
 from seergate.eval.engine import Batch, encode
-from seergate.eval.settings import MethodSpec, limits_of
+from seergate.eval.settings import Banks, MethodSpec, limits_of
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense, LongPromptWarning, method_class
@@ -160,7 +160,7 @@ def match(
     budgets: Sequence[int],
     *,
     prepare: Callable[[MethodSpec], MethodSpec],
-    bank: Callable[[MethodSpec], GateBank | None],
+    banks: Banks,
     say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
     """Settings whose bytes are equal on a replayed answer, and a record of the matches. Settings are calibrated by
@@ -177,14 +177,14 @@ def match(
     per_token = replay.bytes_per_token()
     targets = {f"{budget} tokens": budget * per_token for budget in sorted(budgets)}
     chosen, records = [spec for spec in specs if budget_option_of(spec) is None], list[dict[str, Any]]()
-    targets |= {s.label: replay.bytes(prepare(s), bank(s)) for s in chosen if s.name != Dense.name}
+    targets |= {s.label: replay.bytes(prepare(s), s.bank(banks)) for s in chosen if s.name != Dense.name}
     for spec in specs:
         if (budget_option := budget_option_of(spec)) is None:
             continue
-        values = _values(spec, budget_option, replay.length, prepare, bank)
+        values = _values(spec, budget_option, replay.length, prepare, spec.bank(banks))
 
         def measure(value: float, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:
-            return replay.bytes(prepare(with_budget(spec, budget_option, value)), bank(spec))
+            return replay.bytes(prepare(with_budget(spec, budget_option, value)), spec.bank(banks))
 
         said = []
         for name, target in targets.items():
@@ -215,18 +215,18 @@ def _values(
     budget_option: str,
     length: int,
     prepare: Callable[[MethodSpec], MethodSpec],
-    bank: Callable[[MethodSpec], GateBank | None],
+    bank: GateBank | None,
 ) -> list[float]:
     """Values of the budget option, from fewest bytes to most."""
 
     def accepted(value: float) -> bool:
         try:
-            prepare(with_budget(spec, budget_option, value)).method(bank(spec))
+            prepare(with_budget(spec, budget_option, value)).method(bank)
         except ValueError:
             return False
         return True
 
-    gates = getattr(bank(spec), "config", None) if spec.has_gates else None
+    gates = bank.config if bank is not None and spec.has_gates else None
     own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)
     step = own or 1 if gates is None else 1 if gates.retention else gates.block_size
     known = reading_class(spec.name).searched_values()

@@ -7,7 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from seergate.eval.stats import Estimate, clustered, pass_at_k, quantile
+import numpy as np
+
+from seergate.eval.stats import Estimate, clustered, clustered_quantile, mean_and_interval, pass_at_k, quantile
+from seergate.eval.store import in_order
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Quantiles of the distribution of answer lengths."""
@@ -31,7 +34,7 @@ PROXIES = (
 def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
     """A value of each sample, grouped by problem. Sorted, so that the order of generation does not matter."""
     groups: dict[str, list[float]] = defaultdict(list)
-    for sample in sorted(samples, key=lambda s: (s["problem_id"], s["sample_idx"])):
+    for sample in in_order(samples):
         groups[sample["problem_id"]].append(float(value(sample)))
     return dict(groups)
 
@@ -44,6 +47,8 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
         proxies: contents of `proxies.json`, if they were measured.
 
     Returns:
+        Where texts were scored, `of_texts`. Otherwise:
+
         ``accuracy`` (pass@1: mean over problems of the mean over a problem's samples), ``accuracy_se`` (clustered by
         problem), ``pass_at_k`` (k -> estimate, for the powers of two that all problems have samples for),
         ``n_problems``, ``n_samples``, ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``token_quantiles``,
@@ -54,6 +59,8 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
         blocks), ``tokens_per_second`` (per process), ``seconds``, ``reply_logprob`` and ``reply_logprob_se``, and the
         `PROXIES`.
     """
+    if "kl" in samples[0]:
+        return of_texts(samples)
     correct = by_problem(samples, lambda s: s["correct"])
     accuracy, fewest = clustered(correct), min(map(len, correct.values()))
     length = clustered(by_problem(samples, lambda s: s["n_tokens"]))
@@ -92,3 +99,27 @@ def _per_token(samples: list[dict[str, Any]], name: str) -> float | None:
 
 def _or_none(estimate: Estimate) -> float | None:
     return None if math.isnan(estimate.se) else estimate.se
+
+
+def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """All figures of one run that scored texts.
+
+    Args:
+        texts: the run's samples, as `seergate.eval.forced.TeacherForcing.measure` makes them.
+
+    Returns:
+        ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and
+        ``_high``, the ends of its 95 % interval, clustered by text, which are ``None`` for one text; ``kl_se``,
+        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; what was read and held.
+    """
+    found: dict[str, Any] = {}
+    for name in ("kl", "loss", "agreement"):
+        mean = mean_and_interval([float(np.mean(text[name])) for text in texts])
+        found |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high, f"{name}_se": mean.se}
+    p99, low, high = clustered_quantile([text["kl"] for text in texts], 0.99)
+    found |= {"kl_p99": p99, "kl_p99_low": low, "kl_p99_high": high}
+    found |= {"perplexity": math.exp(found["loss"]), "n_problems": len(texts), "n_samples": len(texts)}
+    found["dense_perplexity"] = math.exp(np.mean([text["dense_loss"] for text in texts]))
+    read = {name: [text[name] for text in texts if name in text] for name in (*COSTS, *PEAKS, "n_tokens", "seconds")}
+    found |= {name: float(np.mean(values)) for name, values in read.items() if values}
+    return {name: None if math.isnan(value) else value for name, value in found.items()}

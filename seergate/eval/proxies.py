@@ -60,12 +60,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Reference:
-    """The run that the contexts are taken from.
-
-    Attributes:
-        label: name of the setting.
-        samples: the run's samples, in a fixed order.
-    """
+    """The run that the contexts are taken from: name of the setting, and its samples in a fixed order."""
 
     label: str
     samples: Sequence[dict[str, Any]]
@@ -160,7 +155,6 @@ def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> li
     """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last.
 
     Args:
-        model: with the method attached.
         windows: decoded together, if the cache allows.
         replayed: maximum tokens of the answer before a window that are decoded one by one too.
     """

@@ -132,10 +132,8 @@ def query_centres(
     """Calibrate TriAttention: the mean queries of a model over prompts and the beginnings of its answers.
 
     Args:
-        model: a model in eval mode, nothing attached.
+        model, sampling, ends: see `measure_recurrence`.
         prompts: token ids; any text does, about 32 thousand tokens in all in the authors' runs.
-        sampling: how tokens are chosen; greedy if ``None``.
-        ends: ids of the tokens that end an answer.
         made: conditions that are kept with the centres; the model's fingerprint if ``None``.
     """
     recorder = QueryCentres()

@@ -27,13 +27,7 @@ NEEDED = ("completion", "gold", "correct", "pred")
 
 @dataclass(frozen=True)
 class Regraded:
-    """Result of regrading.
-
-    Attributes:
-        total: samples.
-        before, after: accuracy.
-        changed: (problem, sample, old verdict, new verdict).
-    """
+    """Number of samples, accuracy before and after, and (problem, sample, old verdict, new verdict) of each change."""
 
     total: int
     before: float
@@ -83,13 +77,12 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             now = _graded_by(name, config)
             if changed:
                 if now != config:
-                    store.write_config(
-                        directory, {**now, "task": {**now["task"], UNFINISHED: "cut short, to be done again"}}
-                    )
+                    unfinished = {**now["task"], UNFINISHED: "cut short, to be done again"}
+                    store.write_yaml(directory / store.CONFIG, {**now, "task": unfinished})
                 lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
                 store.write_text(directory / store.SAMPLES, lines)
             if now != config:
-                store.write_config(directory, now)
+                store.write_yaml(directory / store.CONFIG, now)
     if not dry_run:
         write_metrics(directory)
     return Regraded(len(samples), before, after, changed)

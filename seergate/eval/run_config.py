@@ -65,11 +65,7 @@ class RunOptions:
         return Limit(self.max_new_tokens, self.max_total_tokens)
 
     def check(self, task: Task, sampling: Sampling | None = None) -> None:
-        """Refuse options that the task cannot be run with.
-
-        Args:
-            sampling: `resolved_sampling`, where the model is known.
-        """
+        """Refuse options that the task cannot be run with; where the model is known, by its `resolved_sampling`."""
         self.limit(task)
         check_counts(self, optional=True, samples=1, batch_size=1)
         check_choice(self, engine=ENGINES)

@@ -20,10 +20,9 @@ from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.cluster import Cluster, Job, Loader
-from seergate.eval.collector import Collector
-from seergate.eval.collector import Progress as Progress
+from seergate.eval.collector import Collector, Progress
 from seergate.eval.engine import Limit, Request, encode, prompt_text, reply_ids
-from seergate.eval.forced import TeacherForcing, summary
+from seergate.eval.forced import TeacherForcing
 from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import derive
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
@@ -101,7 +100,7 @@ def sweep(
                 forced=forced,
             )
             if reference is None or own:
-                reference = Reference(spec.label, _in_order(directory))
+                reference = Reference(spec.label, store.in_order(store.read_samples(directory)))
     return results
 
 
@@ -124,7 +123,7 @@ def reference_in(
 ) -> Reference | None:
     """The dense run of the same model and prompts in a directory of runs, to measure proxies on."""
     directory = out_dir / Dense.name
-    if not (directory / store.CONFIG).exists() or not (samples := _in_order(directory)):
+    if not (directory / store.CONFIG).exists() or not (samples := store.in_order(store.read_samples(directory))):
         return None
     found, problems = store.read_config(directory), task.problems()
     same = (
@@ -205,9 +204,9 @@ def evaluate(
                             elif options.engine in SERVERS:
                                 generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
                             else:
-                                job.engine(model, tokenizer, sink.take, handle).run(requests)
+                                job.engine(handle, tokenizer, sink.take).run(requests)
                 if unmeasured:
-                    reference = reference or Reference(spec.label, _in_order(out_dir))
+                    reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)
                     if proxies is not None:
                         store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
@@ -229,7 +228,7 @@ def _score_texts(
         if key in done:
             continue
         found = forced.measure(spec, bank, number)
-        log.append([dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found])
+        log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found)
         if on_progress is not None:
             tokens, seconds = (number + 1) * found["n_tokens"], time.monotonic() - began
             on_progress(Progress(spec.label, number + 1, len(wanted), None, number + 1, tokens, seconds))
@@ -245,15 +244,9 @@ def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Refe
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
     """Derive `metrics.json` from the samples."""
-    samples = _in_order(out_dir)
-    metrics = summary(samples) if "kl" in samples[0] else derive(samples, store.read_json(out_dir / store.PROXIES))
+    metrics = derive(store.in_order(store.read_samples(out_dir)), store.read_json(out_dir / store.PROXIES))
     store.write_json(out_dir / store.METRICS, metrics)
     return metrics
-
-
-def _in_order(out_dir: Path) -> list[dict[str, Any]]:
-    """The samples in an order that does not depend on when they were made."""
-    return sorted(store.read_samples(out_dir), key=lambda s: (s["problem_id"], s["sample_idx"]))
 
 
 def encoded_prompts(

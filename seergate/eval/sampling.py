@@ -80,11 +80,7 @@ class Sampling:
 
     @classmethod
     def of_model(cls, model: Any) -> Sampling:
-        """The sampling of the model's generation configuration.
-
-        Raises:
-            SeergateError: if it sets a field of `NOT_FOLLOWED`.
-        """
+        """The sampling of the model's generation configuration, which must set no field of `NOT_FOLLOWED`."""
         config = model.generation_config
         asked = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
         unmet = [f"{name}={value}" for name, value in asked.items() if value not in NOT_FOLLOWED[name]]
@@ -153,12 +149,7 @@ class TokenChooser:
         self.penalty = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1 else None
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
-        """One token for each row.
-
-        Args:
-            logits_BV: ``[B, V]``, any float dtype.
-            rows: the rows' histories and generators.
-        """
+        """One token for each row, from logits of any float dtype."""
         scores = logits_BV.float()
         if self.penalty is not None:
             histories = [torch.tensor([row.prompt + row.tokens], device=scores.device) for row in rows]
@@ -175,11 +166,7 @@ class TokenChooser:
 
 
 class SampledRow:
-    """One sample in the making.
-
-    Attributes:
-        tokens: tokens generated so far.
-    """
+    """One sample in the making, with the tokens generated so far."""
 
     def __init__(self, prompt: list[int], seed: int) -> None:
         self.prompt, self.tokens = prompt, list[int]()

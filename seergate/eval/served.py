@@ -1,11 +1,23 @@
 """Generation by a server's engine instead of transformers: the same samples, asked of an engine of its own
 (docs/serving.md).
+
+Each server has a function that starts its engine, asks it for all samples at once and ends it. Its arguments: the
+model, which says what the server loads and in which dtype; the requests; the job; the tokens that end an answer; the
+plugin's options, ``None`` for dense attention; tokens per page, ``None`` for the server's default. It yields each
+sample when it ends: the number of its request, its tokens, and its share of the seconds.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from dataclasses import asdict
 from importlib import import_module
 from pkgutil import resolve_name
 from typing import Any
@@ -13,7 +25,6 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval import sglang_engine, vllm_engine
 from seergate.eval.cluster import Job
 from seergate.eval.engine import Generation, Request, end_ids
 from seergate.eval.settings import MethodSpec
@@ -23,31 +34,120 @@ from seergate.hf.bank import GateBank
 from seergate.methods import Dense
 from seergate.serving import settings as plugin
 
-Answers = Callable[
-    [PreTrainedModel, Sequence[Request], Job, list[int], dict[str, Any] | None, int | None],
-    Generator[tuple[int, list[int], float], None, None],
-]
-"""Starts a server's engine, asks it for all samples at once and ends it.
+Answers = Generator[tuple[int, list[int], float], None, None]
 
-Its arguments: the model, which says what the server loads and in which dtype; the requests; the job; the tokens that
-end an answer; the plugin's options, ``None`` for dense attention; tokens per page, ``None`` for the server's default.
-It yields each sample when it ends: the number of its request, its tokens, and its share of the seconds.
-"""
 
-SERVERS: dict[str, Answers] = {"vllm": vllm_engine.answers, "sglang": sglang_engine.answers}
+def _answers_of_vllm(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    job: Job,
+    ends: list[int],
+    settings: dict[str, Any] | None,
+    page: int | None,
+) -> Answers:
+    """In this process; the samples in the steps in which they end."""
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    llm = LLM(
+        str(model.config.name_or_path),
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=job.longest,
+        max_num_seqs=job.batch_size,
+        block_size=page,
+        additional_config={} if settings is None else {"seergate": settings},
+    )
+    try:
+        engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(requests))), 0.0)
+        for number, request in enumerate(requests):
+            sampling = SamplingParams(
+                **asdict(job.sampling),
+                seed=request.seed,
+                max_tokens=job.limit.of(len(request.ids)),
+                stop_token_ids=ends,
+                detokenize=False,
+            )
+            engine.add_request(str(number), {"prompt_token_ids": list(request.ids)}, sampling)
+        while engine.has_unfinished_requests():
+            began = time.perf_counter()
+            outputs = engine.step()
+            spent = (time.perf_counter() - began) / max(1, len(outputs))
+            for output in outputs:
+                seconds[output.request_id] += spent  # each step's time is divided among the rows that took it
+                if output.finished:
+                    yield int(output.request_id), list(output.outputs[0].token_ids), seconds[output.request_id]
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()
+
+
+def _answers_of_sglang(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    job: Job,
+    ends: list[int],
+    settings: dict[str, Any] | None,
+    page: int | None,
+) -> Answers:
+    """In a process of its own: where SGLang ends, it kills its process's children, and where it fails, that process.
+
+    Only the sum of the seconds means something: a sample has the time since the one before it ended.
+    """
+    sampling = asdict(job.sampling)
+    if job.sampling.repetition_penalty != 1:
+        raise SeergateError(
+            f"repetition_penalty is {job.sampling.repetition_penalty}; with --engine sglang, which would not apply it "
+            "to the prompt's tokens, it must be 1"
+        )
+    sampling |= {"top_k": sampling["top_k"] or -1, "stop_token_ids": ends}
+    room = job.longest + 3 * (page or 1)  # a prompt takes whole pages, and SGLang keeps a page and a token free
+    asked = {
+        "engine": {
+            "model_path": str(model.config.name_or_path),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": "cpu",
+            "attention_backend": "torch_native" if settings is None else "seergate",
+            "json_model_override_args": json.dumps({} if settings is None else {"seergate": settings}),
+            "page_size": page,
+            "context_length": job.longest + 2,  # of which SGLang uses all but two
+            "max_running_requests": job.batch_size,
+            "max_total_tokens": job.batch_size and job.batch_size * room,
+            "random_seed": requests[0].seed % 2**32,
+            "skip_tokenizer_init": True,
+            "log_level": "error",
+        },
+        "prompts": [request.ids for request in requests],
+        "sampling": [{**sampling, "max_new_tokens": job.limit.of(len(request.ids))} for request in requests],
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "seergate.sglang.process"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SGLANG_USE_CPU_ENGINE": "1"},
+        start_new_session=True,  # so that its children end with it
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with process.stdin as file:
+            json.dump(asked, file)
+        for line in process.stdout:
+            number, tokens, seconds = json.loads(line)
+            yield number, tokens, seconds
+        if status := process.wait():
+            raise SeergateError(f"SGLang ended with exit status {status}; what it wrote before says why")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+SERVERS: dict[str, Callable[..., Answers]] = {"vllm": _answers_of_vllm, "sglang": _answers_of_sglang}
 
 
 def check_served(server: str, spec: MethodSpec, bank: GateBank | None) -> None:
-    """Refuse what a server cannot run.
-
-    Args:
-        server: a key of `SERVERS`, which is installed.
-        spec: the method.
-        bank: its gates.
-
-    Raises:
-        SeergateError: naming the method, its option, or what does not fit of its gates and blocks.
-    """
+    """Refuse a method, an option, gates or blocks that an installed server cannot run."""
     plugin.check_served(spec.name, Dense.name)
     other = sorted(spec.options.keys() - {*plugin.RULES, "block_size"})
     if other:
@@ -66,11 +166,7 @@ def page_of(spec: MethodSpec, bank: GateBank | None) -> int | None:
 
 
 def served_from(bank: Gates) -> str:
-    """The directory or Hub id from which a server reads gates.
-
-    Raises:
-        SeergateError: if other gates are there than these.
-    """
+    """The directory or Hub id from which a server reads gates; refused if other gates are there than these."""
     if not bank.source or fingerprint(GateBank.from_pretrained(bank.source)) != fingerprint(bank):
         raise SeergateError(
             "a server reads gates anew, from their directory or the Hub's newest commit, and would get others than "
@@ -80,11 +176,7 @@ def served_from(bank: Gates) -> str:
 
 
 def engine_version(server: str) -> str:
-    """Name and version of a server, for a run's configuration.
-
-    Raises:
-        SeergateError: if it is not installed.
-    """
+    """Name and version of a server, for a run's configuration; refused if it is not installed."""
     try:
         return f"{server} {import_module(server).__version__}"
     except ImportError as error:
@@ -107,9 +199,6 @@ def generate_by_server(
     Args:
         server: a key of `SERVERS`.
         model: says what the server loads, in which dtype, and which tokens end an answer.
-        tokenizer: the model's.
-        requests: the samples.
-        job: the setting.
         bank: the gates; the server reads them from where they were loaded (`served_from`).
         on_finished: gets every sample when it ends.
     """
@@ -118,18 +207,7 @@ def generate_by_server(
     settings = plugin_settings(spec, "" if bank is None else served_from(bank))
     with closing(SERVERS[server](model, requests, job, ends, settings, page_of(spec, bank))) as answers:
         for number, tokens, seconds in answers:
-            stopped = tokens[-1] in ends
-            on_finished(
-                Generation(
-                    request=requests[number],
-                    completion=str(tokenizer.decode(tokens[:-1] if stopped else tokens)),
-                    token_ids=tuple(tokens),
-                    n_prompt_tokens=len(requests[number].ids),
-                    finish_reason="stop" if stopped else "length",
-                    seconds=seconds,
-                    costs={},
-                )
-            )
+            on_finished(Generation.of(requests[number], tokens, ends, tokenizer, seconds, {}))
 
 
 def plugin_settings(spec: MethodSpec, gates: str) -> dict[str, Any] | None:

@@ -72,14 +72,6 @@ class MethodSpec:
         """Options that are not calibrated yet."""
         return [key for key, value in self.options.items() if value == AUTO and key not in self.calibrated]
 
-    def check_calibrated(self) -> None:
-        """Refuse a method with an option that is not calibrated yet."""
-        if self.uncalibrated:
-            raise SeergateError(
-                f"{self.name}:{self.uncalibrated[0]}=auto is not calibrated here, only by `seergate eval`; give a "
-                "value, such as `seergate calibrate` measures"
-            )
-
     @property
     def label(self) -> str:
         """Name of the setting's directory: ``gate-128``; ``quest-2048-b16-dense0,1``; ``h2o-64-interval=8``;
@@ -123,11 +115,7 @@ class MethodSpec:
         return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
-        """The method. Options overrule the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`.
-
-        Args:
-            bank: the gates, for the methods that have them.
-        """
+        """The method. Options overrule the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`."""
         if self.has_gates and bank is None:
             raise SeergateError(
                 f"the method {self.name!r} needs gates: give their directory or Hub id (org/name) with --gates; "
@@ -245,3 +233,23 @@ def grid(
                     for limit in limits
                 ]
     return specs
+
+
+def method_spec(
+    method: str, budget: int | None = None, block_size: int | None = None, default_budget: int | None = None
+) -> MethodSpec:
+    """The setting of a single method, as `grid` makes it; refused where an option is to be calibrated.
+
+    Args:
+        budget: token budget; a limit in the method's text wins.
+        block_size: tokens per block, for methods that select blocks.
+        default_budget: for methods that have no limit otherwise.
+    """
+    budgets, defaults = ([] if value is None else [value] for value in (budget, default_budget))
+    (spec,) = grid([method], budgets, block_size, default_budgets=defaults)
+    if spec.uncalibrated:
+        raise SeergateError(
+            f"{spec.name}:{spec.uncalibrated[0]}=auto is not calibrated here, only by `seergate eval`; give a value, "
+            "such as `seergate calibrate` measures"
+        )
+    return spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,11 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     return samples
 
 
+def in_order(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Samples of a task in an order that does not depend on when they were made."""
+    return sorted(samples, key=lambda sample: (sample["problem_id"], sample["sample_idx"]))
+
+
 class SampleLog:
     """Appends samples to a run. They survive a kill once `append` or `keep` has returned; if these raise, nothing is
     written. One process at a time may hold it.
@@ -95,14 +100,14 @@ class SampleLog:
             with self._ungraded.open("ab+", buffering=0) as file:
                 _mend_last_line(file)
 
-    def append(self, samples: Iterable[dict[str, Any]]) -> None:
-        """Write samples and wait until they are on the disk."""
-        _append(self._file, samples)
+    def append(self, sample: dict[str, Any]) -> None:
+        """Write a sample and wait until it is on the disk."""
+        _append(self._file, sample)
 
     def keep(self, sample: dict[str, Any]) -> None:
         """Write down a sample that has no grade yet, and wait until it is on the disk."""
         with self._ungraded.open("ab", buffering=0) as file:
-            _append(file, [sample])
+            _append(file, sample)
 
     def forget(self) -> None:
         """Remove what was kept: all of it has been graded and appended."""
@@ -115,11 +120,11 @@ class SampleLog:
         self._file.close()
 
 
-def _append(file: FileIO, samples: Iterable[dict[str, Any]]) -> None:
-    """Append all samples or none. The file has no buffer, which would write the rest of a line once there is room
+def _append(file: FileIO, sample: dict[str, Any]) -> None:
+    """Append a whole line or nothing. The file has no buffer, which would write the rest of a line once there is room
     again.
     """
-    text = "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in samples).encode("utf-8", "replace")
+    text = (json.dumps(sample, ensure_ascii=False) + "\n").encode("utf-8", "replace")
     before = file.seek(0, os.SEEK_END)
     try:
         while text:
@@ -169,26 +174,29 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
     """
     path = directory / CONFIG
     if not path.exists():
-        write_config(directory, config)
+        write_yaml(path, config)
         return
-    before, now = flatten(read_config(directory)), flatten(config)
     skipped = (*NOT_COMPARED, "environment") if finished else NOT_COMPARED
-    different = [
-        name
-        for name in {**before, **now}
-        if before.get(name) != now.get(name) and not any(name == s or name.startswith(s + ".") for s in skipped)
-    ]
-    if different:
-        what = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in different[:3])
-        more = f" (and {len(different) - 3} more)" if len(different) > 3 else ""
+    if different := differences(read_config(directory), config, skipped):
         raise SeergateError(
-            f"{directory} holds a run with other settings: {what}{more}; use the same ones or another --out"
+            f"{directory} holds a run with other settings: {different}; use the same ones or another --out"
         )
 
 
-def write_config(directory: Path, config: dict[str, Any]) -> None:
-    """Replace `config.yaml`."""
-    write_text(directory / CONFIG, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+def differences(before: dict[str, Any], now: dict[str, Any], skipped: Sequence[str]) -> str:
+    """The first differences of two configurations in words, outside of the parts ``skipped``; empty without any."""
+    before, now = flatten(before), flatten(now)
+    different = [
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name) and not any(name == s or name.startswith(s + ".") for s in skipped)
+    ]
+    return "; ".join(different[:3]) + (f" (and {len(different) - 3} more)" if len(different) > 3 else "")
+
+
+def write_yaml(path: Path, config: dict[str, Any]) -> None:
+    """`write_text` of a configuration."""
+    write_text(path, yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 def read_config(directory: Path) -> dict[str, Any]:

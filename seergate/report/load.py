@@ -11,7 +11,6 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH
-from seergate.eval.forced import summary
 from seergate.eval.metrics import by_problem, derive
 from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
@@ -21,7 +20,7 @@ SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold"
 
 NEEDED = {
     "task": ("name",),
-    "method": ("name",),
+    "method": ("name", "nominal"),
     "model": ("path", "type", "parameters", "dtype", "fingerprint"),
     "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
 }
@@ -33,12 +32,10 @@ class Setting:
     """One run directory.
 
     Attributes:
-        directory: path of the run directory.
-        config: contents of `config.yaml`.
+        config, proxies: contents of `config.yaml`, and of `proxies.json` if there is one.
         metrics: derived from its samples.
         correct: problem -> 0 or 1 of each sample; empty where texts were scored.
         samples: as they were stored.
-        proxies: contents of its `proxies.json`, if it has one.
         series: name in plots and tables: the method, and the options that distinguish it within the method.
     """
 
@@ -73,12 +70,7 @@ class Setting:
     @property
     def nominal(self) -> str:
         """The limit on tokens read or held, in words; also for methods without a token budget."""
-        known = self.config["method"].get("nominal")
-        if known is not None:
-            return str(known)
-        if self.budget is None:
-            return "all" if self.threshold is None else f"p > {self.threshold:g}"
-        return str(self.budget)
+        return str(self.config["method"]["nominal"])
 
     @property
     def evicts(self) -> bool:
@@ -169,10 +161,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Settings that can be compared: one task, one model, one way of generating.
-
-    Attributes:
-        settings: the settings, in the order of `METHODS`, by budget within a method.
+    """Settings that can be compared (one task, one model, one way of generating), in the order of `METHODS` and by
+    budget within a method.
     """
 
     settings: list[Setting] = field(default_factory=list)
@@ -268,8 +258,10 @@ class Sweep:
         return float(metrics["mean_prompt_tokens"] + metrics["mean_tokens"])
 
 
-def load_setting(directory: Path) -> Setting:
-    """Read one run directory."""
+def load_setting(directory: Path) -> Setting | None:
+    """Read one run directory; ``None`` without finished samples."""
+    if not (samples := store.read_samples(directory)):
+        return None
     config = store.read_config(directory)
     sections = [name for name in NEEDED if not isinstance(config.get(name), dict)]
     keys = (f"{name}.{key}" for name, keys in NEEDED.items() for key in keys if key not in config[name])
@@ -277,15 +269,10 @@ def load_setting(directory: Path) -> Setting:
         raise SeergateError(
             f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation, or damaged"
         )
-    samples = store.read_samples(directory)
-    if not samples:
-        raise SeergateError(f"{directory} has no finished samples yet")
     proxies = store.read_json(directory / store.PROXIES)
     try:
-        if "kl" in samples[0]:
-            metrics, correct = summary(samples), dict[str, list[float]]()
-        else:
-            metrics, correct = derive(samples, proxies), by_problem(samples, lambda s: s["correct"])
+        metrics = derive(samples, proxies)
+        correct = by_problem(samples, lambda s: s["correct"]) if "accuracy" in metrics else {}
     except KeyError as error:
         raise SeergateError(
             f"{directory / store.SAMPLES} has a sample without {error}; remove its line to have it made again"
@@ -303,7 +290,7 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     for root in roots:
         for path in store.run_directories(root):
             found.setdefault(path.resolve(), path)  # the same one may be named twice
-    started = [load_setting(path) for path in found.values() if store.read_samples(path)]
+    started = [setting for path in found.values() if (setting := load_setting(path)) is not None]
     if not started:
         raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
     groups = grouped(started, lambda setting: repr(setting.identity()))

@@ -1,4 +1,8 @@
-"""The report's plots, and what all plots share."""
+"""The report's plots, and what all plots share.
+
+Colours and markers of methods and scorers (their ``plot_style``) are the same in every plot. Colours are of Okabe and
+Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seergate.config import SCORERS
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.stats import t95
-from seergate.methods import EvictingMethod, method_class
+from seergate.methods import METHODS, EvictingMethod, method_class
 from seergate.report.findings import TRUNCATED
 from seergate.report.load import Setting, Sweep, grouped
 from seergate.report.published import published
-from seergate.report.styles import line_style, name_of, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +27,9 @@ DPI = 150
 WIDTH = 9.0
 """Inches of every figure, so that all have letters of one size on a page."""
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+SPARE = (("#6699CC", "H"), ("#EE3377", "4"), ("#F0E442", "3"))
+"""Colours and markers of the user's own methods."""
+LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2, 1, 2, 1, 2)), (0, (1, 4)))
 CONVENTIONS = "bars and band: 95 % intervals; hollow: over 5 % of answers hit the limit"
 
 Interval = tuple[float, float, float]
@@ -366,3 +373,26 @@ def save(figure: Figure, path: Path) -> Path:
         figure.savefig(name, dpi=DPI, facecolor="white", **box)
     pyplot().close(figure)
     return path
+
+
+def name_of(series: str) -> str:
+    """The method of a series such as ``quest b16`` or ``h2o+gate, interval=8``: ``quest``, ``h2o``."""
+    return series.replace(",", " ").replace("+", " ").split()[0]
+
+
+def style(series: str) -> dict[str, Any]:
+    """Matplotlib's options for a series: colour and marker of its scorer if that has its own, else of its method. The
+    marker of an evictor with a gate is half filled.
+    """
+    name, gates = name_of(series), series.partition("[")[2].partition("]")[0]
+    of_scorer = SCORERS[gates].plot_style if gates in SCORERS else None
+    of_method = METHODS[name].plot_style if name in METHODS else None
+    colour, marker = of_scorer or of_method or SPARE[sum(map(ord, name)) % len(SPARE)]
+    how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
+    return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
+
+
+def line_style(series: str, all_series: list[str]) -> Any:
+    """Line style of a series, which differs between series of the same colour."""
+    same = [s for s in all_series if style(s)["color"] == style(series)["color"]]
+    return LINES[same.index(series) % len(LINES)]

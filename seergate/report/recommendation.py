@@ -14,12 +14,8 @@ METHOD = "gate"
 
 @dataclass(frozen=True)
 class _Found:
-    """The result of one kind of measurement.
-
-    Attributes:
-        sentence: for people.
-        tells: whether the data could have shown a loss.
-        budget: the smallest budget from which on none was; ``None`` if there is no such budget.
+    """The result of one kind of measurement: a sentence, whether the data could have shown a loss, and the smallest
+    budget from which on there was none, or ``None``.
     """
 
     sentence: str

@@ -7,7 +7,7 @@ import html
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from markdown.extensions.toc import slugify
 
 from seergate.eval.engine import Limit
 from seergate.eval.environment import GRADES_WITH
+from seergate.eval.sampling import Sampling
 from seergate.eval.stats import correlation
 from seergate.eval.store import flatten, write_text
 from seergate.report.findings import cautions, findings, verdict
@@ -39,13 +40,7 @@ from seergate.report.tables import (
 
 @dataclass(frozen=True)
 class Report:
-    """Paths and findings of a written report.
-
-    Attributes:
-        markdown, html: the two files.
-        plots: the images.
-        findings: one sentence each.
-    """
+    """Files and findings of a written report."""
 
     markdown: Path
     html: Path
@@ -272,9 +267,7 @@ def _conditions(sweep: Sweep) -> str:
     config = sweep.config
     model, task, generation, env = (config.get(k, {}) for k in ("model", "task", "generation", "environment"))
     gates = {s.gates: s.config["gates"]["path"] for s in sweep.settings if s.gates}
-    sampling = "greedy" if generation["temperature"] == 0 else f"temperature {generation['temperature']}"
-    if generation["temperature"]:
-        sampling += f", top-p {generation['top_p']}, top-k {generation['top_k']}, min-p {generation['min_p']}"
+    sampling = Sampling(**{field.name: generation.get(field.name, field.default) for field in fields(Sampling)})
     limit = Limit(generation["max_new_tokens"], generation.get("max_total_tokens"))
     lines = [
         f"model: `{model['path']}` ({model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights "

@@ -13,7 +13,7 @@ import pytest
 
 from seergate.cli import console
 from seergate.cli.console import EvalProgress
-from seergate.eval.runner import Progress
+from seergate.eval.collector import Progress
 
 
 def at(done, *, total=40, label="gate-128", seconds=None, made=None):

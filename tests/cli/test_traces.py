@@ -10,10 +10,11 @@ import pytest
 
 from seergate import SeergateError
 from seergate.chain_sum import make_problems
-from seergate.cli.traces import _begin, _made_with
+from seergate.cli.traces import _made_with
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
+from seergate.eval.store import write_yaml
 from seergate.hf.loading import load_tokenizer
 from tests.eval import support
 from tests.running import run_seergate
@@ -58,10 +59,10 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
     assert again.returncode == 0 and "1 questions, 1 answered already" in again.stdout, again.stderr
     assert rows(out) == made
     for change, difference in (
-        (["--seed", "1"], "seed=0 and this is 1"),
-        (["--temperature", "0.5"], "temperature=None and this is 0.5"),
-        (["--method", "quest", "--budget", "64"], "method.name="),
-        (["--prompts", "other.jsonl"], "prompts='chain_sum' and this is 'other.jsonl'"),
+        (["--seed", "1"], "seed was 0 and is 1"),
+        (["--temperature", "0.5"], "temperature was None and is 0.5"),
+        (["--method", "quest", "--budget", "64"], "method.name was"),
+        (["--prompts", "other.jsonl"], "prompts was 'chain_sum' and is 'other.jsonl'"),
     ):
         refused = run_seergate(*command, *change)
         assert refused.returncode == 2 and difference in refused.stderr, refused.stderr
@@ -128,16 +129,16 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
 
 def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
     out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
-    _begin(out, early | {"weights": "w", "commit": "a"})
+    write_yaml(tmp_path / "traces.jsonl.yaml", early | {"weights": "w", "commit": "a"})
     assert _made_with(out, early, unknown=("weights",)) == "a" == _made_with(out, early | {"weights": "w"})
-    with pytest.raises(SeergateError, match=r"made with weights='w' and this is 'v'"):
+    with pytest.raises(SeergateError, match=r"made with other settings: weights was 'w' and is 'v'"):
         _made_with(out, early | {"weights": "v"})
-    with pytest.raises(SeergateError, match=r"made with method\.name='dense' and this is 'gate'"):
+    with pytest.raises(SeergateError, match=r"method\.name was 'dense' and is 'gate'"):
         _made_with(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
-    with pytest.raises(SeergateError, match=r"made with prompts='org/rows' and this is None"):
+    with pytest.raises(SeergateError, match=r"prompts was 'org/rows' and is None"):
         _made_with(out, {"method": {"name": "dense"}}, unknown=("weights",))
-    with pytest.raises(SeergateError, match=r"traces.jsonl.yaml does not say rope: it was written by an earlier"):
-        _made_with(out, early, unknown=("weights", "rope"))
+    with pytest.raises(SeergateError, match=r"traces.jsonl was made with other settings: rope was None and is 'r'"):
+        _made_with(out, early | {"weights": "w", "rope": "r"})
 
 
 def test_the_prompts_stay_at_the_commit_that_they_began_with(
@@ -177,16 +178,20 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
         patch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
         for change in ("dtype", "float16"), ("engine", "vllm"):
             refused = run_seergate(*command, f"--{change[0]}", change[1])
-            assert refused.returncode == 2 and f"was made with {change[0]}=" in refused.stderr, refused.stderr
+            assert refused.returncode == 2 and f"was made with other settings: {change[0]} was" in refused.stderr, (
+                refused.stderr
+            )
     other = support.model()
     other.config.rope_parameters["rope_theta"] *= 2
     other.save_pretrained(model)
     refused = run_seergate(*command)
-    assert refused.returncode == 2 and "was made with rope.rope_theta=" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "was made with other settings: rope.rope_theta was" in refused.stderr, (
+        refused.stderr
+    )
     other.model.norm.weight.data *= 2
     other.save_pretrained(model)
     refused = run_seergate(*command)
-    assert refused.returncode == 2 and "was made with weights=" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "was made with other settings: weights was" in refused.stderr, refused.stderr
 
 
 def test_prompts_are_one_source(tmp_path: Path) -> None:

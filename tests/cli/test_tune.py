@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from seergate.cli import running, tune_time
-from seergate.cli.tune_time import Times, decide
+from seergate.cli import running, tune
+from seergate.cli.tune import Times, decide
 from seergate.errors import SeergateError
 from seergate.gates.files import CONFIG_FILE
 from tests.running import ROOT, Done, run_seergate
@@ -52,7 +52,7 @@ def test_two_thirds_of_the_time_train_and_the_rest_evaluates() -> None:
 def test_no_text_is_trained_on_more_than_twice_and_evaluation_gets_what_is_left() -> None:
     found = decide(1.0, 600.0, TIMES, packs=30, held_out=400, budgets=3)
     assert (found.steps, found.problems, found.texts) == (60, 120, 120)
-    assert decide(10.0, 0.0, TIMES, packs=30, held_out=400, budgets=3).problems == tune_time.MOST
+    assert decide(10.0, 0.0, TIMES, packs=30, held_out=400, budgets=3).problems == tune.MOST
 
 
 @pytest.mark.parametrize(("hours", "step"), [(0.1, 10.0), (0.5, 300.0)])
@@ -135,8 +135,8 @@ def test_python_library_is_what_is_trained_on_by_default() -> None:
 
 def kill_in_training(command: list[str], out: Path) -> None:
     """Run in a process of its own, which dies once there is a checkpoint."""
-    most = f"tune_time.MOST = {tune_time.MOST}"
-    start = f"import sys; from seergate.cli import main, tune_time; {most}; sys.exit(main.main(sys.argv[1:]))"
+    most = f"tune.MOST = {tune.MOST}"
+    start = f"import sys; from seergate.cli import main, tune; {most}; sys.exit(main.main(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", start, *command],
         cwd=out.parent,
@@ -156,7 +156,7 @@ def test_all_of_it_killed_and_continued(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune_time, "MOST", 8)
+    monkeypatch.setattr(tune, "MOST", 8)
     out = tmp_path / "runs" / "tune-tiny"
     command = ["tune", str(model), "--hours", str(HOURS), "--data", str(data), "--max-length", "256", "--threads", "1"]
     out.parent.mkdir()

@@ -41,10 +41,10 @@ def model(eos: int | None = None):
     return made
 
 
-def engine(model, on_finished, *, batch_size=2, limit=None, sampling=None, handle=None) -> Engine:
+def engine(handle, on_finished, *, batch_size=2, limit=None, sampling=None) -> Engine:
     """Greedy answers of 12 tokens, unless told otherwise."""
     how = {"limit": limit or Limit(12), "sampling": sampling or Sampling()}
-    return Engine(model, tokenizer(), batch_size=batch_size, on_finished=on_finished, handle=handle, **how)
+    return Engine(handle, tokenizer(), batch_size=batch_size, on_finished=on_finished, **how)
 
 
 def save(directory: Path) -> Path:

@@ -85,7 +85,7 @@ def test_what_waits_for_its_grade_survives_and_is_not_made_again(tmp_path, monke
 
 def generation(number: int) -> Generation:
     key = ("chain_sum", str(number), 0)
-    return Generation(Request(key, "prompt", (5, 6, 7)), rf"\boxed{{ {number % 10} }}", (1, 2), 3, "stop", 0.5, {})
+    return Generation(Request(key, "prompt", (5, 6, 7)), rf"\boxed{{ {number % 10} }}", (1, 2), "stop", 0.5, {})
 
 
 def collector(log, judges, number, **options):
@@ -223,7 +223,7 @@ def test_a_line_for_which_there_is_no_room_leaves_nothing(tmp_path, name):
     """Neither a part of it at once, nor the rest of it later."""
     with SampleLog(tmp_path) as log, GradingPool() as judges:
         made = [collector(log, judges, 3)._ungraded(generation(number)) for number in range(3)]
-        write = log.keep if name == UNGRADED else lambda sample: log.append([sample])
+        write = log.keep if name == UNGRADED else log.append
         write(made[0])
         with pytest.raises(OSError, match="File too large"), room_for(tmp_path / name, 20):
             write(made[1])

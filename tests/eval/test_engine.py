@@ -11,8 +11,9 @@ from seergate.cache.offload import Offload
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch, Limit, Request, encode, render
+from seergate.eval.engine import Batch, Limit, Request, encode, prompt_text
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
+from seergate.eval.task import Problem
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.reason.paging import Paging
@@ -39,8 +40,8 @@ def run(model, prompts, *, batch_size, max_new_tokens=12, sampling=None, method=
         found[generation.request.key] = generation
 
     with attached(model, method, **options) as handle:
-        how = {"batch_size": batch_size, "limit": Limit(max_new_tokens), "sampling": sampling, "handle": handle}
-        support.engine(model, keep, **how).run(requests_for(prompts))
+        how = {"batch_size": batch_size, "limit": Limit(max_new_tokens), "sampling": sampling}
+        support.engine(handle, keep, **how).run(requests_for(prompts))
     return found
 
 
@@ -105,7 +106,7 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
             def keep(generation, found=found, handle=handle):
                 found.append((generation.costs, handle.stats()["resident_bytes_peak"]))
 
-            support.engine(model, keep, limit=Limit(40), handle=handle).run(requests_for([prompt]))
+            support.engine(handle, keep, limit=Limit(40)).run(requests_for([prompt]))
         ((costs, peak),) = found
         assert costs["resident_bytes_peak"] == peak
         assert costs["own_bytes_peak"] <= peak
@@ -230,9 +231,10 @@ def test_limits(limit, prompt, room):
 
 def test_the_limit_may_count_the_prompt():
     found: dict = {}
-    engine = support.engine(support.model(), lambda g: found.update({g.request.key: g}), limit=Limit(None, 16))
-    engine.run(requests_for(PROMPTS))
-    assert {key: g.n_tokens + g.n_prompt_tokens for key, g in found.items()} == dict.fromkeys(range(4), 16)
+    with attached(support.model(), "dense") as handle:
+        engine = support.engine(handle, lambda g: found.update({g.request.key: g}), limit=Limit(None, 16))
+        engine.run(requests_for(PROMPTS))
+    assert {key: g.n_tokens + len(g.request.ids) for key, g in found.items()} == dict.fromkeys(range(4), 16)
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         Limit(0)
     with pytest.raises(ValueError, match="neither"):
@@ -302,4 +304,4 @@ def test_a_tokenizer_without_chat_template_is_told():
     tokenizer = support.tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(SeergateError, match="no chat template"):
-        render(tokenizer, [{"role": "user", "content": "x"}])
+        prompt_text(tokenizer, Problem("p", "1", messages=({"role": "user", "content": "x"},)))

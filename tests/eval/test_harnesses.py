@@ -18,9 +18,9 @@ import seergate
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import lighteval_adapter, make_task
-from seergate.eval.harness import attached_model, likelihoods, method_spec
+from seergate.eval.harness import attached_model, likelihoods
 from seergate.eval.lighteval_adapter import name_of
-from seergate.eval.settings import MethodSpec
+from seergate.eval.settings import MethodSpec, method_spec
 from seergate.methods import H2O
 from tests.eval import support
 

@@ -67,7 +67,7 @@ def run(tmp_path, measure, texts, budgets, scorer="attn_gate"):
     replay = Replay(model, tokenizer, read_samples(tmp_path / "dense"), MEASURES[measure])
     assert replay.bytes_per_token() == TOKENS
     said = []
-    chosen, records = match(replay, specs, budgets, prepare=lambda s: s, bank=lambda s: bank, say=said.append)
+    chosen, records = match(replay, specs, budgets, prepare=lambda s: s, banks=bank, say=said.append)
     assert len(said) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
     return sweep(*arguments, chosen, tmp_path, options, gates=bank), chosen, records
 

@@ -164,9 +164,11 @@ def test_memory_that_runs_out_where_samples_are_taken_in_loses_none():
         taken.append(generation.request.key)
         raise MemoryError("no room to write")
 
-    made = support.engine(support.model(), refuse, limit=Limit(4))
-    with pytest.raises(SeergateError, match="while a finished sample was taken in: no room to write"):
-        made.run(requests_for(PROMPTS))
+    with (
+        attached(support.model(), "dense") as handle,
+        pytest.raises(SeergateError, match="while a finished sample was taken in: no room to write"),
+    ):
+        support.engine(handle, refuse, limit=Limit(4)).run(requests_for(PROMPTS))
     assert taken == [0]
 
 

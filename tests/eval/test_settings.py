@@ -232,7 +232,7 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     asked = [{p.messages[0]["content"] for p in each.problems()} for each in (others, task)]
     assert not asked[0] & asked[1]
     how = {"limit": RunOptions(max_new_tokens=40).limit(task), "sampling": Sampling()}
-    found = Calibrator(model, tokenizer, task, tmp_path, **how)(specs)
+    found = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
     assert [spec.label for spec in found] == [spec.label for spec in specs]
     windows = [spec.method(None).window for spec in found if spec.name == "lazy_eviction"]
     assert windows[0] <= 6, "a window must leave room in its budget"
@@ -241,7 +241,7 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     monkeypatch.setattr("seergate.eval.recurrence.measure_recurrence", None)  # what is kept is not measured again
     monkeypatch.setattr("seergate.eval.recurrence.query_centres", None)
-    again = Calibrator(model, tokenizer, task, tmp_path, **how)(specs)
+    again = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
     assert again == found
     assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]
     assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {
@@ -258,7 +258,7 @@ def test_what_was_measured_on_something_else_is_measured_anew(tmp_path):
     def made(model=model, variables=6, new=20, sampling=None):
         task = make_task("chain_sum", problems=3, variables=variables)
         how = {"limit": RunOptions(max_new_tokens=new).limit(task), "sampling": sampling or Sampling()}
-        found = Calibrator(model, tokenizer, task, tmp_path, **how)(specs)
+        found = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
         described = found[1].describe(None)["centres"]
         return json.loads(kept[0].read_text())["made"], described, [path.stat().st_mtime_ns for path in kept]
 

@@ -13,7 +13,8 @@ from seergate.cli.running import each_task
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.engine import encode
-from seergate.eval.forced import TeacherForcing, summary
+from seergate.eval.forced import TeacherForcing
+from seergate.eval.metrics import of_texts
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from seergate.report import write_report
@@ -66,9 +67,9 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
 
 def test_one_text_has_no_interval():
     text = {"kl": [0.1, 0.3], "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 2, "seconds": 1.0}
-    found = summary([text])
+    found = of_texts([text])
     assert found["kl"] == pytest.approx(0.2) and found["kl_low"] is found["kl_p99_high"] is found["kl_se"] is None
-    two = summary([text, {**text, "kl": [0.2, 0.4]}])
+    two = of_texts([text, {**text, "kl": [0.2, 0.4]}])
     # means .2 and .3: .25 ± t(1) * .05
     assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
     assert two["kl_p99_low"] == pytest.approx(0.3) and two["kl_p99_high"] == pytest.approx(0.4)

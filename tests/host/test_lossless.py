@@ -422,4 +422,4 @@ def test_refusals(model):
         seergate.attached(model, "oracle", block_size=8, correction=Lossless()) as handle,
         pytest.raises(SeergateError, match="lossless 'oracle' gives the dense model's tokens.*evaluate 'dense'"),
     ):
-        support.engine(model, print, handle=handle)
+        support.engine(handle, print)

@@ -145,9 +145,9 @@ def generations(model, method, limit=None, rows=3, **options):
     found: dict = {}
     with seergate.attached(model, method, **options) as handle:
         engine = support.engine(
-            model,
+            handle,
             lambda generation: found.setdefault(generation.request.key, generation.token_ids),
-            **{"batch_size": rows, "limit": Limit(30), "sampling": SAMPLED, "handle": handle},
+            **{"batch_size": rows, "limit": Limit(30), "sampling": SAMPLED},
         )
         engine.run(requests_for(LONG))
     return dict(sorted(found.items())), engine.batch_size

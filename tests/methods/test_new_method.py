@@ -21,7 +21,7 @@ from seergate.cli.main import main
 from seergate.errors import SeergateError
 from seergate.eval.calibration import FRESH, Calibration
 from seergate.methods import registry
-from seergate.report.styles import style
+from seergate.report.plots import style
 from seergate.serving.settings import check_served
 from tests.methods import naive
 from tests.methods.evictors import EVICTORS, C, Evictor, model_of

@@ -13,7 +13,12 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", comp
     """A run directory as `seergate.eval` writes it, with answers that are right where ``right`` says so."""
     directory = root / (method if budget is None else f"{method}-{budget}")
     directory.mkdir(parents=True)
-    described = {"name": method, **({} if budget is None else {"token_budget": budget, "block_size": 16})}
+    nominal = "all" if budget is None else str(budget)
+    described = {
+        "name": method,
+        "nominal": nominal,
+        **({} if budget is None else {"token_budget": budget, "block_size": 16}),
+    }
     settings = {
         "task": {"name": "chain_sum", "problems": n, "n_problems": n, "chance": 0.1, "contents": "c"},
         "method": described,

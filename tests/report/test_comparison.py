@@ -9,8 +9,7 @@ import pytest
 from seergate.config import SCORERS
 from seergate.methods import METHODS
 from seergate.report import load_sweeps, write_report
-from seergate.report.plots import panels
-from seergate.report.styles import line_style, style
+from seergate.report.plots import line_style, panels, style
 from tests.report.made import reconfigure, write_run
 
 

@@ -292,7 +292,7 @@ def test_gates_are_told_apart(tmp_path):
     assert [s.label for s in sweep.settings] == ["gate b8 at 64", "gate b16 at 64"]
     for path, size in ((tmp_path / "a" / "gate-64" / "config.yaml", 16), (other, 8)):
         config = yaml.safe_load(path.read_text())
-        config["method"] = {"name": "h2o+gate", "token_budget": 64, "gate.block_size": size}
+        config["method"] = {"name": "h2o+gate", "nominal": "64", "token_budget": 64, "gate.block_size": size}
         path.write_text(yaml.safe_dump(config))
     (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
     assert {s.series for s in sweep.settings} == {"h2o+gate, gate.block_size=8", "h2o+gate, gate.block_size=16"}

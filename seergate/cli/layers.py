@@ -1,0 +1,140 @@
+"""Commands that find layers to be treated apart, and write gates that name them: ``anchors`` and ``dense-layers``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from seergate.checks import check_counts
+from seergate.cli.arguments import Command, model_args, run_args
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from seergate.hf.bank import GateBank
+    from seergate.methods import Gate
+
+
+def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
+    model_args(parser)
+    parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
+    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the choices [what the gates ask for]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
+    run_args(parser)
+
+
+def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
+    """The gates, the method that decodes with them, the model's path and the output directory."""
+    from seergate.cli.models import bank_or_refuse, model_path, new_directory
+    from seergate.methods import Gate
+
+    check_counts(options, count=1)
+    bank = bank_or_refuse(options.model, options.gates)
+    out = new_directory(options.out, f"{Path(options.model).name}-{command}-{options.count}")
+    method = Gate.with_gates(bank, **({} if options.budget is None else {"token_budget": options.budget}))
+    return bank, method, model_path(options.model), out
+
+
+ANCHORS_HELP = (
+    "find the layers that can choose blocks for others, and write an adapter with their gates alone",
+    "The model reads texts, densely. The blocks that each layer's gate would choose there are held against the\n"
+    "attention of every layer above it: how much of it would they recall? Of all plans with so many anchors the one\n"
+    "with the highest mean recall is taken. The adapter that is written names the anchors, so that it decodes with\n"
+    "them wherever it is loaded: other layers read what the nearest anchor below them chose.",
+    [
+        "seergate anchors --model tiny-reasoner --count 2 --budget 128",
+        "seergate anchors --model ./Qwen3-8B --gates org/Qwen3-8B-gates --count 9 --data texts.jsonl",
+    ],
+)
+
+ROWS = 200
+"""Rows of the data of which the longest texts are taken."""
+
+
+def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
+    _shared_arguments(parser, "anchors", "anchors")
+    parser.add_argument("--data", metavar="FILE", help="texts, as `seergate train` takes them [the preset's]")
+    parser.add_argument("--texts", type=int, default=8, metavar="N", help="the longest of 200 rows [%(default)s]")
+    parser.add_argument("--max-length", type=int, default=4096, metavar="N", help="tokens of a text [%(default)s]")
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="tokens of each that choose [%(default)s]")
+
+
+def _anchors(options: argparse.Namespace) -> None:
+    """Load, measure, choose, write."""
+    from seergate.cli.models import load_model
+    from seergate.distill.config import load_train_config
+    from seergate.distill.data import prepare_data
+    from seergate.hf.anchors import shared_recall
+    from seergate.hf.loading import load_tokenizer
+
+    check_counts(options, texts=1, rows=1, max_length=1)
+    bank, method, path, out = _asked(options, "anchors")
+    given = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
+    config = load_train_config(options.model, given | ({"data": options.data} if options.data else {}))
+    samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
+    longest = samples.lengths.argsort()[::-1][: options.texts]
+    model = load_model(path, options.dtype, options.device)
+
+    import torch
+
+    texts = [torch.from_numpy(samples[int(i)]) for i in longest]
+    print(f"{len(texts)} texts of {config.data}, {sum(map(len, texts)):,} tokens; {method.nominal} tokens per step")
+    found = shared_recall(model, method, texts, options.rows)
+    anchors = found.anchors(options.count)
+    for count in sorted({options.count, *(-(-len(found.layers) // part) for part in (1, 2, 4, 8))}, reverse=True):
+        plan = found.anchors(count)
+        print(f"{count:4} anchors  recall {found.mean(plan):.4f}  {'+'.join(map(str, plan))}")
+    figures = {"anchor_recall": found.mean(anchors), "own_recall": found.mean(found.layers)}
+    made = {**figures, "recall_measured_on": f"{config.data}, {found.rows} rows at {method.nominal}"}
+    bank.with_anchors(anchors, **made).save_pretrained(out)
+    print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers read what they choose)")
+
+
+ANCHORS = Command(ANCHORS_HELP, _anchors_arguments, _anchors)
+
+DENSE_LAYERS_HELP = (
+    "find the layers that lose facts when they are sparse, and write gates that keep them dense",
+    "Each problem's prompt is read once. Its right answer is then fed to the model from the same cache, with one\n"
+    "layer after the other dense, and compared with dense attention. The layer that comes nearest is kept dense, and\n"
+    "so on. The adapter that is written has all gates and names the layers, so that it decodes with them wherever it\n"
+    "is loaded; dense_layers=() makes all layers sparse again.",
+    [
+        "seergate dense-layers --model ./SmolLM2 --gates checkpoints/smollm2-135m --count 2 --budget 512",
+        "seergate dense-layers --model ./Qwen3-8B --gates org/Qwen3-8B-gates --count 2"
+        " --task needle:keys=4:length=16384:problems=16:chat=true",
+    ],
+)
+TASK = "needle:keys=4:length=3584:problems=24:seed=1"
+
+
+def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
+    _shared_arguments(parser, "dense layers", "dense-layers")
+    parser.add_argument("--task", default=TASK, help="whose answers are compared [%(default)s]")
+
+
+def _dense_layers(options: argparse.Namespace) -> None:
+    """Load, measure, choose, write."""
+    from seergate.cli.models import load_model
+    from seergate.eval.dense_layers import answered, find_dense_layers
+    from seergate.eval.tasks import make_task
+    from seergate.hf.loading import load_tokenizer
+
+    task = make_task(options.task)
+    bank, method, path, out = _asked(options, "dense-layers")
+    texts = answered(load_tokenizer(path), task)
+    model = load_model(path, options.dtype, options.device)
+
+    def report(plan: tuple[int, ...], kl: Tensor) -> None:
+        named = "+".join(map(str, plan)) or "none"
+        print(f"dense layers {named:>10}  KL {float(kl.mean()):.4f}")
+
+    print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens")
+    layers = find_dense_layers(model, method, texts, options.count, report)
+    made = {**bank.training_record, "dense_layers_found_on": f"{options.task}, at {method.nominal}"}
+    defaults = {**bank.decode_defaults, "dense_layers": list(layers)}
+    bank.derived(decode_defaults=defaults, training=made, results=()).save_pretrained(out)
+    print(f"written: {out} (dense layers {', '.join(map(str, layers))})")
+
+
+DENSE_LAYERS = Command(DENSE_LAYERS_HELP, _dense_layers_arguments, _dense_layers)
