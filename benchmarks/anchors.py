@@ -14,7 +14,7 @@ r"""What is lost where layers read the choice of others, and under which rule bu
   over texts of different lengths.
 * ``trained``: gates that `seergate train --anchors` made, ``--trained``, each with its own anchors and with the dense
   layers of ``--gates``.
-* ``needles``: right answers of the gate with these anchors.
+* ``needles``: right answers in runs of `seergate eval`, ``--needles``; ``anchors`` is 0 for gates in all layers.
 
 With ``--parts`` only these are measured anew in the file of results.
 Without ``--data`` texts are problems of chain_sum with their solutions, which the tiny reasoner knows.
@@ -40,10 +40,8 @@ import seergate
 from seergate import GateBank, methods
 from seergate.chain_sum import make_problem
 from seergate.cli.models import TINY, bank_for, load_model, model_path
-from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.matching import nearest
 from seergate.eval.retrieval import SETTLING, texts_of
-from seergate.eval.settings import grid
 from seergate.hf.anchors import SharedRecall, shared_recall
 from seergate.hf.loading import load_tokenizer
 from seergate.report.load import load_sweeps
@@ -209,16 +207,14 @@ def trained(bench: Bench, _: Plans) -> list[dict[str, Any]]:
     return rows
 
 
-def needles(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
-    """Right answers with the anchors of each plan."""
-    options, size = bench.options, bench.bank.config.block_size
-    task = make_task("needle", problems=options.needles, length=tuple(options.lengths))
-    texts = [f"gate:anchors={'+'.join(map(str, anchors))}" for anchors in plans.values()]
-    specs = grid(["dense", *texts], [options.budget], size)
-    out = Path(options.runs) / options.name
-    sweep(bench.model, bench.tokenizer, task, specs, out, RunOptions(batch_size=1), gates=bench.bank)
-    (found,) = load_sweeps(out)
-    return [{"part": "needles", **row} for row in rows_of(found)]
+def needles(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+    """Right answers in runs of `seergate eval`."""
+    rows = list[dict[str, Any]]()
+    for directory in bench.options.needles:
+        (found,) = load_sweeps(Path(directory))
+        for setting, row in zip(found.settings, rows_of(found), strict=True):
+            rows.append({"part": "needles", "anchors": len(setting.config["method"].get("anchors", ())), **row})
+    return rows
 
 
 PARTS = {part.__name__: part for part in (plan, anchors, times, rules, trained, needles)}
@@ -241,12 +237,11 @@ def main() -> None:
     parser.add_argument("--trained", nargs="+", default=[], metavar="DIR", help="gates for the part of this name")
     parser.add_argument("--rounds", type=int, default=5, help="of the times")
     parser.add_argument("--steps", type=int, default=8, help="of each setting in a round")
-    parser.add_argument("--needles", type=int, default=64, help="problems")
-    parser.add_argument("--runs", default="runs/anchors", help="of the needles")
+    parser.add_argument("--needles", nargs="+", default=[], metavar="DIR", help="runs for the part of this name")
     parser.add_argument("--name", default="anchors", help="of the file of results")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    unsaid = ("output", "runs", "name", "parts", "trained")
+    unsaid = ("output", "name", "parts", "trained", "needles")
     asked = {key: value for key, value in vars(options).items() if key not in unsaid}
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name

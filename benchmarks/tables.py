@@ -141,9 +141,9 @@ def anchors(name: str) -> list[Sequence[str]]:
     return [*lines, ("dense attention", *blank, f"{times['dense', None]['step_ms']['median']:.1f}")]
 
 
-def rules() -> list[Sequence[str]]:
+def rules(name: str) -> list[Sequence[str]]:
     """A budget, a share of the context and a threshold at equal bytes."""
-    rows = (row for row in rows_of("anchors") if row["part"] == "rules")
+    rows = (row for row in rows_of(name) if row["part"] == "rules")
     lines = (
         (code(f"{row['rule']}={row['value']}"), distance(row), f"{row['bytes_read_per_step'] / 1024:.0f}")
         for row in rows
@@ -188,7 +188,8 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "methods": lambda: by_budget(rows_of("methods"), lambda row: f"{100 * row['accuracy']:.0f}", "read %", "held %"),
     "anchors": lambda: anchors("anchors"),
     "anchors-real": lambda: anchors("anchors_smollm2"),
-    "rules": rules,
+    "rules": lambda: rules("anchors"),
+    "rules-real": lambda: rules("anchors_smollm2"),
     "drafts": drafts,
     "sharing": sharing,
 }

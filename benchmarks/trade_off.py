@@ -1,10 +1,11 @@
-"""The figure of the README, drawn from `benchmarks/results`: what reading less costs, and what it saves.
+"""Figures drawn from `benchmarks/results`: what reading less costs, and what it saves.
 
     python benchmarks/trade_off.py
 
 On the left the distance from dense attention on held-out texts against the bytes read per step (`seergate eval --task
 perplexity`, `collect.py`), on the right the time of a step against the number of rows, inside vLLM and inside
-transformers (`serving.py --model`). Both are of a real model, SmolLM2-135M-Instruct.
+transformers (`serving.py --model`): the figure of the README. A second one shows what it costs that layers read the
+choice of others (`anchors.py`). All are of a real model, SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from common import RESULTS
 
 from seergate.report.plots import DPI, pyplot, style
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "trade-off.png"
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 SPARSE = "gate, all sparse"
 DRAWN = {
     "oracle": "oracle",
@@ -95,14 +96,39 @@ def draw(results: Path) -> Any:
     return figure
 
 
+def draw_anchors(results: Path) -> Any:
+    """KL from dense attention against the number of layers that choose."""
+    rows = json.loads((results / "anchors_smollm2.json").read_text())["rows"]
+    figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
+    for label, method, part in (
+        ("oracle", "oracle", "anchors"),
+        ("gate, trained as anchors", "gate", "trained"),
+        ("gate", "gate", "anchors"),
+        ("quest", "quest", "anchors"),
+    ):
+        points = [row for row in rows if row["part"] == part and row.get("method", method) == method]
+        drawn = style(method) | ({"linestyle": ":"} if label == "gate" else {})
+        axes.plot([row["anchors"] for row in points], [row["kl"] for row in points], label=label, **drawn)
+    counts = [row["anchors"] for row in rows if row["part"] == "plan"]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.minorticks_off()
+    axes.set(xlabel="layers that choose, of 28", ylabel="KL from dense attention (nats per token)", ylim=(0, None))
+    axes.legend()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def main() -> None:
     """Draw, save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--output", type=Path, default=PICTURE)
+    parser.add_argument("--output", type=Path, default=PICTURES, help="directory")
     options = parser.parse_args()
-    draw(options.results).savefig(options.output, dpi=DPI, facecolor="white")
-    print("saved to", options.output)
+    for name, figure in (("trade-off", draw(options.results)), ("anchors", draw_anchors(options.results))):
+        figure.savefig(options.output / f"{name}.png", dpi=DPI, facecolor="white")
+        print("saved to", options.output / f"{name}.png")
 
 
 if __name__ == "__main__":
