@@ -246,11 +246,15 @@ def main() -> None:
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name
     file = options.output / f"{options.name}.json"
-    known = json.loads(file.read_text())["rows"] if file.exists() else []
-    rows = [row for row in known if row["part"] not in options.parts]
+    known = json.loads(file.read_text()) if file.exists() else {"rows": [], "options": asked}
+    rows = [row for row in known["rows"] if row["part"] not in options.parts]
+    if rows and known["options"] != asked:
+        parser.error(f"{file} was made with {known['options']}; use the same, or another --name")
+    if not any(row["part"] == "plan" for row in rows) and "plan" not in options.parts:
+        parser.error(f"{file} has no plan; name it among --parts")
     with torch.no_grad():
         bench = Bench(options)
-        for part in options.parts:
+        for part in (part for part in PARTS if part in options.parts):
             plans = {row["anchors"]: tuple(row["layers"]) for row in rows if row["part"] == "plan"}
             rows += PARTS[part](bench, plans)
             print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output), flush=True)

@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 
 from seergate import GateBank, GateConfig
 from seergate.hf.loading import load_base
+from seergate.models.families import head_dim_of
 
 COVERING = 1 << 20
 """A budget for everything."""
@@ -83,7 +84,7 @@ def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
 def cache_gib(model: PreTrainedModel, options: argparse.Namespace) -> int:
     """Room for the keys and values of the largest cell, whose turns find their prompts there, and 1 GiB."""
     config = model.config
-    per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(model)
     cells = [sum(row_lengths(length, batch, options)) for length in options.lengths for batch in options.batches]
     return 2 + per_token * max(cells) // 2**30
 
@@ -250,6 +251,8 @@ def main() -> None:
     if parser.parse_known_args()[0].model is not None:
         parser.set_defaults(**REAL_MODEL)
     options = parser.parse_args()
+    if missing := {"vllm_dense", "vllm_gate"} - set(options.ways):
+        parser.error(f"--ways lacks {', '.join(sorted(missing))}, which the others are compared with")
     with tempfile.TemporaryDirectory() as directory:
         model = model_of(options)
         if options.model is None:

@@ -181,9 +181,11 @@ def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -
     from seergate.yaml_file import read_yaml
 
     found = read_yaml(_beside(path))
+    if "commit" not in found:
+        raise SeergateError(f"{_beside(path)} names no commit: an earlier seergate wrote it; name another --out")
     if different := differences(found, now, ("commit", *unknown)):
         raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
-    return found.get("commit")
+    return found["commit"]
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:

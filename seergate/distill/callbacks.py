@@ -18,7 +18,9 @@ class StepLog:
         loss: mean over the packs; with ``row_mean`` it is the KL in nats.
         kl_per_layer: nats per row, mean over KV heads and packs.
         recall: budget in tokens -> per layer, the share of the teacher's mass that the gate's best blocks hold.
+        layers: the layers' indices in the model.
         grad_norm: before clipping.
+        tokens, seconds: of this step alone.
         memory_gb: most memory this process has held (GPU if there is one, else resident).
     """
 

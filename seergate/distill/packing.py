@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -65,11 +66,17 @@ def packs_of_step(packs: int, seed: int, step: int, packs_per_step: int) -> list
     epoch, first = divmod(step * packs_per_step, packs)
     order: list[int] = []
     while len(order) < first + packs_per_step:
-        permutation = list(range(packs))
-        random.Random(f"packs/{seed}/{epoch}").shuffle(permutation)
-        order += permutation
+        order += _permutation(packs, seed, epoch)
         epoch += 1
     return order[first : first + packs_per_step]
+
+
+@lru_cache(maxsize=2)
+def _permutation(packs: int, seed: int, epoch: int) -> list[int]:
+    """The order of the packs in an epoch."""
+    order = list(range(packs))
+    random.Random(f"packs/{seed}/{epoch}").shuffle(order)
+    return order
 
 
 def packed(samples: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:

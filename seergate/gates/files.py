@@ -100,7 +100,7 @@ def written(out: Path) -> Iterator[Path]:
                 flush(path)
                 os.replace(path, out / path.name)
         flush(out)
-    except (OSError, SafetensorError, RuntimeError) as error:  # a full disk is one of the last two
+    except (OSError, SafetensorError) as error:  # a full disk is one of them
         reason = getattr(error, "strerror", None) or error
         raise SeergateError(f"the gates cannot be written to {out}: {reason}") from error
 

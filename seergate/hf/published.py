@@ -135,7 +135,10 @@ def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
     if (out / CONFIG_FILE).exists() and not _is_published(out):
         raise SeergateError(f"{out} holds a {CONFIG_FILE} of something else; name another directory")
     with written(out) as scratch:
-        torch.save(weights, scratch / WEIGHTS_FILE)
+        try:
+            torch.save(weights, scratch / WEIGHTS_FILE)
+        except RuntimeError as error:  # a full disk
+            raise OSError(error) from error
         write_json(scratch / CONFIG_FILE, config)
     return out
 

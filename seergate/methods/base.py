@@ -258,8 +258,8 @@ class Method:
     """Base of all methods. A subclass is a dataclass; its ``repr`` is its configuration."""
 
     name: ClassVar[str]
-    state: ClassVar[type[LayerState]] = LayerState
-    """The class of the method's states."""
+    state: ClassVar[type[LayerState]]
+    """The class of the method's states; a method that makes them otherwise overrides `new_state`."""
     kv_backend: ClassVar[str | None] = None
     """``"module:function"`` of a method that needs a storage of its own. The function gets the method and the user's
     `seergate.cache.storage.KVBackend` or ``None``, and returns the backend."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check, check_choice, check_counts, is_int
-from seergate.methods.base import LayerSpec, Method, Step
+from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingMethod, SelectingState
@@ -20,6 +20,7 @@ class Dense(Method):
     """Read everything."""
 
     name: ClassVar[str] = "dense"
+    state = LayerState
     plot_style: ClassVar[tuple[str, str] | None] = ("#000000", "o")
 
     @property

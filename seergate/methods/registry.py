@@ -52,6 +52,8 @@ def _check(kind: Any) -> None:
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise SeergateError(f"{kind.__name__}.name is {name!r}; it must be of letters, digits and underscores")
+    if kind.new_state is Method.new_state and not hasattr(kind, "state"):
+        raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
 
 
 def register(kind: AnyMethod) -> AnyMethod:
