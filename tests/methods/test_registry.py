@@ -111,6 +111,7 @@ def test_registering():
     for kind, message in (
         (Other, "'mine' is the name of .*Mine already"),
         (int, "<class 'int'> is no method"),
+        (type("Idle", (methods.SelectingMethod,), {"name": "idle"}), "Idle has no states; it must name their class"),
         (type("Odd", (methods.Quest,), {"name": "a:b"}), r"Odd.name is 'a:b'; it must be of letters"),
     ):
         with pytest.raises(SeergateError, match=message):
