@@ -106,7 +106,7 @@ def note_base_commit(config: Any, commit: str | None) -> None:
 
 
 def family_of(config: Any) -> Family:
-    """The row of an architecture; one that is not supported is refused with the reason."""
+    """The row of an architecture; an unsupported one is refused with the reason."""
     model_type = config.get_text_config().model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]

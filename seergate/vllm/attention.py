@@ -55,7 +55,8 @@ class Plan:
         closed_Cr: pages of the blocks that it completes; ``starts_C`` the positions of their first tokens.
         tokens_R: places in the batch of the tokens that read less than everything; ``rows`` their lengths and pages.
         sparse_B: the requests that have no other tokens.
-        dense: vLLM's metadata with as good as nothing to do for those requests; ``None`` if there are no others.
+        dense: vLLM's metadata for the other requests, in which those of ``sparse_B`` are as long as their new tokens;
+            ``None`` if there are no others.
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
         shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
         counted: the statistics that have this step already.
@@ -125,6 +126,7 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
     decodes = ((queries <= 1 + drafts) & ~common.is_prefilling[: common.num_reqs].numpy())[requests]
     tokens = np.flatnonzero(decodes & (held > max(method.covered_tokens, method.dense_below)))
     longest = int(held[tokens].max(initial=0))
+    total = int(held[decodes].sum())
     kept = method.budget // size if method.budget is not None and same_in_all_layers(method) else None
     return Plan(
         closed_Cr=closed_Cr,
@@ -133,8 +135,8 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
         rows=Rows(here(held[tokens]), by_block(table[here(requests[tokens])], -(-longest // size), run), kept),
         sparse_B=here(np.flatnonzero(np.bincount(requests[tokens], minlength=len(queries)) == queries)),
         dense=metadata,
-        held=int(held[decodes].sum()),
-        read_all=int(held[decodes].sum()) - int(held[tokens].sum()),
+        held=total,
+        read_all=total - int(held[tokens].sum()),
     )
 
 
