@@ -38,6 +38,7 @@ from seergate.cache.call import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step
+from seergate.inference_mode import outside_inference_mode
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""
@@ -172,6 +173,7 @@ def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: i
                 announce(handle.bindings[layer].cache_layer(way.cache), k_pre, keys, values, mask)
 
 
+@outside_inference_mode
 def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> None:
     """Let one layer of a cache see keys and values as it sees those of a prompt, a chunk at a time."""
     heads = layer.num_heads
@@ -182,7 +184,7 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
         parts = (queries, k_pre[:, :, some])
         layer.context = context = ForwardContext(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
         layer.update(keys[:, :, some], values[:, :, some])
-        layer.state.observe(make_step(layer, context, queries, {}))
+        layer.state.append(make_step(layer, context, queries, {}))
 
 
 def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int) -> None:

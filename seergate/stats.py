@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
 from seergate.methods.evicting import AttentionOutput, Eviction
 from seergate.methods.selecting import PerHeadSelection, SelectingState
@@ -79,7 +78,7 @@ class CompiledCounts:
             The other figures follow from these, so that a step takes as few launches as can be.
         blocks: int64 ``[B, K]``, selected by each row and KV head.
         score_bytes: int64 ``[C + 1]``, on the CPU: what a row of so many tokens reads to decide.
-        resident_bytes, state_bytes: held by the layer at each step, and what of it the method remembers.
+        resident_bytes, state_bytes: held by the layer at each step, and by the method's state alone.
     """
 
     lengths: Tensor
@@ -90,9 +89,11 @@ class CompiledCounts:
 
 
 class LayerStats:
-    """Running sums of one layer. What a selection decides stays on the device until `DecodeStats.summary`."""
+    """Running sums of one layer. What a selection decides stays on the device until the sums are read."""
 
     def __init__(self) -> None:
+        self.block_size = self.heads = 1  # KV heads
+        self.bytes_per_token = 0  # of a key and a value of one KV head
         self.steps = self.rows = 0
         self.tokens_seen = self.tokens_held = 0
         self.tokens_read = 0.0  # by steps that selected nothing, mean over KV heads
@@ -108,36 +109,80 @@ class LayerStats:
         self.recall: Tensor | float = 0.0
         self.recall_rows = 0
 
+    def of_cache(self, keys: Tensor, values: Tensor, block_size: int) -> None:
+        """Set the sizes of the cache that is read."""
+        self.block_size, self.heads, self.bytes_per_token = block_size, keys.shape[1], token_bytes(keys, values)
+
+    def blocks_per_head(self) -> Tensor:
+        """Blocks that each KV head read in steps that selected, all rows together: ``[K]``, on the CPU."""
+        return torch.as_tensor(self.selected_blocks).double().cpu().reshape(-1).expand(self.heads)
+
+    def tokens_per_head(self) -> Tensor:
+        """Tokens that each KV head read, all rows and steps together: ``[K]``, on the CPU."""
+        return self.blocks_per_head() * self.block_size - self.missing_tokens + self.tokens_read
+
+    def bytes_read(self) -> float:
+        """Keys, values and what was read to decide, all steps together."""
+        return self.tokens_per_head().sum().item() * self.bytes_per_token + self.bytes_scored
+
+    def bytes_dense(self) -> int:
+        """Bytes that dense attention would have read."""
+        return self.tokens_seen * self.heads * self.bytes_per_token
+
+    def fold(self) -> None:
+        """Add what was counted on the device to the other figures."""
+        fixed = self.compiled
+        everything, selected = fixed.lengths.cpu().long()
+        rows, lengths = everything + selected, torch.arange(len(selected))
+        if not rows.any():
+            return
+        steps = int(rows.sum()) // len(fixed.blocks)
+        self.steps += steps
+        self.rows += int(rows.sum())
+        self.tokens_seen += int(rows @ lengths)
+        self.tokens_held += int(rows @ lengths)
+        self.missing_tokens += int(selected @ (-lengths % self.block_size))
+        self.tokens_read += int(everything @ lengths)
+        self.dense_blocks += int(everything @ -(-lengths // self.block_size))
+        self.bytes_scored += int(selected @ fixed.score_bytes)
+        self.resident_sum += steps * fixed.resident_bytes
+        self.resident_peak = max(self.resident_peak, fixed.resident_bytes)
+        self.state_bytes = max(self.state_bytes, fixed.state_bytes)
+        self.selected_blocks = self.selected_blocks + fixed.blocks.sum(0)
+        fixed.lengths.zero_()
+        fixed.blocks.zero_()
+
 
 class DecodeStats:
     """Counters of all layers of one handle."""
 
     def __init__(self, layers: list[int]) -> None:
         self.layers = {layer: LayerStats() for layer in layers}
-        self.block_size = 1
-        self.heads = dict.fromkeys(layers, 1)  # KV heads
-        self.bytes_per_token = dict.fromkeys(layers, 0)  # of a key and a value of one KV head
 
     def anew(self) -> DecodeStats:
         """New counters that start at zero. Compiled steps keep the tensors that their graph counts in."""
         fresh = DecodeStats(list(self.layers))
-        fresh.block_size, fresh.heads, fresh.bytes_per_token = self.block_size, self.heads, self.bytes_per_token
-        for layer, stats in self.layers.items():
-            self._fold(stats)
-            fresh.layers[layer].compiled = stats.compiled
+        for layer, stats in self._folded().items():
+            new = fresh.layers[layer]
+            new.compiled, new.heads, new.bytes_per_token = stats.compiled, stats.heads, stats.bytes_per_token
+            new.block_size = stats.block_size
         return fresh
 
+    def _folded(self) -> dict[int, LayerStats]:
+        """The layers, with what was counted on the device."""
+        for stats in self.layers.values():
+            stats.fold()
+        return self.layers
+
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Count what a layer held right after a prompt. ``row_bytes`` as in `StepRecord`."""
+        """Count the bytes that a layer holds right after a prompt; ``row_bytes`` as in `StepRecord`."""
         stats = self.layers[layer]
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
     def record(self, record: StepRecord) -> None:
         """Count one decode step."""
         stats, step, selection = self.layers[record.layer], record.step, record.selection
-        keys, values, _ = step.stored
-        self.block_size, self.heads[record.layer] = record.block_size, keys.shape[1]
-        self.bytes_per_token[record.layer] = token_bytes(keys, values)
+        stats.of_cache(*step.stored[:2], record.block_size)
         stats.steps += 1
         stats.rows += len(record.total_tokens)
         stats.tokens_seen += sum(record.total_tokens)
@@ -158,19 +203,15 @@ class DecodeStats:
             stats.recall = stats.recall + record.recall.double().sum()
             stats.recall_rows += len(record.recall)
 
-    @outside_inference_mode
     def expect_compiled(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
     ) -> CompiledCounts:
-        """Allocate the counters of compiled steps on this cache ``[B, K, C, D]``; new tensors would mean a new graph.
-
-        Returns:
-            Where these steps are counted, as long as the layer's ``compiled`` is this very object.
+        """Allocate the counters of compiled steps on this cache ``[B, K, C, D]``, the same tensors again where they
+        fit: new ones would mean a new graph. They count as long as the layer's ``compiled`` is the returned object.
         """
         stats, fixed = self.layers[layer], self.layers[layer].compiled
-        self._fold(stats)
-        self.block_size, self.heads[layer] = block_size, keys.shape[1]
-        self.bytes_per_token[layer] = token_bytes(keys, values)
+        stats.fold()
+        stats.of_cache(keys, values, block_size)
         shapes, device = ((2, keys.shape[2] + 1), keys.shape[:2]), keys.device
         lengths, blocks = fixed.lengths, fixed.blocks
         if (lengths.shape, blocks.shape, lengths.device) != (*shapes, device):
@@ -182,7 +223,6 @@ class DecodeStats:
             read = read * (each > state.method.covered_tokens)
         held = keys.nbytes + values.nbytes + state.nbytes
         stats.compiled = CompiledCounts(lengths, blocks, read, held, state.nbytes)
-        stats.resident_peak, stats.state_bytes = max(stats.resident_peak, held), max(stats.state_bytes, state.nbytes)
         return stats.compiled
 
     def record_compiled(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
@@ -193,29 +233,6 @@ class DecodeStats:
         if selection is not None:
             fixed.blocks.add_(selection.counts)
 
-    def _fold(self, stats: LayerStats) -> None:
-        """Add what was counted on the device to the other figures."""
-        fixed = stats.compiled
-        everything, selected = fixed.lengths.cpu().long()
-        rows, lengths = everything + selected, torch.arange(len(selected))
-        if not rows.any():
-            return
-        steps = int(rows.sum()) // len(fixed.blocks)
-        stats.steps += steps
-        stats.rows += int(rows.sum())
-        stats.tokens_seen += int(rows @ lengths)
-        stats.tokens_held += int(rows @ lengths)
-        stats.missing_tokens += int(selected @ (-lengths % self.block_size))
-        stats.tokens_read += int(everything @ lengths)
-        stats.dense_blocks += int(everything @ -(-lengths // self.block_size))
-        stats.bytes_scored += int(selected @ fixed.score_bytes)
-        stats.resident_sum += steps * fixed.resident_bytes
-        stats.resident_peak = max(stats.resident_peak, fixed.resident_bytes)
-        stats.state_bytes = max(stats.state_bytes, fixed.state_bytes)
-        stats.selected_blocks = stats.selected_blocks + fixed.blocks.sum(0)
-        fixed.lengths.zero_()
-        fixed.blocks.zero_()
-
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Called when tokens leave after a step. It counts nothing; a subclass may."""
 
@@ -223,19 +240,8 @@ class DecodeStats:
         """Bytes that all steps so far have read (keys, values, and to decide), and that dense attention would have
         read.
         """
-        read = seen = 0.0
-        for layer, stats in self.layers.items():
-            self._fold(stats)
-            if stats.steps:
-                read += self._tokens_per_head(layer).sum().item() * self.bytes_per_token[layer] + stats.bytes_scored
-                seen += stats.tokens_seen * self.heads[layer] * self.bytes_per_token[layer]
-        return read, seen
-
-    def _tokens_per_head(self, layer: int) -> Tensor:
-        """Tokens that each KV head read, all rows and steps together: ``[K]``, on the CPU."""
-        stats = self.layers[layer]
-        selected_K = torch.as_tensor(stats.selected_blocks).double().cpu().reshape(-1).expand(self.heads[layer])
-        return selected_K * self.block_size - stats.missing_tokens + stats.tokens_read
+        layers = self._folded().values()
+        return sum(stats.bytes_read() for stats in layers), sum(stats.bytes_dense() for stats in layers)
 
     def summary(self) -> dict[str, Any]:
         """The figures so far, as plain numbers.
@@ -251,20 +257,13 @@ class DecodeStats:
             ``density_per_head`` (tokens read per token seen, layers by KV heads); if the cache is offloaded,
             ``bytes_fetched_per_step`` (from slow memory, all layers and rows); ``recall_per_layer`` if measured.
         """
-        for stats in self.layers.values():
-            self._fold(stats)
-        ran = {layer: stats for layer, stats in self.layers.items() if stats.steps}
-        density, bytes_read, bytes_scored, bytes_dense = list[list[float]](), 0.0, 0.0, 0.0
-        tokens_per_head, blocks_per_head = list[list[float]](), list[list[float]]()
-        for layer, stats in ran.items():
-            tokens_K, width = self._tokens_per_head(layer), self.bytes_per_token[layer]
-            selected_K = torch.as_tensor(stats.selected_blocks).double().cpu().reshape(-1).expand(len(tokens_K))
-            density.append((tokens_K / stats.tokens_seen).tolist())
-            bytes_read += (tokens_K.sum().item() * width + stats.bytes_scored) / stats.steps
+        ran = {layer: stats for layer, stats in self._folded().items() if stats.steps}
+        bytes_read = bytes_scored = bytes_dense = 0.0
+        for stats in ran.values():
+            bytes_read += stats.bytes_read() / stats.steps
             bytes_scored += stats.bytes_scored / stats.steps
-            bytes_dense += stats.tokens_seen * len(tokens_K) * width / stats.steps
-            blocks_per_head.append(((selected_K + stats.dense_blocks) / stats.rows).tolist())
-            tokens_per_head.append((tokens_K / stats.rows).tolist())
+            bytes_dense += stats.bytes_dense() / stats.steps
+        density = [(stats.tokens_per_head() / stats.tokens_seen).tolist() for stats in ran.values()]
         density_per_layer = [sum(heads) / len(heads) for heads in density]
         summary: dict[str, Any] = {
             "steps": max((stats.steps for stats in ran.values()), default=0),
@@ -279,8 +278,10 @@ class DecodeStats:
             "resident_bytes_mean": sum(stats.resident_sum / stats.steps for stats in ran.values()),
             "resident_bytes_peak": sum(stats.resident_peak for stats in ran.values()),
             "state_bytes": sum(stats.state_bytes for stats in ran.values()),
-            "blocks_per_head": blocks_per_head,
-            "tokens_per_head": tokens_per_head,
+            "blocks_per_head": [
+                ((stats.blocks_per_head() + stats.dense_blocks) / stats.rows).tolist() for stats in ran.values()
+            ],
+            "tokens_per_head": [(stats.tokens_per_head() / stats.rows).tolist() for stats in ran.values()],
         }
         fetched = [stats.fetched / stats.steps for stats in ran.values() if stats.fetched is not None]
         if fetched:

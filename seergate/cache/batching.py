@@ -58,9 +58,6 @@ def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
     stored again; the new keys and values are kept.
 
     The rows must have their old lengths again at the end. After an exception all rows are as they were before.
-
-    Raises:
-        SeergateError: if a layer is not gated, or if rows have other lengths at the end.
     """
     if not rows_are_independent(cache):
         raise SeergateError("only a cache whose layers are all gated can be narrowed to some of its rows")

@@ -79,11 +79,7 @@ class ForwardModes:
             vars(self).update(before)
 
     def forced(self, mode: Phase) -> AbstractContextManager[None]:
-        """Set the mode of all passes in a ``with`` block: dense, or all tokens decoded, however many they are.
-
-        Raises:
-            SeergateError: for ``"decode"`` under a method that takes one token at a time.
-        """
+        """Set the mode of all passes in a ``with`` block: dense, or all tokens decoded, however many they are."""
         if mode == "decode" and not self.decodes_drafts:
             raise SeergateError(
                 "a method that evicts decodes one token per pass, so several cannot be forced; pass them one by one, "
@@ -100,12 +96,8 @@ class ForwardModes:
         self._drafting = ref(drafter), ref(cache), prompt
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
-        """The mode of a forward pass.
-
-        Args:
-            cache: where its tokens arrive; ``None`` if there is none yet.
-            slots: tokens that the cache has, padding included; only looked at if ``new`` is more than 1.
-            new: how many arrive.
+        """The mode of a forward pass, in which ``new`` tokens arrive in a cache of ``slots`` tokens, padding included;
+        ``slots`` is not looked at if ``new`` is 1.
         """
         if self.phase == "dense":
             return DENSE

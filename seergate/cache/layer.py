@@ -1,7 +1,6 @@
 """GatedLayer: one layer of a transformers `Cache`; it takes the place of a `DynamicLayer` or `StaticLayer`.
 
-It is thin: how many tokens each row holds is kept by `Rows`, keys and values by a `Storage`, and what a method
-remembers by its state.
+`Rows` counts the tokens of each row, a `Storage` has keys and values, and a `LayerState` what the method remembers.
 
 Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, T slots.
 """
@@ -96,7 +95,6 @@ class GatedLayer(CacheLayerMixin):
         """All values, likewise."""
         return self.storage.values if self.is_initialized else None
 
-    @outside_inference_mode
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the storage and the method's state for this batch."""
         batch, heads, _, head_dim = key_states.shape
@@ -111,7 +109,6 @@ class GatedLayer(CacheLayerMixin):
                 self.state.grown(name, entries, limit=entries)
         self.is_initialized = True
 
-    @outside_inference_mode
     def expect_compiled(self, stats: DecodeStats) -> None:
         """Allocate the counters of compiled steps after an eager one; does nothing if the layer is not compileable."""
         if not self.is_compileable:
@@ -125,14 +122,10 @@ class GatedLayer(CacheLayerMixin):
             for tensor in (*own, self.counts.lengths, self.counts.blocks):
                 torch._dynamo.mark_static_address(tensor)
 
+    @outside_inference_mode
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store the new tokens.
-
-        Args:
-            key_states, value_states: ``[B, K, S, D]`` in slots, keys after RoPE.
-
-        Returns:
-            Keys and values of all slots, for dense attention. An evicting method's past is not in them.
+        """Store new tokens, ``[B, K, S, D]`` in slots, keys after RoPE. Returns the keys and values of all slots, for
+        dense attention, but of an evicting method only the new ones.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -143,7 +136,7 @@ class GatedLayer(CacheLayerMixin):
             )
         context, self.context = self.context, None
         if context is not None and not context.on_host:
-            self._write(context, rows, key_states, value_states, [1] * batch, None)
+            self.storage.write(context, rows, key_states, value_states, [1] * batch, None)
             rows.add_compiled()
             context.take(key_states, [], [])
             return key_states, value_states
@@ -167,7 +160,7 @@ class GatedLayer(CacheLayerMixin):
             context.take(keys, list(rows.resident), counts)
             if self.method.stores_pre_rope:
                 keys = context.k_pre
-        self._write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
+        self.storage.write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
         rows.add(counts, new, context.valid)
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
@@ -178,14 +171,9 @@ class GatedLayer(CacheLayerMixin):
             return key_states, value_states  # the attention function reads the storage itself
         return self.slot_view()
 
-    @outside_inference_mode
-    def _write(self, *tokens: Any) -> None:
-        self.storage.write(*tokens)
-
     def _max_resident(self) -> int | None:
         return self.state.max_resident() if isinstance(self.state, CompressingState) else None
 
-    @outside_inference_mode
     def evict(self, eviction: Eviction) -> None:
         """Drop evicted tokens, and release memory beyond the method's maximum (after a long prompt)."""
         assert isinstance(self.storage, DynamicStorage) and isinstance(self.state, CompressingState)
@@ -225,13 +213,8 @@ class GatedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in older transformers
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest slots.
-
-        Args:
-            tokens_to_remove: minus their number. A positive number is the length to keep, as in older transformers.
-
-        Raises:
-            SeergateError: if the method takes tokens out of the cache.
+        """Forget the newest slots: ``tokens_to_remove`` is minus their number, or the length to keep, as in older
+        transformers.
         """
         slots = self.rows.slots
         kept = tokens_to_remove if tokens_to_remove > 0 else slots + tokens_to_remove

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from seergate import ops
@@ -43,7 +44,7 @@ from seergate.stats import token_bytes
 class Offload(KVBackend):
     """Keep keys and values in slow memory.
 
-    A prompt needs one layer's keys and values at a time in fast memory while it is read; the cap is on what stays.
+    While a prompt is read, one layer's keys and values at a time are in fast memory; ``memory_bytes`` limits the rest.
 
     Attributes:
         memory_bytes: fast memory for blocks of keys and values, all layers and rows together. What the method
@@ -110,11 +111,10 @@ def _take_room(file: int, count: int, folder: object) -> None:
 
 
 class BlockPool:
-    """The blocks of an offloaded layer that are in fast memory: a fixed number of slots, of a block each or empty.
+    """The blocks of an offloaded layer that are in fast memory: a fixed number of slots, for one block each.
 
-    A block belongs to one row and KV head (a pair), since each KV head selects its own. The blocks that a step reads
-    stay for the next one; when room is needed, those that were not read for longest are dropped. The bookkeeping lies
-    in host memory, since that is where blocks are fetched from.
+    A block belongs to one row and KV head (a pair), since each KV head selects its own. The least recently read blocks
+    are replaced. The bookkeeping lies in host memory, as blocks are fetched from there.
 
     Args:
         keys, values: all blocks, ``[B, K, S, D]`` in slow memory.
@@ -129,7 +129,7 @@ class BlockPool:
             torch.empty(slots, 1, block_size, x.shape[3], dtype=x.dtype, device=device) for x in (keys, values)
         )
         self._slot_of = torch.full((rows * self.kv_heads, 0), -1)  # [P, N], -1: not here
-        self._owner = torch.full((slots,), -1)  # pair * N + block, -1: nobody
+        self._owner = torch.full((slots, 2), -1)  # pair and block, -1: nobody
         self._last_read = torch.full((slots,), -1)  # -1: nothing is here
         self._clock = 0
 
@@ -144,15 +144,11 @@ class BlockPool:
         return self.block_size * token_bytes(self.keys, self.values)
 
     def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, int] | None:
-        """The slots of these blocks, after fetching the missing ones.
-
-        Args:
-            blocks_PX: blocks of each pair, int64 in host memory, padded with -1.
-            key_blocks, value_blocks: all blocks, ``[P, N, C * D]``, in slow memory.
+        """Fetch the blocks that are missing, from all blocks ``[P, N, C * D]`` in slow memory.
 
         Returns:
-            Int64 ``[P, X]`` in host memory, 0 where there is no block, and how many were fetched; ``None`` if there
-            are more than slots.
+            The slot of each block, int64 ``[P, X]`` in host memory like ``blocks_PX``, 0 for its padding (-1); and how
+            many blocks were fetched. ``None`` if there are more blocks than slots.
         """
         real_PX = blocks_PX >= 0
         count = int(real_PX.sum())
@@ -173,7 +169,7 @@ class BlockPool:
             for target, source in ((self.keys, key_blocks), (self.values, value_blocks)):
                 found = source.flatten(0, 1).index_select(0, places_F).to(target.device)
                 target.view(self.slots, -1).index_copy_(0, slots_F.to(target.device), found)
-            self._owner[slots_F] = pairs_F * self._slot_of.shape[1] + blocks_F
+            self._owner[slots_F] = torch.stack((pairs_F, blocks_F), dim=1)
             self._last_read[slots_F] = self._clock
             self._slot_of[pairs_F, blocks_F] = slots_F
             slots_PX[pairs_F, columns_F] = slots_F
@@ -181,16 +177,13 @@ class BlockPool:
 
     def _vacate(self, slots_F: Tensor) -> None:
         """Mark these slots as empty."""
-        before_F = self._owner[slots_F]
-        self._slot_of.view(-1)[before_F[before_F >= 0]] = -1
+        pairs_F, blocks_F = self._owner[slots_F].unbind(1)
+        self._slot_of[pairs_F[pairs_F >= 0], blocks_F[pairs_F >= 0]] = -1
         self._owner[slots_F], self._last_read[slots_F] = -1, -1
 
     def put(self, positions_B: Tensor, keys_PD: Tensor, values_PD: Tensor) -> None:
-        """Write one new token per row into its block's slots, where the pool has the block.
-
-        Args:
-            positions_B: index of the token in each row, int64 in host memory.
-            keys_PD, values_PD: key and value of the token in each pair.
+        """Write one new token per row into its block's slots, where the pool has the block; ``positions_B``, in host
+        memory, is the token's index in each row.
         """
         blocks_P = (positions_B // self.block_size).repeat_interleave(self.kv_heads)
         self._widen(int(blocks_P.max()) + 1)  # the longest row may have begun a block beyond what was read so far
@@ -209,16 +202,10 @@ class BlockPool:
         self._vacate(part[part >= 0])
 
     def _widen(self, blocks: int) -> None:
-        """Enlarge the tables to this many blocks per pair."""
-        old = self._slot_of.shape[1]
-        if blocks <= old:
-            return
-        wide = torch.full((len(self._slot_of), blocks), -1)
-        wide[:, :old] = self._slot_of
-        if old:
-            moved = self._owner // old * blocks + self._owner % old
-            self._owner = torch.where(self._owner >= 0, moved, self._owner)
-        self._slot_of = wide
+        """Enlarge the table to this many blocks per pair."""
+        missing = blocks - self._slot_of.shape[1]
+        if missing > 0:
+            self._slot_of = pad(self._slot_of, (0, missing), value=-1)
 
 
 class Offloaded(DynamicStorage):
@@ -243,9 +230,8 @@ class Offloaded(DynamicStorage):
     def _slots_for(self, rows: int) -> int:
         """Number of blocks that fit into this layer's share of the memory.
 
-        Raises:
-            SeergateError: if these are fewer than one step of so many rows reads. Raised for dense layers too, which
-                do not use the pool but come first in most models: then no layer has changed yet.
+        If one step of so many rows reads more, dense layers raise the error too: they do not use the pool but come
+        first in most models, so that no layer has changed yet.
         """
         heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
         method, sharers = self.offload.method, self.offload.sharers

@@ -17,13 +17,9 @@ from torch.nn.functional import pad
 class Rows:
     """The rows of one layer.
 
-    The host counts along, so that it need not ask the device. It does not see compiled steps (`add_compiled`), and
-    reads the numbers anew when they are asked for after such steps.
-
-    Args:
-        batch: number of rows, all empty at first.
-        device: device of the tensors.
-        compiles: whether there may be compiled steps: then the tensors are changed in place.
+    Lengths are counted on the host too, so that they need not be read from the device; after compiled steps
+    (`add_compiled`) they are read once when they are needed. If there may be such steps (``compiles``), tensors are
+    changed in place.
 
     Attributes:
         lengths: int64 ``[B]``, tokens that a row holds.
@@ -105,12 +101,9 @@ class Rows:
         self._resident = lengths
 
     def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
-        """Count new tokens.
+        """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns.
 
-        Args:
-            counts: new tokens per row.
-            slots: new columns.
-            valid: bool ``[B, slots]``, which of them hold real tokens; ``None`` if all do.
+        ``valid``, bool ``[B, slots]``, tells which columns hold real tokens; ``None`` if all do.
         """
         if valid is not None or (self.valid is not None and slots > 1):
             known = self.real_slots()
@@ -120,7 +113,7 @@ class Rows:
         self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
     def crop(self, slots: int) -> list[int]:
-        """Forget all but the first slots; returns the number of tokens that each row had before."""
+        """Forget all but the first slots; returns how many tokens each row had before."""
         if self.valid is None:
             after = [slots] * len(self)
         else:
@@ -130,9 +123,7 @@ class Rows:
         return self.shorten(after)
 
     def shorten(self, lengths: list[int]) -> list[int]:
-        """Forget the newest tokens of each row but not their slots; returns the number of tokens that each row had
-        before.
-        """
+        """Forget the newest tokens of each row but not their slots; returns how many tokens each row had before."""
         before, self._total = list(self.resident), list(lengths)
         self.set_resident(lengths)
         return before

@@ -216,11 +216,7 @@ class KVBackend:
 
 
 class DynamicStorage(Storage):
-    """Two buffers that grow as needed, or have the length of a static cache.
-
-    Args:
-        static_length: slots of a static cache; ``None`` to grow.
-    """
+    """Two buffers that grow as needed, or have the ``static_length`` of a static cache."""
 
     def __init__(self, static_length: int | None = None) -> None:
         self.static_length = static_length

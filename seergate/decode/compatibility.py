@@ -56,11 +56,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def refuse(tags: dict[str, str]) -> None:
-    """Refuse what does not go together.
-
-    Raises:
-        SeergateError: for the first pair of the table, saying why.
-    """
+    """Refuse the first pair of the table whose tags meet, with the reason."""
     for (one, other), why in REFUSED.items():
         if one in tags and other in tags:
             raise SeergateError(why.format(tags[one], tags[other]))

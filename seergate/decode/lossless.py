@@ -65,16 +65,9 @@ GUESSED_SHARE = 0.1
 
 
 class LosslessDecoding:
-    """Lossless decoding of one attached model: its switch between sparse and dense passes, and its counters.
+    """Lossless decoding of one attached model: replaces ``generate``, sets all passes but drafts to dense, and counts.
 
-    Args:
-        model: the model; its ``generate`` is replaced until `remove`.
-        passes: the model's forward modes: dense, except for drafts.
-        tokens_read: returns the bytes that decode steps have read so far, and those that dense attention would have
-            read.
-
-    Raises:
-        ValueError: if drafts are longer than a block.
+    ``kv_totals`` returns the bytes that decode steps have read so far, and those that dense attention would have read.
     """
 
     def __init__(
@@ -83,7 +76,7 @@ class LosslessDecoding:
         model: PreTrainedModel,
         method: Method,
         passes: ForwardModes,
-        tokens_read: Callable[[], tuple[float, float]],
+        kv_totals: Callable[[], tuple[float, float]],
     ) -> None:
         assert isinstance(method, SelectingMethod)
         if options.draft_tokens is not None and options.draft_tokens > method.block_size:
@@ -91,7 +84,7 @@ class LosslessDecoding:
                 f"draft_tokens is {options.draft_tokens}; with block_size {method.block_size} it must be at most that"
             )
         self.options, self.model, self.method, self.passes = options, model, method, passes
-        self.tokens_read = tokens_read
+        self.kv_totals = kv_totals
         self.weight_bytes = weights_read(model)
         self.reset()
         self.install()
@@ -295,8 +288,8 @@ class _Run:
         """Draft ``length`` tokens on a cache of ``held`` tokens; emit the accepted ones and the token after them.
 
         Returns:
-            What the dense pass returned; per row, how many drafted tokens are right; when drafting ended; and the
-            share of keys and values that it read.
+            The output of the dense pass; per row, how many drafted tokens are right; the time at which drafting ended;
+            and the share of keys and values that it read.
         """
         ids, kwargs, drafter, share = self._draft(length, held)
         drafted = time.perf_counter()
@@ -334,7 +327,7 @@ class _Run:
             that each was drawn from, if any was; and which share of keys and values a drafting pass read.
         """
         ids, kwargs, probabilities = self.ids, dict(self.kwargs), list[Tensor]()
-        before = self.lossless.tokens_read() if length else (0.0, 0.0)
+        before = self.lossless.kv_totals() if length else (0.0, 0.0)
         with self.lossless.passes.forced("decode"):
             for _ in range(length):
                 inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **kwargs)
@@ -348,7 +341,7 @@ class _Run:
         share = 1.0
         if length:
             self._crop_to(held)
-            read, seen = (now - then for now, then in zip(self.lossless.tokens_read(), before, strict=True))
+            read, seen = (now - then for now, then in zip(self.lossless.kv_totals(), before, strict=True))
             share = read / seen
         return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
 

@@ -35,12 +35,7 @@ dense, ``[B]``.
 
 
 class Rectification:
-    """Rectifies the caches of one model.
-
-    Args:
-        layers: indices of the layers that can be gated.
-        passes: the model's forward modes; passes over earlier tokens are set to dense.
-    """
+    """Rectifies the caches of one model; ``layers`` are the indices of those that can be gated."""
 
     def __init__(
         self, options: Rectify, decoder: nn.Module, method: Method, layers: Sequence[int], passes: ForwardModes
@@ -77,7 +72,8 @@ class Rectification:
         """Rectify the tokens that are due before new ones come."""
         if self.busy:
             return
-        cache, layer = self._cache_of(cache_of(kwargs))
+        cache = cache_of(kwargs)
+        layer = self._first_layer(cache)
         arriving = kwargs.get("input_ids", args[0] if args else None)
         new = (kwargs["inputs_embeds"] if arriving is None else arriving).shape[1]
         self.mode = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new)
@@ -86,7 +82,7 @@ class Rectification:
                 f"{self.mode.decoded} tokens are forced to be decoded in one pass; with rectification they must be "
                 f"{VERIFIED_TOKENS} at most"
             )
-        if cache is None or layer is None or layer.state is None or layer.rows.slots == 0:
+        if layer is None or layer.state is None or layer.rows.slots == 0:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
@@ -112,8 +108,8 @@ class Rectification:
         cache = cache_of(kwargs)
         if cache is None:  # then the model has made one
             cache = getattr(output, CACHE, None)
-        cache, layer = self._cache_of(cache)
-        if cache is None or layer is None or layer.state is None:
+        layer = self._first_layer(cache)
+        if layer is None or layer.state is None:
             return
         rows = layer.state.rows
         batch, slots = len(layer.rows), self.every + VERIFIED_TOKENS
@@ -143,11 +139,11 @@ class Rectification:
         known = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
         rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
 
-    def _cache_of(self, cache: Any) -> tuple[Cache | None, GatedLayer | None]:
+    def _first_layer(self, cache: Any) -> GatedLayer | None:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
-            return None, None
+            return None
         layer = cache.layers[self.layers[0]]
-        return cache, layer if isinstance(layer, GatedLayer) else None
+        return layer if isinstance(layer, GatedLayer) else None
 
     @torch.no_grad()
     def _rectify(self, cache: Cache, layer: GatedLayer, rows: list[int], count: int) -> None:
@@ -155,29 +151,24 @@ class Rectification:
         if len(rows) < len(layer.rows):
             with only_rows(cache, rows):
                 self._rectify(cache, layer, list(range(len(rows))), count)
-            state, lengths = layer.state, [layer.rows.resident[row] for row in rows]
-            assert state is not None
-            state.rows[DENSE][torch.tensor(rows)] = torch.tensor(lengths)
             return
         assert layer.state is not None
-        known = layer.state.rows
+        known, ends = layer.state.rows, list(layer.rows.resident)
         at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
         ids, positions = known[IDS].gather(1, at), known[POSITIONS].gather(1, at)
-        ends = list(layer.rows.resident)
         with restored_on_error(cache, count):
-            self._compute_anew(cache, layer, ids, positions)
+            cache.crop(-count)
+            if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
+                raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
+            self._read_densely(cache, layer, ids, positions)
         layer.state.rows[DENSE] = torch.tensor(ends)
         self.dense_passes += 1
         self.tokens += count * len(ends)
 
-    def _compute_anew(self, cache: Cache, layer: GatedLayer, ids: Tensor, positions: Tensor) -> None:
-        """Crop the newest tokens of all rows, and compute them again in a dense pass."""
-        ends, count = list(layer.rows.resident), ids.shape[1]
-        cache.crop(-count)
-        if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
-            raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
+    def _read_densely(self, cache: Cache, layer: GatedLayer, ids: Tensor, positions: Tensor) -> None:
+        """Read tokens of all rows in a dense pass."""
         padded = layer.rows.valid is not None
-        mask = pad(layer.rows.real_slots(), (0, count), value=True).long() if padded else None
+        mask = pad(layer.rows.real_slots(), (0, ids.shape[1]), value=True).long() if padded else None
         device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
         if device.type == "meta":  # accelerate brings such weights when they are needed
             device = layer.device

@@ -27,10 +27,8 @@ PROBE_EVERY = 64
 
 
 def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept drafted tokens up to the first that differs from the target's choice.
-
-    Args:
-        targets_BM: the target's choice at each of their positions, and at the one after them.
+    """Accept drafted tokens up to the first that differs from the target's choice, ``targets_BM``, which goes one
+    position further.
 
     Returns:
         Tokens ``[B, M]``, of which the first ``accepted + 1`` count, and how many drafted ones were accepted ``[B]``.
@@ -41,15 +39,8 @@ def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tenso
 
 def accept_sampled(drafted_BN: Tensor, drafter_BNV: Tensor, target_BMV: Tensor) -> tuple[Tensor, Tensor]:
     """Accept drafted tokens with probability ``min(1, p / q)``; replace the first rejected one by a draw from the
-    normalised ``max(0, p - q)``. The emitted tokens are draws from ``p``.
-
-    Args:
-        drafted_BN: drawn from ``drafter_BNV``.
-        drafter_BNV: the drafter's probabilities q at each position.
-        target_BMV: the target's probabilities p at the same positions, and at the one after them.
-
-    Returns:
-        As `accept_greedy`.
+    normalised ``max(0, p - q)``. The emitted tokens are draws from the target's p (``target_BMV``) if the drafted
+    ones are draws from q (``drafter_BNV``). Returns the same as `accept_greedy`.
     """
     batch, length = drafted_BN.shape
     chosen = drafted_BN[..., None]
@@ -109,12 +100,8 @@ def best_length(
 class DraftLength:
     """Chooses how many tokens to draft, from the acceptance rate and the bytes that passes read.
 
-    It uses counts of bytes and tokens only, never a clock, so that runs are reproducible.
-
-    Args:
-        fixed: always this many; ``None`` to choose.
-        longest: never more than this.
-        per_token: cost of each further token of a dense pass, as a share of its cost.
+    It uses counts of bytes and tokens only, never a clock, so that runs are reproducible. ``fixed`` is a length
+    that is always taken, ``longest`` the most that is chosen without one, and ``per_token`` as of `expected_speedup`.
     """
 
     def __init__(self, fixed: int | None, longest: int, per_token: float = 0.0) -> None:

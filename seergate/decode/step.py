@@ -34,13 +34,8 @@ DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 @dataclass
 class GatedAttention:
-    """Attention of one call, after its new tokens joined the cache.
-
-    Attributes:
-        dense: the attention that the model would have used.
-        stats: where decode steps are counted.
-        measure_recall: also compute how much of dense attention's probability was read.
-        trace: the trace that records decode steps, if any.
+    """Attention of one call, after its new tokens joined the cache. ``dense`` is the attention that the model would
+    have used; with ``measure_recall``, the share of its probability on what was read is computed too.
     """
 
     context: ForwardContext
@@ -50,6 +45,7 @@ class GatedAttention:
     measure_recall: bool
     trace: Trace | None
 
+    @outside_inference_mode
     def __call__(
         self,
         module: nn.Module,
@@ -68,15 +64,14 @@ class GatedAttention:
             )
         step = make_step(layer, self.context, query, kwargs)
         new, decoded = query.shape[2], self.context.mode.decoded
+        state.append(step)
         if self.context.mode.dense:
-            state.observe(step)
             if new > 1 and not (new <= MOST_FOLDED and self.context.valid is None and _foldable(step)):
                 return self.dense(module, query, key, value, attention_mask, **kwargs)
             with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
                 if new > 1:
                     return newest_tokens_attention(step).to(value.dtype), None
                 return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
-        state.observe(step)
         if self.context.on_host:
             layer.expect_compiled(self.stats)
         if decoded == new:
@@ -96,7 +91,6 @@ class GatedAttention:
         drafts = self._decode_each(state, step, decoded)
         return torch.cat((output[:, : new - decoded], drafts.to(output.dtype)), dim=1), weights
 
-    @outside_inference_mode
     def _decode_each(self, state: Any, step: Step, count: int) -> Tensor:
         """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
         with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
@@ -152,7 +146,6 @@ class GatedAttention:
             self._evict(state, step)
         return attended.output
 
-    @outside_inference_mode
     def _evict(self, state: CompressingState, step: Step) -> None:
         eviction = state.select_kept(step)
         if eviction is not None:
@@ -179,11 +172,8 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
 
 
 def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs: dict[str, Any]) -> Step:
-    """The `Step` that a method sees, for the tokens that have just joined the cache.
-
-    Args:
-        query: ``[B, H, S, D]``, after RoPE.
-        kwargs: keyword arguments of the attention function.
+    """The `Step` that a method sees, for the tokens that have just joined the cache; ``query [B, H, S, D]`` and
+    ``kwargs`` as the attention function gets them.
     """
     scaling = kwargs.get("scaling")
     return layer.storage.step(
@@ -210,14 +200,12 @@ def _foldable(step: Step) -> bool:
 
 
 def newest_tokens_attention(step: Step) -> Tensor:
-    """Dense causal attention of the newest tokens of each row, none of them padding: ``[B, S, H, D]``.
+    """Dense causal attention of the newest tokens of each row, none of them padding: ``[B, S, H, D]``. The step has
+    neither attention sinks nor a cap on the scores.
 
     The query heads of a group and the new tokens become rows of one matrix per KV head, so that keys and values are
     read once and never repeated. (The stock implementations repeat them for each query head, which on a CPU takes ten
     times as long as the attention.)
-
-    Args:
-        step: without attention sinks and cap on the scores.
     """
     keys, values = step.keys_BKCD[:, :, : step.max_length], step.values_BKCD[:, :, : step.max_length]
     new, group = step.q_BHSD.shape[2], step.q_BHSD.shape[1] // keys.shape[1]

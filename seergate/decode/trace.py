@@ -12,8 +12,8 @@ One line per decode step, layer, row of the batch and KV head:
 | `scores` | list of float | the method's scores of the past blocks, as logits; null in a layer that has none |
 | `attention` | list of float | each past block's share of dense attention (`ops.block_targets`), of the same query |
 
-The last two are null unless they are asked for. The file's metadata has, under `seergate`, JSON with `method` (its
-configuration), `name`, `nominal` (what it may read), `model`, `block_size` and `every`.
+The last two are null without ``attention``. The file's metadata has, under `seergate`, JSON with `method` (its
+configuration), `name`, `nominal` (its budget), `model`, `block_size` and `every`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,7 @@ LINES_AT_ONCE = 1 << 13
 
 
 class Trace:
-    """Writes a trace. `Handle.traced` makes one.
-
-    Args:
-        path: path of the file; its directory must exist.
-        about: metadata of the file.
-        every: write every so many steps of each layer.
-        attention: also write the scores and the true attention of all past blocks, which costs a dense step each time.
-
-    Raises:
-        SeergateError: if the file cannot be written.
-        ValueError: if ``every`` is not a positive whole number.
-    """
+    """Writes a trace, whose metadata begins with ``about``; the other arguments are those of `Handle.traced`."""
 
     def __init__(
         self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1, attention: bool = False
@@ -96,16 +85,12 @@ class Trace:
         if len(self._lines) >= LINES_AT_ONCE:
             self._flush()
 
-    def close(self) -> None:
-        """Finish the file. May be called again without effect."""
-        self._flush()
-        self._file.close()
-
     def __enter__(self) -> Trace:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        self._flush()
+        self._file.close()
 
     def _flush(self) -> None:
         import pyarrow as pa
@@ -116,11 +101,7 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The numbers of a trace, by column (all but ``blocks``), and what its metadata says.
-
-    Raises:
-        SeergateError: if the file is missing or no trace.
-    """
+    """The numbers of a trace, by column (all but ``blocks``), and its metadata."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

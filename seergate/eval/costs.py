@@ -104,7 +104,7 @@ class RowStats(DecodeStats):
         layer, seen, selection, block_size = record.layer, record.total_tokens, record.selection, record.block_size
         counters = self.by_layer[layer]
         self.before[2][layer] = counters.sums.copy(), counters.blocks
-        counters.heads, counters.bytes_per_token = self.heads[layer], self.bytes_per_token[layer]
+        counters.heads, counters.bytes_per_token = self.layers[layer].heads, self.layers[layer].bytes_per_token
         counters.block_size = block_size
         ends = np.array(record.step.ends)
         seen_, read_, cached, scored, allocated, allocated_peak, own, own_peak = counters.sums

@@ -106,8 +106,8 @@ class Replay:
                 batch = Batch(self.model)
                 batch.add([self.prompt])
                 batch.step(self.answer[:1])
-                widths = handle.stats_.bytes_per_token
-                self.known[TOKEN] = float(sum(widths[layer] * heads for layer, heads in handle.stats_.heads.items()))
+                layers = handle.stats_.layers.values()
+                self.known[TOKEN] = float(sum(stats.bytes_per_token * stats.heads for stats in layers))
         return self.known[TOKEN]
 
 

@@ -123,7 +123,7 @@ def shared_recall(
             if call.layer in chooses:
                 state = method.new_state(specs[call.layer])
                 assert isinstance(state, SelectingState)
-                state.observe(text)
+                state.append(text)
                 state.select_rows(torch.zeros(len(at), dtype=torch.int64))
                 chosen[call.layer] = method.select(state, steps)
             blocks_BKGN = block_probabilities(steps, method.block_size)

@@ -116,7 +116,7 @@ def _medians(
         queries, new, ends = q.expand(-1, -1, end - start, -1), keys[0][:, :, start:end], torch.tensor([end])
         facts = queries, new, queries, new, [start], [end - start], keys[0], values[0], ends.to(spec.device)
         step = Step(*facts, **options)
-        state.observe(step)
+        state.append(step)
 
     def dense(copy: int) -> None:
         ops.dense_decode(q[:, :, 0], keys[copy], values[copy], **options)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import Correction
-from seergate.inference_mode import outside_inference_mode
 
 
 class Rotary(Protocol):
@@ -55,8 +54,8 @@ class LayerSpec:
 class Step:
     """The new tokens of one forward in one layer, after they joined the cache.
 
-    The host does not know the rows' lengths in a compiled step, which is one token per row on a static cache, and the
-    same operations whatever they are: ``starts`` and ``counts`` are empty, and a method goes by ``lengths`` alone.
+    In a compiled step (one token per row on a static cache) the host does not know the rows' lengths: ``starts`` and
+    ``counts`` are empty, and a method uses ``lengths`` alone.
 
     Attributes:
         q_pre_BHSD, k_pre_BKSD: before RoPE; each row's tokens first, whatever follows ``counts[b]`` is padding.
@@ -155,12 +154,9 @@ class LayerState:
         return new
 
     def append(self, step: Step) -> None:
-        """See the new tokens. Called once per forward, after they joined the cache and before attention."""
-
-    @outside_inference_mode
-    def observe(self, step: Step) -> None:
-        """Call `append` outside of inference mode, so that later calls in either mode may write to its tensors."""
-        self.append(step)
+        """See the new tokens. Called once per forward, after they joined the cache and before attention; outside of
+        inference mode, so that later calls in either mode may write to the state's tensors.
+        """
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         """Forget the newest tokens.
@@ -265,13 +261,13 @@ class Method:
     `seergate.cache.storage.KVBackend` or ``None``, and returns the backend."""
 
     limits: ClassVar[tuple[str, ...]] = ("token_budget",)
-    """The options that may say how much is read or held; a setting gives one of those that the method has."""
+    """Options that limit how much is read or held; a setting gives one of them."""
     budget_option: ClassVar[str] = "token_budget"
     """The option that an evaluation varies to make methods equal in bytes."""
     from_gates: ClassVar[tuple[str, ...]] = ()
     """Options that the gates supply; empty for a method without gates."""
     shares_blocks: ClassVar[bool] = False
-    """True if the method only shares blocks, and its option ``reads`` is the method that chooses what is read."""
+    """True if the method only shares blocks; its option ``reads`` is the method that selects blocks."""
     calibrates: ClassVar[Mapping[str, str]] = {}
     """Options that can be measured on a model and a task -> ``"module:class"`` of the measurement, a subclass of
     `seergate.eval.calibration.Calibration`."""
@@ -367,7 +363,7 @@ class Method:
 
     @property
     def read_method(self) -> Method:
-        """The method that chooses what is read: this one, unless it only decides where keys and values lie."""
+        """The method that selects blocks: this one, unless it only decides where keys and values lie."""
         return self
 
     def new_state(self, spec: LayerSpec) -> LayerState:

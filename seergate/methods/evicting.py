@@ -42,7 +42,7 @@ class EvictingMethod(CompressingMethod):
         return False
 
     def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
-        """Warn, once per method object, that a prompt of so many tokens meets a smaller budget, and what is done."""
+        """Warn, once per method object, of a prompt longer than the budget; ``done`` says how it is treated."""
         if not self._has_warned:
             self._has_warned = True
             said = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
@@ -149,13 +149,19 @@ class CompressingState(LayerState, ABC):
 class EvictingState(CompressingState):
     """State of an `EvictingMethod`. Entries of its growing tensors leave with the residents that they are about."""
 
+    def append(self, step: Step) -> None:
+        super().append(step)
+        for name, size in self.tokens_per_entry.items():
+            if size == 1:
+                self.room(name, step.max_length)
+
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
         for name, size in self.tokens_per_entry.items():
             compact(self.rows[name], replace(eviction, index=eviction.index[..., ::size] // size))
             self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
 
     def add_per_token(self, name: str, dtype: torch.dtype) -> None:
-        """Remember a number per resident and KV head: ``rows[name] [B, K, T]``. `room` makes room for new ones."""
+        """Remember a number per resident and KV head: ``rows[name] [B, K, T]``; `append` adds zeros for new ones."""
         spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 
@@ -165,18 +171,14 @@ class EvictingState(CompressingState):
 
     def add_places(self, name: str, step: Step) -> None:
         """Note in ``rows[name]`` which token of its row each new one is, once `append` has counted them."""
-        places = self.room(name, step.max_length)
+        places = self.rows[name]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             seen = self.total_tokens(row)
             places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
 
     def keep_best(self, ends: list[int], kept: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
-        """In some rows only the residents that score best stay.
-
-        Args:
-            ends: residents of each row.
-            kept: row -> how many of them stay; ``None`` is returned if there is no such row.
-            scores: row -> scores of its residents, ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
+        """Keep the ``kept[row]`` residents that score best in these rows, which hold ``ends[row]``; ``None`` without
+        such a row. ``scores(row)``: ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
         """
         if not kept:
             return None

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
+from seergate.methods.base import KeysOf, LayerSpec, LayerState, Method, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
 
@@ -25,11 +25,61 @@ if TYPE_CHECKING:
     from seergate.gates.scorer import Scorer
 
 
-AnyGate = TypeVar("AnyGate", bound=nn.Module)
+@dataclass(kw_only=True, eq=False)
+class GatedMethod(Method):
+    """A method with trained gates.
+
+    Attributes:
+        bank: the gates.
+    """
+
+    from_gates: ClassVar[tuple[str, ...]] = ("bank",)
+    bank: Gates = field(repr=False)
+
+    def check_bank(self) -> None:
+        """Refuse a ``bank`` that is something else."""
+        if not hasattr(getattr(self.bank, "config", None), "block_size"):
+            raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
+        self._copies: dict[tuple[int, torch.device], nn.Module] = {}
+
+    def __eq__(self, other: Any) -> bool:
+        """The same options, and the same gates or gates with equal weights."""
+        if type(other) is not type(self):
+            return False
+        options = [option.name for option in fields(self) if option.name != "bank"]
+        return all(getattr(self, name) == getattr(other, name) for name in options) and _same(self.bank, other.bank)
+
+    def gate_on(self, spec: LayerSpec) -> Any:
+        """A layer's gate on the layer's device, or ``None`` if it has none: the bank's, or a copy, which gets the
+        bank's weights for every new cache but keeps its address.
+        """
+        if str(spec.layer) not in self.bank.layers:
+            return None
+        gate, key = self.bank.layers[str(spec.layer)], (spec.layer, spec.device)
+        if next(gate.parameters()).device == spec.device:
+            return gate
+        if key not in self._copies:
+            self._copies[key] = copy.deepcopy(gate).to(spec.device)
+        self._copies[key].load_state_dict(gate.state_dict())
+        return self._copies[key]
 
 
-@dataclass(kw_only=True)
-class Gate(SelectingMethod):
+def _same(one: Gates, other: Gates) -> bool:
+    if one is other:
+        return True
+    ours, theirs = one.state_dict(), other.state_dict()
+    return (
+        (one.config, one.geometry) == (other.config, other.geometry)
+        and ours.keys() == theirs.keys()
+        and all(
+            tensor.dtype == theirs[name].dtype and torch.equal(tensor.cpu(), theirs[name].cpu())
+            for name, tensor in ours.items()
+        )
+    )
+
+
+@dataclass(kw_only=True, eq=False)
+class Gate(GatedMethod, SelectingMethod):
     """Read the blocks that trained gates pick.
 
     Attributes:
@@ -45,18 +95,14 @@ class Gate(SelectingMethod):
     plot_style: ClassVar[tuple[str, str] | None] = ("#D55E00", "o")
     serving_scores: ClassVar[str | None] = "seergate.serving.scoring:GateScores"
     from_gates: ClassVar[tuple[str, ...]] = ("bank", "block_size")
-    bank: Gates = field(repr=False)
     compat: Literal["published", "gates"] | None = "gates"
     block_size: int = 0
     sink_blocks: int = None  # type: ignore[assignment]  # depends on the bank
 
     def __post_init__(self) -> None:
-        self._copies: dict[tuple[int, torch.device], Scorer] = {}
-        size = getattr(getattr(self.bank, "config", None), "block_size", None)
-        if size is None:
-            raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
+        self.check_bank()
+        size, scorer = self.bank.config.block_size, self.bank.config.scorer
         if self.bank.config.retention:
-            scorer = self.bank.config.scorer
             raise SeergateError(f"these gates score tokens for eviction; they are for the method {scorer!r}")
         if self.block_size not in (0, size):
             raise ValueError(f"block_size is {self.block_size!r}; these gates are for blocks of {size} tokens")
@@ -66,10 +112,6 @@ class Gate(SelectingMethod):
         if self.compat == "gates":
             self.compat = "published" if self.bank.decode_defaults.get("compat") == "published" else None
         super().__post_init__()
-
-    def __eq__(self, other: object) -> bool:
-        """The same options and the same gates, be they one bank or two with equal weights."""
-        return equal(self, other)
 
     @classmethod
     def with_gates(cls, bank: Gates, **options: Any) -> Gate:
@@ -83,9 +125,8 @@ class Gate(SelectingMethod):
 
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A layer that has no gate stays dense."""
-        if str(spec.layer) not in self.bank.layers:
-            return LayerState(spec, self)
-        return GateState(spec, self, gate_on(spec, self.bank.gate(spec.layer), self._copies))
+        gate = self.gate_on(spec)
+        return LayerState(spec, self) if gate is None else GateState(spec, self, gate)
 
     def selects_in(self, layer: int) -> bool:
         return super().selects_in(layer) and str(self.anchor_of(layer)) in self.bank.layers
@@ -111,41 +152,6 @@ class Gate(SelectingMethod):
         if self.compat == "published":
             return published_selection(scores_BKN, lengths, self.block_size, self)
         return super().choose(scores_BKN, lengths)
-
-
-def gate_on(spec: LayerSpec, gate: AnyGate, copies: dict[tuple[int, torch.device], AnyGate]) -> AnyGate:
-    """A layer's gate on the layer's device. The bank stays where it is: on another device there is a copy, one of
-    ``copies``, which takes over the bank's weights for every new cache but keeps its address.
-    """
-    if next(gate.parameters()).device == spec.device:
-        return gate
-    key = spec.layer, spec.device
-    if key not in copies:
-        copies[key] = copy.deepcopy(gate).to(spec.device)
-    copies[key].load_state_dict(gate.state_dict())
-    return copies[key]
-
-
-def equal(one: Any, other: Any) -> bool:
-    """True if two methods with gates have the same options and the same gates, be these one bank or two."""
-    if type(other) is not type(one):
-        return False
-    options = [option.name for option in fields(one) if option.name != "bank"]
-    return all(getattr(one, name) == getattr(other, name) for name in options) and _same(one.bank, other.bank)
-
-
-def _same(one: Gates, other: Gates) -> bool:
-    if one is other:
-        return True
-    ours, theirs = one.state_dict(), other.state_dict()
-    return (
-        (one.config, one.geometry) == (other.config, other.geometry)
-        and ours.keys() == theirs.keys()
-        and all(
-            tensor.dtype == theirs[name].dtype and torch.equal(tensor.cpu(), theirs[name].cpu())
-            for name, tensor in ours.items()
-        )
-    )
 
 
 class GateState(SelectingState):
@@ -224,15 +230,10 @@ class GateState(SelectingState):
 
 
 def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, rule: DecodeConfig | Gate) -> Selection:
-    """Select as the published decode loop does.
+    """Select as the published decode loop does, by the gates' logits, in rows of ``lengths [B]`` tokens.
 
     The block that the newest token belongs to takes part in softmax and top-k: with logit 0 while it is open, with its
     own score once it is complete. The last and the first block are then read on top of the budget.
-
-    Args:
-        scores_BKN: the gates' logits.
-        lengths: ``[B]``, the current token included.
-        rule: has a token budget or a threshold.
     """
     used = -(-lengths // block_size)  # blocks in use, the open one included
     width = int(used.max())

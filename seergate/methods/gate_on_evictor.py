@@ -1,4 +1,4 @@
-"""Eviction and selection together: an evictor decides what stays, a gate what of it is read."""
+"""Eviction and selection together: an evictor decides which tokens stay, a gate which of them are read."""
 
 from __future__ import annotations
 

@@ -29,8 +29,6 @@ class H2OState(BudgetedState):
     @torch.no_grad()
     def append(self, step: Step) -> None:
         super().append(step)
-        for name in self.tokens_per_entry:
-            self.room(name, step.max_length)
         if step.q_BHSD.shape[2] == 1:
             return  # `observe_attention` counts it
         for row, count in enumerate(step.counts):

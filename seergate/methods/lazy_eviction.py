@@ -31,12 +31,6 @@ class LazyState(BudgetedState):
     def due(self, row: int, held: int) -> bool:
         return self.decoded[row] > 0 and super().due(row, held)
 
-    @torch.no_grad()
-    def append(self, step: Step) -> None:
-        super().append(step)
-        for name in self.tokens_per_entry:
-            self.room(name, step.max_length)
-
     def observe_attention(self, step: Step) -> None:
         """Update the recurrence intervals (equation 1)."""
         p_BKGT = step.p_BKGT

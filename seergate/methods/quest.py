@@ -20,20 +20,24 @@ from seergate.methods.selecting import PerHeadSelection, SelectingMethod, Select
 from seergate.ops import Selection
 
 
-class PageBounds:
-    """Largest and smallest key after RoPE of each page and channel: ``rows["high"]``, ``rows["low"] [B, K, N, D]``."""
+class PageState(LayerState):
+    """Largest and smallest key after RoPE of each page and channel: ``high``, ``low [B, K, N, D]``."""
 
-    def __init__(self, state: LayerState, block_size: int) -> None:
-        self.state, self.block_size, spec = state, block_size, state.spec
+    method: Any  # with a block_size and a group_reduction
+    reads = ("high", "low")
+
+    def __init__(self, spec: LayerSpec, method: Any) -> None:
+        super().__init__(spec, method)
+        self.block_size = method.block_size
         empty = torch.empty(spec.batch, spec.num_kv_heads, 0, spec.head_dim, dtype=spec.dtype, device=spec.device)
-        state.rows |= {"high": empty, "low": empty.clone()}
-        state.tokens_per_entry |= {"high": block_size, "low": block_size}
+        self.rows |= {"high": empty, "low": empty.clone()}
+        self.tokens_per_entry |= dict.fromkeys(self.reads, self.block_size)
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
-        """Take in the new keys."""
+        super().append(step)
         blocks = -(-step.max_length // self.block_size)
-        high, low = self.state.grown("high", blocks), self.state.grown("low", blocks)
+        high, low = self.grown("high", blocks), self.grown("low", blocks)
         if step.k_BKSD.shape[2] == 1 and all(step.counts):
             rows = torch.arange(len(step.lengths), device=high.device)
             page, place = (step.lengths - 1) // self.block_size, (step.lengths - 1) % self.block_size
@@ -47,27 +51,27 @@ class PageBounds:
 
     def recompute(self, row: int, first: int, keys_1KSD: Tensor) -> None:
         """Compute the pages of one row from ``first`` on again, from the keys of their tokens."""
-        size, (high, low) = self.block_size, (self.state.rows["high"], self.state.rows["low"])
+        size, high, low = self.block_size, self.rows["high"], self.rows["low"]
         if keys_1KSD.shape[2]:
             pooled = ops.pool_keys(keys_1KSD, size, ("max", "min"))[0]
             pages = slice(first, first + pooled.shape[1])
             high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
 
     @torch.no_grad()
-    def bounds(self, step: Step, group_reduction: str) -> Tensor:
-        """The bound of every page for the newest query: ``[B, K, N]``, or ``[B, H, N]`` if ``"separate"``.
-
-        Args:
-            group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, the bound of their mean
-                (``"mean_query"``), or each of them (``"separate"``).
-        """
+    def page_bounds(self, step: Step) -> Tensor:
+        """The bound of every page for the newest query (`page_bounds`)."""
         pages = -(-step.max_length // self.block_size)
-        high, low = (self.state.rows[name][:, :, :pages] for name in ("high", "low"))
-        return page_bounds(step.q_BHSD[:, :, 0], high, low, group_reduction)
+        high, low = (self.rows[name][:, :, :pages] for name in self.reads)
+        return page_bounds(step.q_BHSD[:, :, 0], high, low, self.method.group_reduction)
 
 
 def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduction: str) -> Tensor:
-    """The bounds of pages whose largest and smallest keys are given; see `PageBounds.bounds`."""
+    """The upper bounds of a query's products with the keys of each page, from the page's largest and smallest keys.
+
+    Args:
+        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, the bound of their mean
+            (``"mean_query"``), all ``[B, K, N]``; or each of them, ``"separate"``: ``[B, H, N]``.
+    """
     wide = torch.promote_types(q_BHD.dtype, torch.float32)
     high, low = high_BKND.to(wide), low_BKND.to(wide)
     q_BKGD = q_BHD.unflatten(1, (high.shape[1], -1)).to(wide)
@@ -80,29 +84,19 @@ def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduct
     return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
 
 
-class QuestState(SelectingState):
-    """The bounds of every page."""
-
-    method: Quest | ReSA
-    reads = ("high", "low")
-
-    def __init__(self, spec: LayerSpec, method: Quest | ReSA) -> None:
-        super().__init__(spec, method)
-        self.pages = PageBounds(self, method.block_size)
-
-    def append(self, step: Step) -> None:
-        self.pages.append(step)
+class QuestState(PageState, SelectingState):
+    """Scores pages by their bounds."""
 
     def scores(self, step: Step) -> Tensor:
-        return self.pages.bounds(step, self.method.group_reduction)
+        return self.page_bounds(step)
 
     def logits(self, step: Step) -> Tensor:
         return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2) * step.sm_scale
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
         for row, length in enumerate(after):
-            first = length // self.pages.block_size
-            self.pages.recompute(row, first, keys(row, first * self.pages.block_size, length))
+            first = length // self.block_size
+            self.recompute(row, first, keys(row, first * self.block_size, length))
 
 
 @dataclass(kw_only=True)

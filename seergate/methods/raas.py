@@ -12,18 +12,16 @@ from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction, best
-from seergate.methods.quest import PageBounds
+from seergate.methods.quest import PageState
 
 
-class RaaSState(EvictingState):
+class RaaSState(PageState, EvictingState):
     """Quest's bounds of every page, and ``used [B, K, N]``, int32: the decode step that last used it."""
 
     method: RaaS
-    reads = ("high", "low")
 
     def __init__(self, spec: LayerSpec, method: RaaS) -> None:
         super().__init__(spec, method)
-        self.pages = PageBounds(self, method.block_size)
         self.add_per_token("used", torch.int32)
         self.tokens_per_entry["used"] = method.block_size
         self.bounds = torch.zeros(0)  # of the current step
@@ -60,7 +58,6 @@ class RaaSState(EvictingState):
 
     def append(self, step: Step) -> None:
         super().append(step)
-        self.pages.append(step)
         self.grown("used", self.rows["high"].shape[2])
 
     def observe_attention(self, step: Step) -> None:
@@ -69,7 +66,7 @@ class RaaSState(EvictingState):
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
         held = torch.arange(total, device=device) < torch.tensor(pages, device=device)[:, None, None]
-        self.bounds = self.pages.bounds(step, self.method.group_reduction).masked_fill(~held, -torch.inf)
+        self.bounds = self.page_bounds(step).masked_fill(~held, -torch.inf)
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         if self.method.threshold is None:
             counts = [self._used(count) for count in pages]

@@ -6,7 +6,7 @@ Shape suffixes: see `seergate.methods.base`; W width of the model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -16,15 +16,15 @@ from seergate.checks import check_counts
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
-from seergate.methods.gate import equal, gate_on
+from seergate.methods.gate import GatedMethod
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
     from seergate.gates.retention import RetentionGate
 
 
-@dataclass(kw_only=True)
-class RetentionMethod(BudgetedMethod):
+@dataclass(kw_only=True, eq=False)
+class RetentionMethod(GatedMethod, BudgetedMethod):
     """Keeps the tokens that trained retention gates score best.
 
     Attributes:
@@ -33,15 +33,11 @@ class RetentionMethod(BudgetedMethod):
     """
 
     state: ClassVar[type[RetentionState]]
-    from_gates: ClassVar[tuple[str, ...]] = ("bank",)
-    bank: Gates = field(repr=False)
     interval: int = 128
 
     def __post_init__(self) -> None:
-        self._copies: dict[tuple[int, torch.device], RetentionGate] = {}
-        config = getattr(self.bank, "config", None)
-        if config is None:
-            raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
+        self.check_bank()
+        config = self.bank.config
         if config.scorer != self.name:
             raise SeergateError(
                 f"these gates were trained with scorer {config.scorer!r}, for the method "
@@ -56,15 +52,10 @@ class RetentionMethod(BudgetedMethod):
             raise SeergateError(f"decode_defaults of these gates has {', '.join(stray)}, no option of {cls.name!r}")
         return cls(bank=bank, **{**bank.decode_defaults, **options})
 
-    def __eq__(self, other: object) -> bool:
-        """As of `Gate`."""
-        return equal(self, other)
-
     def new_state(self, spec: LayerSpec) -> LayerState:
         """A layer that has no gate keeps everything."""
-        if str(spec.layer) not in self.bank.layers:
-            return LayerState(spec, self)
-        return self.state(spec, self, gate_on(spec, self.bank.retention_gate(spec.layer), self._copies))
+        gate = self.gate_on(spec)
+        return LayerState(spec, self) if gate is None else self.state(spec, self, gate)
 
 
 class RetentionState(BudgetedState):
@@ -81,7 +72,7 @@ class RetentionState(BudgetedState):
     def append(self, step: Step) -> None:
         super().append(step)
         assert step.hidden is not None
-        scores_BKS, score = self.gate(step.hidden()), self.room("score", step.max_length)
+        scores_BKS, score = self.gate(step.hidden()), self.rows["score"]
         for row, (at, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             score[row, :, at : at + count] = scores_BKS[row, :, :count]
         self.add_places("place", step)

@@ -11,23 +11,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
-from seergate.methods.base import LayerSpec, Step
-from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
-from seergate.methods.scoring import QueryWindow, logits, pooled
+from seergate.methods.base import Step
+from seergate.methods.evicting import EvictingMethod, Eviction
+from seergate.methods.scoring import WindowState, logits, pooled
 
 
-class RPCState(EvictingState):
-    """The last ``window`` queries of each row."""
+class RPCState(WindowState):
+    """Counts compressions, and scores the tokens between prompt and window."""
 
     method: RPC
-
-    def __init__(self, spec: LayerSpec, method: RPC) -> None:
-        super().__init__(spec, method)
-        self.window = QueryWindow(self, method.window)
-
-    def append(self, step: Step) -> None:
-        super().append(step)
-        self.window.append(step)
 
     def events(self, row: int) -> int:
         """Number of compressions that a row has had, or is due."""
@@ -56,7 +48,7 @@ class RPCState(EvictingState):
     def _importance(self, step: Step, row: int) -> Tensor:
         """Importance of the tokens between prompt and window; the softmax is over these alone (Algorithm 1)."""
         candidates = slice(self.prompts[row], step.ends[row] - self.method.window)
-        keys, queries = step.keys_BKCD[row : row + 1, :, candidates], self.window.of(row)
+        keys, queries = step.keys_BKCD[row : row + 1, :, candidates], self.window(row)
         if self.method.selector == "newest_twice":
             queries = torch.cat((queries[:, :, 1:], queries[:, :, -1:]), dim=2)
         received_KGT = logits(queries, keys, step).softmax(-1).sum(3)[0]

@@ -7,12 +7,13 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.methods.base import Step
+from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import EvictingState
 
 TILE = 128
@@ -71,20 +72,18 @@ def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:
     return found if step.softcap is None else step.softcap * torch.tanh(found / step.softcap)
 
 
-def softmax(logits_RKGWT: Tensor, step: Step) -> Tensor:
-    """Probabilities over the last axis; an attention sink of the model takes its share."""
-    if step.sinks is None:
-        return logits_RKGWT.softmax(-1)
-    sinks = step.sinks.to(logits_RKGWT).view(1, logits_RKGWT.shape[1], -1, 1, 1)
-    return (logits_RKGWT - torch.logaddexp(logits_RKGWT.logsumexp(-1, keepdim=True), sinks)).exp()
-
-
 def causal_softmax(q_RHWD: Tensor, keys_RKTD: Tensor, first: int, step: Step) -> Tensor:
-    """Probabilities ``[R, K, G, W, T]`` of consecutive queries, the first of them at index ``first`` of the keys."""
+    """Probabilities ``[R, K, G, W, T]`` of consecutive queries, the first of them at index ``first`` of the keys; an
+    attention sink of the model takes its share.
+    """
     scores = logits(q_RHWD, keys_RKTD, step)
     own = first + torch.arange(scores.shape[-2], device=scores.device)
     later = torch.arange(scores.shape[-1], device=scores.device) > own[:, None]
-    return softmax(scores.masked_fill(later, -torch.inf), step)
+    scores = scores.masked_fill(later, -torch.inf)
+    if step.sinks is None:
+        return scores.softmax(-1)
+    sinks = step.sinks.to(scores).view(1, scores.shape[1], -1, 1, 1)
+    return (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), sinks)).exp()
 
 
 def prompt_probabilities(step: Step, row: int) -> Iterator[Tensor]:
@@ -103,34 +102,34 @@ def pooled(scores_RKT: Tensor, kernel: int, kind: str) -> Tensor:
     return pool(scores_RKT, kernel, stride=1, padding=kernel // 2)
 
 
-class QueryWindow:
-    """The queries of the newest tokens of each row, after RoPE, in ``state.rows["queries"] [B, H, W, D]``.
+class WindowState(EvictingState):
+    """Remembers the queries of the last ``method.window`` tokens of each row, after RoPE: ``queries [B, H, W, D]``.
 
-    A ring: the token with index i of its row lies in slot ``i % W``, W the ``size``.
+    A ring: the token with index i of its row lies in slot ``i % W``.
     """
 
-    def __init__(self, state: EvictingState, size: int) -> None:
-        spec = state.spec
-        self.state, self.size = state, size
-        state.rows["queries"] = torch.zeros(
-            spec.batch, spec.num_heads, size, spec.head_dim, dtype=spec.dtype, device=spec.device
-        )
+    method: Any
+
+    def __init__(self, spec: LayerSpec, method: Any) -> None:
+        super().__init__(spec, method)
+        shape = (spec.batch, spec.num_heads, method.window, spec.head_dim)
+        self.rows["queries"] = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
     def append(self, step: Step) -> None:
-        """Take in the queries of a step, after the state has counted it."""
-        queries = self.state.rows["queries"]
+        super().append(step)
+        queries, size = self.rows["queries"], self.method.window
         if step.q_BHSD.shape[2] == 1:
             rows = torch.arange(len(step.counts), device=queries.device)
-            slots = torch.tensor([(self.state.total_tokens(row) - 1) % self.size for row in range(len(step.counts))])
+            slots = torch.tensor([(self.total_tokens(row) - 1) % size for row in range(len(step.counts))])
             queries[rows, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
             return
         for row, count in enumerate(step.counts):
-            taken = min(count, self.size)
-            slots = torch.arange(count - taken, count, device=queries.device) % self.size
+            taken = min(count, size)
+            slots = torch.arange(count - taken, count, device=queries.device) % size
             queries[row][:, slots] = step.q_BHSD[row, :, count - taken : count]
 
-    def of(self, row: int) -> Tensor:
+    def window(self, row: int) -> Tensor:
         """The queries of one row, oldest first, ``[1, H, W, D]``; it must have seen as many tokens."""
-        seen = self.state.total_tokens(row)
-        slots = torch.arange(seen - self.size, seen) % self.size
-        return self.state.rows["queries"][row : row + 1, :, slots.to(self.state.spec.device)]
+        seen, size = self.total_tokens(row), self.method.window
+        slots = torch.arange(seen - size, seen) % size
+        return self.rows["queries"][row : row + 1, :, slots.to(self.spec.device)]

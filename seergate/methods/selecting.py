@@ -172,12 +172,9 @@ def on_device(selection: Any, device: torch.device) -> Any:
 
 
 def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:
-    """The selection, but rows of at most ``short`` tokens read all of their blocks.
+    """The selection, but rows of at most ``short`` tokens read all of their blocks; ``ends``: tokens of each row.
 
     A row's own length decides, so that it reads the same alone and beside longer rows.
-
-    Args:
-        ends: tokens of each row, the current one included.
     """
     blocks = [-(-end // block_size) if end <= short else 0 for end in ends]
     if not any(blocks):

@@ -12,23 +12,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.checks import check, check_choice, check_counts, check_flags, check_share
-from seergate.methods.base import LayerSpec, Step
+from seergate.methods.base import Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
-from seergate.methods.scoring import TILE, QueryWindow, causal_softmax, logits, pooled, reduced
+from seergate.methods.scoring import TILE, WindowState, causal_softmax, logits, pooled, reduced
 
 
-class SnapKVState(BudgetedState):
-    """The last ``window`` queries of each row."""
+class SnapKVState(WindowState, BudgetedState):
+    """Scores residents by the attention of the window's queries."""
 
     method: SnapKV
-
-    def __init__(self, spec: LayerSpec, method: SnapKV) -> None:
-        super().__init__(spec, method)
-        self.window = QueryWindow(self, method.window)
-
-    def append(self, step: Step) -> None:
-        super().append(step)
-        self.window.append(step)
 
     @property
     def compresses_once(self) -> bool:
@@ -39,7 +31,7 @@ class SnapKVState(BudgetedState):
 
     def importance(self, step: Step, row: int) -> Tensor:
         held, method = step.ends[row], self.method
-        keys, q = step.keys_BKCD[row : row + 1, :, :held], self.window.of(row)
+        keys, q = step.keys_BKCD[row : row + 1, :, :held], self.window(row)
         scores_KGT = window_scores(q, keys, step, by_logits=method.group_reduction == "max_logits")
         if method.pooled_by == "group":
             scores_KGT = reduced(scores_KGT, method.group_reduction, 1)[:, None]

@@ -87,7 +87,6 @@ class StreamingLLM(EvictingMethod):
 
     @property
     def stores_pre_rope(self) -> bool:
-        """True if keys get other positions from step to step."""
         return self.positions == "cache"
 
     @property

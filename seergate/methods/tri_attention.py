@@ -59,11 +59,7 @@ class Centres:
         return digest.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, in one step.
-
-        Raises:
-            SeergateError: if the model's fingerprint is unknown.
-        """
+        """Write one safetensors file, in one step; the centres must name their model."""
         if "model" not in self.made:
             raise SeergateError("these centres do not name their model (made); query_centres records it")
         kinds = {"mean": self.mean, "modulus": self.modulus, "rope": self.rope}
@@ -78,11 +74,7 @@ class Centres:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:
-        """Read what `save` wrote.
-
-        Raises:
-            SeergateError: if it is not such a file.
-        """
+        """Read what `save` wrote."""
         if not Path(path).is_file():
             raise SeergateError(f"{path} is no file; TriAttention needs what seergate calibrate wrote")
         found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
@@ -299,11 +291,7 @@ class QueryCentres(Method):
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def centres(self) -> Centres:
-        """The means so far.
-
-        Raises:
-            SeergateError: if no query has been summed up yet.
-        """
+        """The means so far, of one query or more."""
         if not self.sums:
             raise SeergateError("no query has passed, so there is nothing to average")
         mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}

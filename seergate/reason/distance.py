@@ -7,6 +7,7 @@ Shape suffixes: N pairs of blocks, K KV heads, P tokens of a block, D head dimen
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,12 +19,8 @@ Block = tuple[int, int]
 
 @torch.no_grad()
 def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)`` of each pair of blocks, in float64: d tokens
-    per block, h KV heads, Frobenius norms over a block.
-
-    Args:
-        layers: keys and values ``[pages, K, P, D]`` of every layer.
-        pairs: pages to compare.
+    """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)`` of each pair of pages, in float64: d tokens
+    per page, h KV heads, Frobenius norms over a page. ``layers``: keys and values ``[pages, K, P, D]`` of each.
     """
     if not pairs:
         return []
@@ -36,17 +33,19 @@ def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tup
     return (total_N / (2 * tokens * heads * len(layers))).tolist()
 
 
+@dataclass
 class PercentileThreshold:
     """Percentile-based adaptive threshold on distances, from all distances seen so far (IV-A2).
 
-    Args:
+    Attributes:
         percentile: 0..100. At 0 no block shares.
         warm_up: number of first distances that are only collected.
+        seen: all distances so far.
     """
 
-    def __init__(self, percentile: float, warm_up: int) -> None:
-        self.percentile, self.warm_up = percentile, warm_up
-        self.seen: list[float] = []
+    percentile: float
+    warm_up: int
+    seen: list[float] = field(default_factory=list)
 
     def admit(self, distances: Sequence[float]) -> list[bool]:
         """For each distance, whether it is within the percentile of those seen, itself included; false during warm-up.
@@ -59,9 +58,3 @@ class PercentileThreshold:
             return [False] * len(distances)
         limit = float(np.percentile(self.seen, self.percentile))
         return [distance <= limit for distance in distances]
-
-    def copy(self) -> PercentileThreshold:
-        """An independent copy."""
-        twin = PercentileThreshold(self.percentile, self.warm_up)
-        twin.seen = list(self.seen)
-        return twin

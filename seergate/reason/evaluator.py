@@ -13,25 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 
 from seergate.reason.distance import Block, PercentileThreshold, block_distances
 from seergate.reason.method import RandomSharing, ReasonCache
 from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, kind_of_repeat, similarity
-
-
-class Source(Protocol):
-    """Location of a row's blocks."""
-
-    def layers(self) -> list[tuple[Tensor, Tensor]] | None:
-        """Keys and values ``[pages, K, P, D]`` of every layer; ``None`` once the cache is gone."""
-        ...
-
-    def decide(self, decision: Decision) -> None:
-        """Take a decision, to be carried out between two forward passes. Called from any thread."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,8 +41,20 @@ class Decision:
 
 
 @dataclass
-class Tally:
-    """Counters and times.
+class _Row:
+    """State of a row, without a segmenter before its first tokens, and without pages before its first full block.
+    ``pages`` returns the `SharedPages` that it is in, or ``None`` once they are gone.
+    """
+
+    threshold: PercentileThreshold
+    segmenter: Segmenter | None = None
+    pages: Callable[[], Any] | None = None
+    blocks: list[Block] = field(default_factory=list)
+
+
+class Evaluator:
+    """Receives the events of rows, and puts decisions into the ``decisions`` of their pages; ``decode`` turns token
+    ids into text.
 
     Attributes:
         counts: ``steps``, ``similar_steps`` (pairs above the threshold), ``same_structure`` (of them),
@@ -62,37 +62,23 @@ class Tally:
         seconds: per stage: ``text``, ``lexical``, ``structural``, ``distance``.
     """
 
-    counts: Counter[str] = field(default_factory=Counter)
-    seconds: dict[str, float] = field(default_factory=dict)
+    def __init__(self, method: ReasonCache, decode: Callable[[list[int]], str]) -> None:
+        self.method, self._decode = method, decode
+        self._rows: dict[int, _Row] = {}
+        self._common = PercentileThreshold(method.percentile, method.warm_up)
+        self.reset()
+
+    def reset(self) -> None:
+        """Reset the counters."""
+        self.counts, self.seconds = Counter[str](), dict[str, float]()
 
     @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the time spent in a ``with`` block to a stage."""
+    def _timed(self, stage: str) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
-
-
-@dataclass
-class _Row:
-    """State of a row; without a segmenter before its first tokens."""
-
-    threshold: PercentileThreshold
-    segmenter: Segmenter | None = None
-    source: Source | None = None
-    blocks: list[Block] = field(default_factory=list)
-
-
-class Evaluator:
-    """Receives the events of rows, and sends decisions to a row's source; ``decode`` turns token ids into text."""
-
-    def __init__(self, method: ReasonCache, decode: Callable[[list[int]], str]) -> None:
-        self.method, self._decode = method, decode
-        self.tally = Tally()
-        self._rows: dict[int, _Row] = {}
-        self._common = PercentileThreshold(method.percentile, method.warm_up)
 
     def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
         """New tokens of some rows: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
@@ -101,33 +87,33 @@ class Evaluator:
             if row.segmenter is None:
                 first = 0 if self.method.include_prompt else count
                 row.segmenter = Segmenter(self._decode, self.method.border, first)
-            with self.tally.timed("text"):
+            with self._timed("text"):
                 ended = row.segmenter.feed(tokens[first:count])
             for index in range(len(row.segmenter.steps) - len(ended), len(row.segmenter.steps)):
                 self._look_back(uid, row, row.segmenter.steps, index)
                 self._give_way()
 
-    def blocks_sealed(self, uid: int, source: Source, first: int, blocks: Sequence[Block]) -> None:
+    def blocks_sealed(self, uid: int, pages: Callable[[], Any], first: int, blocks: Sequence[Block]) -> None:
         """Blocks of a row are full and written in every layer: its logical ones from ``first`` on."""
         row = self._row(uid)
-        row.source = source
+        row.pages = pages
         row.blocks[first:] = blocks
 
     def row_forked(self, uid: int, fork: int) -> None:
         """A row goes on twice."""
         row = self._row(uid)
-        threshold = row.threshold if row.threshold is self._common else row.threshold.copy()
+        threshold = row.threshold
+        if threshold is not self._common:
+            threshold = replace(threshold, seen=list(threshold.seen))
         segmenter = None if row.segmenter is None else row.segmenter.copy()
         self._rows[fork] = replace(row, threshold=threshold, segmenter=segmenter, blocks=list(row.blocks))
 
-    def row_cropped(self, uid: int, length: int) -> None:
-        """A row has only its first ``length`` tokens now."""
+    def row_cropped(self, uid: int, length: int, blocks: int) -> None:
+        """A row has only its first ``length`` tokens now, and ``blocks`` full blocks."""
         row = self._row(uid)
         if row.segmenter is not None:
             row.segmenter.crop(length)
-        layers = row.source.layers() if row.source is not None else None
-        if layers:
-            del row.blocks[length // layers[0][0].shape[2] :]
+        del row.blocks[blocks:]
 
     def rows_gone(self, rows: Sequence[int]) -> None:
         """Rows that will not go on."""
@@ -148,40 +134,40 @@ class Evaluator:
 
     def _look_back(self, uid: int, row: _Row, steps: list[ReasoningStep], index: int) -> None:
         """Compare a step that has just ended with all before it."""
-        self.tally.counts["steps"] += 1
-        layers = row.source.layers() if row.source is not None else None
-        if not index or not layers or row.source is None:
+        self.counts["steps"] += 1
+        pages = None if row.pages is None else row.pages()
+        if not index or pages is None or not (layers := pages.buffers()):
             return
         candidates = self._similar_steps(row, steps, index)
         if not candidates:
             return
         steps[index].repeats = candidates[0]
-        size = layers[0][0].shape[2]
-        with self.tally.timed("distance"):
-            chosen = self._near_blocks(row, layers, [(steps[index], steps[i]) for i in candidates], size)
+        with self._timed("distance"):
+            pairs = [(steps[index], steps[i]) for i in candidates]
+            chosen = self._near_blocks(row, layers, pairs, pages.block_size)
         kind = kind_of_repeat(steps, index)
         if isinstance(self.method, RandomSharing):
-            chosen = self._any_blocks(row, len(chosen), -(-steps[0].start // size), index)
+            chosen = self._any_blocks(row, len(chosen), -(-steps[0].start // pages.block_size), index)
             kind = "random"
         for newer, older in chosen:
-            self.tally.counts["decisions"] += 1
+            self.counts["decisions"] += 1
             serials = row.blocks[newer][1], row.blocks[older][1]
             row.blocks[newer] = row.blocks[older]
-            row.source.decide(Decision(uid, newer, older, *serials, kind))
+            pages.decisions.append(Decision(uid, newer, older, *serials, kind))
 
     def _similar_steps(self, row: _Row, steps: list[ReasoningStep], index: int) -> list[int]:
         """Earlier steps that pass both parts of stage 1, the most similar first."""
         step = steps[index]
-        with self.tally.timed("lexical"):
+        with self._timed("lexical"):
             found = [similarity(step, earlier) for earlier in steps[:index]]
             threshold = adaptive_threshold(found, self.method.strict, self.method.soft)
             similar = sorted((i for i in range(index) if found[i] > threshold), key=lambda i: (-found[i], -i))
-        self.tally.counts["similar_steps"] += len(similar)
+        self.counts["similar_steps"] += len(similar)
         self._give_way()
         if self.method.structural_check and similar:
-            with self.tally.timed("structural"):
+            with self._timed("structural"):
                 similar = [i for i in similar if steps[i].formal == step.formal]
-        self.tally.counts["same_structure"] += len(similar)
+        self.counts["same_structure"] += len(similar)
         return similar[: self.method.max_candidates]
 
     def _near_blocks(
@@ -201,7 +187,7 @@ class Evaluator:
                 pairs += [(a, b) for a in new for b in old]
         pairs = [(a, b) for a, b in pairs if a < len(row.blocks) and row.blocks[a] != row.blocks[b]]
         distances = block_distances(layers, [(row.blocks[a][0], row.blocks[b][0]) for a, b in pairs])
-        self.tally.counts["measured_blocks"] += len(pairs)
+        self.counts["measured_blocks"] += len(pairs)
         near: dict[int, tuple[float, int]] = {}
         for (newer, older), distance, admitted in zip(pairs, distances, row.threshold.admit(distances), strict=True):
             if admitted and (newer not in near or distance < near[newer][0]):

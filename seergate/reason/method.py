@@ -6,19 +6,19 @@ method is, and its options, stand here; `seergate.reason.evaluator` decides, `se
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from seergate.checks import check, check_choice, check_counts, check_flags, is_int, is_number
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, how_to_install
 from seergate.methods.base import LayerSpec, LayerState, Method
 from seergate.methods.controls import Dense
 from seergate.methods.evicting import CompressingMethod
 from seergate.reason.paged import page_tokens
 from seergate.reason.steps import BLANK_LINE
-from seergate.reason.structure import check_installed
 
 
 @dataclass(kw_only=True)
@@ -94,17 +94,18 @@ class ReasonCache(Method):
                 f"{self.name!r} cannot be read with {self.reads.name!r}: the method must keep all blocks, as gate, "
                 "quest and dense do"
             )
-        if self.structural_check:
-            check_installed()
+        if self.structural_check and importlib.util.find_spec("pylatexenc") is None:
+            raise SeergateError(
+                f"the structural check of reason_cache needs pylatexenc; {how_to_install('reason')}, or leave the "
+                "check out (structural_check=False)"
+            )
 
     @property
     def read_method(self) -> Method:
-        """The method that chooses what is read."""
         return Dense() if self.reads is None else self.reads
 
     @property
     def nominal(self) -> str:
-        """The reading method's nominal budget, for people."""
         return self.read_method.nominal
 
     def describe(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
@@ -70,9 +69,7 @@ class Row:
 class BlockStore:
     """Block table of a paged cache: the physical block, or page, of each row's tokens.
 
-    Args:
-        limit: how many blocks there may be; ``None`` for as many as are asked for.
-        numbers: where serial numbers of blocks and rows come from; stores whose rows may meet share one.
+    There may be up to ``limit`` blocks. ``numbers`` numbers blocks and rows; stores whose rows may meet share it.
 
     Attributes:
         rows: the rows, in the order of the batch.
@@ -121,10 +118,7 @@ class BlockStore:
 
     def extend(self, counts: Sequence[int]) -> Copies:
         """Make room for new tokens in every row. A row's last block, if it is not full and may not be written, is
-        replaced by a copy.
-
-        Raises:
-            OutOfBlocks: at the limit; nothing has changed then.
+        replaced by a copy. `OutOfBlocks` at the limit: nothing has changed then.
         """
         opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
         needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
@@ -172,7 +166,7 @@ class BlockStore:
 
     def select(self, index: Sequence[int]) -> dict[int, int]:
         """Take these rows, in this order; a row that comes again is a fork, which shares all of its blocks. Returns
-        the uid of every fork -> uid of the row it was taken from.
+        fork -> row that it was taken from, by uid.
         """
         forks: dict[int, int] = {}
         taken: set[int] = set()
@@ -196,12 +190,13 @@ class BlockStore:
 
     def clear(self) -> None:
         """Drop all rows."""
-        self.select([])
+        BlockStore.select(self, [])  # not an override, which reports what becomes of rows
 
     def adopt(self, other: BlockStore) -> Copies:
         """Put another store's rows after this one's; blocks that they share stay shared. Returns what must be copied,
         from the other store's blocks to this one's. `OutOfBlocks` at the limit: nothing has changed then.
         """
+        other.seal()
         self._reserve(other.physical)
         homes: dict[int, int] = {}
         for row in other.rows:
@@ -271,10 +266,8 @@ class BlockStore:
 class PagedStep(Step):
     """A step whose cache lies in pages. Ops read the pages; a method that asks for all keys gets a copy of them.
 
-    Args:
-        page_table: int32 ``[B, P]``, each row's pages; then ``keys_BKCD`` and ``values_BKCD`` are given as pages
-            ``[pages, K, page, D]``. ``None``: they are given as they are, as in any step (`replace`).
-        **facts: the fields of `Step`.
+    With a ``page_table``, int32 ``[B, P]``, keys and values are given as pages ``[pages, K, page, D]``; without one
+    (`replace`) as in any step.
     """
 
     def __init__(self, page_table: Tensor | None = None, **facts: Any) -> None:
@@ -298,36 +291,9 @@ class PagedStep(Step):
         return self._stored  # type: ignore[no-any-return]
 
 
-class Listener:
-    """Receives the events of a cache's pages, and may remap pages between two forward passes. This ignores them."""
-
-    def between_passes(self) -> None:
-        """Called when all tokens so far are written in every layer, and full pages are sealed."""
-
-    def tokens_come(self, counts: Sequence[int], context: ForwardContext) -> None:
-        """Called when row b gets ``counts[b]`` new tokens."""
-
-    def rows_cropped(self, lengths: Sequence[int]) -> None:
-        """Called when rows have been cropped to their first tokens."""
-
-    def rows_forked(self, forks: dict[int, int]) -> None:
-        """Called when rows have been reordered, some of them forked (fork -> row, by uid), others dropped."""
-
-    def adopting(self, other: Listener) -> AbstractContextManager[None]:
-        """Take over, in a ``with`` block, the rows of the cache that ``other`` listens to."""
-        return nullcontext()
-
-    def resumed(self, backend: KVBackend) -> None:
-        """Called when the cache is used under a handle with this backend."""
-
-
 def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
-    """Tokens per page under a method.
-
-    Args:
-        method: chooses what is read.
-        size: tokens per page; the method's block size, or `PAGE_TOKENS`, if ``None``.
-        limit: maximum number of pages.
+    """Tokens per page: ``size``, or if ``None`` the method's block size, or `PAGE_TOKENS`. Refuses what does not fit
+    the method, and a wrong ``limit`` on the number of pages.
     """
     own = int(getattr(method, "block_size", PAGE_TOKENS))
     size = own if size is None else size
@@ -340,20 +306,16 @@ def page_tokens(method: Method, size: int | None, limit: int | None = None) -> i
     return size
 
 
-class CachePages:
+class CachePages(BlockStore):
     """The pages of one cache, and the order in which its layers operate on them.
 
     All layers have the same tables. The first layer that comes to an operation (new tokens, rows reordered, ...)
-    carries it out in the store; the others find it done and only touch their own tensors (`once`).
-
-    Attributes:
-        listener: receives the events.
+    carries it out in the tables; the others find it done and only touch their own tensors (`once`).
     """
 
     @outside_inference_mode
-    def __init__(self, store: BlockStore) -> None:
-        self.store = store
-        self.listener = Listener()
+    def __init__(self, block_size: int, limit: int | None, numbers: Iterator[int]) -> None:
+        super().__init__(block_size, limit, numbers)
         self._layers: list[weakref.ref[Paged]] = []
         self._turn, self._done = 0, cast(Any, None)
         self._tables = torch.zeros(0, 0, dtype=torch.int32)
@@ -368,6 +330,10 @@ class CachePages:
     def layers(self) -> list[Paged]:
         """The layers that still exist, in order."""
         return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values ``[pages, K, P, D]`` of every layer."""
+        return [(layer.key_pages, layer.value_pages) for layer in self.layers if layer.is_allocated]
 
     def once(self, layer: Paged, operation: Callable[[], Any]) -> Any:
         """Carry out the layer's next operation, unless another layer has already done so; its result."""
@@ -384,35 +350,23 @@ class CachePages:
         return self._done
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
-        """Between two forward passes: seal full blocks, and make room for new tokens."""
-        if not self.store.rows:
-            self.store.add_rows(len(counts))
-        self.store.seal()
-        self.listener.between_passes()
-        copies = self.store.extend(counts)
-        if context.take_qk is not None:  # else the plain model runs
-            self.listener.tokens_come(counts, context)
-        return copies
+        """Make room for ``counts[b]`` new tokens of each row, between two forward passes."""
+        if not self.rows:
+            self.add_rows(len(counts))
+        self.between_passes()
+        return self.extend(counts)
 
-    def crop(self, lengths: list[int]) -> None:
-        """Keep the first tokens of each row."""
-        self.store.crop(lengths)
-        self.listener.rows_cropped(lengths)
+    def between_passes(self) -> None:
+        """Seal full blocks: all tokens so far have been written in every layer."""
+        self.seal()
 
-    def select(self, rows: list[int]) -> None:
-        """Take these rows, in this order; a row that comes again is a fork."""
-        self.listener.rows_forked(self.store.select(rows))
-
-    def adopt(self, other: CachePages) -> Copies:
-        """Put another cache's rows after these; which of its pages must be copied where."""
-        other.store.seal()
-        with self.listener.adopting(other.listener):
-            return self.store.adopt(other.store)
+    def resumed(self, backend: KVBackend) -> None:
+        """Called when the cache is used under a handle with this backend."""
 
     @outside_inference_mode
     def table(self, device: torch.device) -> Tensor:
         """Int32 ``[B, P]`` on a device: the physical block of each logical one; 0 beyond a row's last."""
-        rows, stale = self.store.rows, self.store.stale
+        rows, stale = self.rows, self.stale
         width = max((len(row.table) for row in rows), default=0)
         if len(rows) != len(self._tables) or width > self._tables.shape[1]:
             self._tables = torch.zeros(len(rows), width + width // 8 + 8, dtype=torch.int32)
@@ -422,7 +376,7 @@ class CachePages:
                 line = self._tables[position]
                 line.zero_()
                 line[: len(rows[position].table)] = torch.tensor(rows[position].table, dtype=torch.int32)
-            self.store.stale, self._on_device = set(), {}
+            self.stale, self._on_device = set(), {}
         if device not in self._on_device:
             self._on_device[device] = self._tables.to(device, copy=True)
         return self._on_device[device][:, :width]
@@ -430,24 +384,19 @@ class CachePages:
     def newest(self, device: torch.device, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Address of the token after the first ``lengths [B]`` of each row: blocks and offsets in them, ``[B]``."""
         if device not in self._newest:  # the same in all layers of a forward pass
-            rows, size = torch.arange(len(lengths), device=device), self.store.block_size
+            rows, size = torch.arange(len(lengths), device=device), self.block_size
             self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
         return self._newest[device]
 
-    def remap(self, position: int, block: int, physical: int, like: int | None) -> None:
-        """Let a row's block be another physical one, and let the methods know.
-
-        Args:
-            position: position of the row in the batch.
-            block: the logical block.
-            physical: its new physical block.
-            like: the logical block of the same row that it now equals; ``None`` if its contents have not changed.
+    def remap(self, position: int, block: int, physical: int, like: int | None = None) -> None:
+        """Let a row's logical ``block`` be another physical one. The methods take over what they know of ``like``, the
+        logical block of the same row that it now equals; ``None`` if its contents have not changed.
         """
-        self.store.remap(position, block, physical)
+        super().remap(position, block, physical)
         if like is None:
             return
         for layer in self.layers:
-            parts = self.store.block_size // layer.block_size
+            parts = self.block_size // layer.block_size
             newer, older = (slice(i * parts, (i + 1) * parts) for i in (block, like))
             layer.state.block_shared(position, newer, older)
 
@@ -467,7 +416,7 @@ class Paged(Storage):
 
     def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
         self.block_size, self.state, self.dtype, self.device = block_size, state, keys.dtype, keys.device
-        size, heads = self.pages.store.block_size, keys.shape[1]
+        size, heads = self.pages.block_size, keys.shape[1]
         self.key_pages = keys.new_zeros(0, heads, size, keys.shape[3])
         self.value_pages = keys.new_zeros(0, heads, size, values.shape[3])
         self.is_allocated = True
@@ -491,7 +440,7 @@ class Paged(Storage):
             for pages, x in pairs:
                 pages[homes, :, places] = x[:, :, 0]
             return
-        size = self.pages.store.block_size
+        size = self.pages.block_size
         for row, (start, number) in enumerate(zip(rows.resident, counts, strict=True)):
             tokens = torch.arange(start, start + number, device=self.device)
             homes, places = self.pages.table(self.device)[row].long()[tokens // size], tokens % size
@@ -502,7 +451,7 @@ class Paged(Storage):
         """Allocate as many pages as the store has blocks."""
         for name in ("key_pages", "value_pages"):
             pages: Tensor = getattr(self, name)
-            capacity = self.pages.store.capacity
+            capacity = self.pages.capacity
             if len(pages) < capacity:
                 grown = pages.new_zeros(capacity, *pages.shape[1:])
                 grown[: len(pages)] = pages
@@ -520,7 +469,7 @@ class Paged(Storage):
 
     def some_keys(self, row: int, first: int, end: int) -> Tensor:
         """Gathers only the pages that hold these tokens."""
-        size = self.pages.store.block_size
+        size = self.pages.block_size
         begin, stop = first // size, -(-end // size)
         table = self.pages.table(self.device)[row : row + 1, begin:stop]
         return unpaged(self.key_pages, table)[:, :, first - begin * size : end - begin * size]
@@ -546,20 +495,20 @@ class Paged(Storage):
 
     def clear(self) -> None:
         if self.is_allocated:
-            self.pages.once(self, self.pages.store.clear)
+            self.pages.once(self, self.pages.clear)
             self.is_allocated = False
 
     def resume(self, backend: KVBackend) -> None:
-        self.pages.listener.resumed(backend)
+        self.pages.resumed(backend)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the pages in use. Free ones do not count: any row may take them."""
-        return self.pages.store.physical * self._page_bytes() if self.is_allocated else 0
+        return self.pages.physical * self._page_bytes() if self.is_allocated else 0
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
         """A page that a row has several times counts once; a page that it shares with others counts whole."""
-        used = np.array([len(row.table) - row.repeats for row in self.pages.store.rows])
+        used = np.array([len(row.table) - row.repeats for row in self.pages.rows])
         return used * self._page_bytes()
 
     def _page_bytes(self) -> int:

@@ -14,8 +14,8 @@ from seergate.cache.storage import KVBackend, Storage
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.reason.method import ReasonCache
-from seergate.reason.paged import BlockStore, CachePages, Paged, page_tokens
-from seergate.reason.sharing import BlockSharing
+from seergate.reason.paged import CachePages, Paged, page_tokens
+from seergate.reason.sharing import BlockSharing, SharedPages
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,10 @@ class Paging(KVBackend):
         return self.reason is not None
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
-        bound, shares = copy.copy(self), self.lossy or self.share_prefixes
-        vars(bound).update(page=page_tokens(method, self.block_size, self.max_blocks), numbers=count())
-        vars(bound).update(sharing=BlockSharing(model, self.reason, self.share_prefixes) if shares else None)
+        bound, page = copy.copy(self), page_tokens(method, self.block_size, self.max_blocks)
+        shares = self.lossy or self.share_prefixes
+        sharing = BlockSharing(model, self.reason, self.share_prefixes) if shares else None
+        vars(bound).update(page=page, numbers=count(), sharing=sharing)
         return bound
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
@@ -56,10 +57,8 @@ class Paging(KVBackend):
         for other in layers[:layer]:
             if isinstance(getattr(other, "storage", None), Paged):
                 return Paged(other.storage.pages)
-        pages = CachePages(BlockStore(self.page, self.max_blocks, self.numbers))
-        if self.sharing is not None:
-            self.sharing.follow(pages)
-        return Paged(pages)
+        tables = self.page, self.max_blocks, self.numbers
+        return Paged(CachePages(*tables) if self.sharing is None else SharedPages(self.sharing, *tables))
 
     def stats(self) -> dict[str, Any]:
         return {} if self.sharing is None else self.sharing.stats()
@@ -72,7 +71,7 @@ class Paging(KVBackend):
         pages = next((storage.pages for storage in storages if isinstance(storage, Paged)), None)
         if pages is None or not self.lossy:
             return None
-        return [row.repeats / max(1, len(row.table)) for row in pages.store.rows]
+        return [row.repeats / max(1, len(row.table)) for row in pages.rows]
 
     def reset(self) -> None:
         if self.sharing is not None:

@@ -35,8 +35,7 @@ class ReasoningStep:
         text: decoded from the tokens.
         in_code: whether it begins inside a code fence that an earlier step opened.
         repeats: index of the earlier step that it was found to be alike, if any.
-        counts: how often it has each token id.
-        norm: norm of the counts as a vector.
+        counts, norm: how often it has each token id, and the norm of these counts as a vector.
     """
 
     start: int
@@ -104,13 +103,8 @@ def kind_of_repeat(steps: Sequence[ReasoningStep], index: int) -> str:
 class Segmenter:
     """Cuts a row's tokens into steps as they come.
 
-    A step ends with the token that completes a border. A border right after another one, with nothing but white space
-    between, ends nothing.
-
-    Args:
-        decode: token ids -> text.
-        border: regular expression; a blank line by default.
-        start: tokens before the first step (the prompt).
+    A step ends with the token that completes a border, a regular expression. A border right after another one, with
+    nothing but white space between, ends nothing. The first step begins after ``start`` tokens (the prompt).
     """
 
     def __init__(self, decode: Callable[[list[int]], str], border: str = BLANK_LINE, start: int = 0) -> None:
@@ -123,11 +117,6 @@ class Segmenter:
         self._open: list[int] = []
         self._tail, self._has_text = "", False
         self.feed(ids)
-
-    @property
-    def length(self) -> int:
-        """Tokens so far, the ones before the first step included."""
-        return self._begin + len(self._open)
 
     @property
     def _begin(self) -> int:

@@ -9,12 +9,9 @@ sign.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import textwrap
 from typing import Any
-
-from seergate.errors import SeergateError, how_to_install
 
 Tree = tuple[str, tuple[Any, ...]]
 """A label, and the subtrees."""
@@ -37,15 +34,6 @@ PLAIN = re.compile(rf"(?<!{OPERAND})(?:{OPERAND}+[ \t]*[-+*/^=<>≤≥≠≈×÷
 characters)."""
 
 TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
-
-
-def check_installed() -> None:
-    """Raise early if the library is missing."""
-    if importlib.util.find_spec("pylatexenc") is None:
-        raise SeergateError(
-            f"the structural check of reason_cache needs pylatexenc; {how_to_install('reason')}, or leave the check "
-            "out (structural_check=False)"
-        )
 
 
 def formal_content(text: str, in_code: bool = False) -> Tree | None:

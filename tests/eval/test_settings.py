@@ -164,7 +164,7 @@ def test_blocks_of_methods_that_share_have_a_size():
         with attached(support.model(), method) as handle:
             cache = DynamicCache(config=handle.model.config)
             handle.model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
-            assert cache.layers[0].storage.pages.store.block_size == size
+            assert cache.layers[0].storage.pages.block_size == size
 
 
 def test_methods_that_select_no_blocks_have_pages_of_their_own_size():

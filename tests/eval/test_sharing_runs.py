@@ -51,7 +51,7 @@ def test_an_answer_does_not_depend_on_its_batch():
 
     def watch(module, inputs, kwargs, output):
         if kwargs["input_ids"].shape[1] == 1:
-            row = cache_of(kwargs).layers[0].storage.pages.store.rows[0].table
+            row = cache_of(kwargs).layers[0].storage.pages.rows[0].table
             watched[-1].append(1 - len(set(row)) / len(row))
         else:
             watched.append([])

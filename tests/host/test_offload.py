@@ -157,11 +157,10 @@ def check_pools(cache):
         pool = layer.storage.pool
         stored = [x.flatten(0, 1).unflatten(1, (-1, BLOCK)) for x in (layer.keys, layer.values)]
         held = 0
-        for slot, owner in enumerate(pool._owner.tolist()):
-            if owner < 0:
+        for slot, (pair, block) in enumerate(pool._owner.tolist()):
+            if pair < 0:
                 pool.keys[slot], pool.values[slot] = torch.nan, torch.nan
                 continue
-            pair, block = divmod(owner, pool._slot_of.shape[1])
             assert pool._slot_of[pair, block] == slot
             assert torch.equal(pool.keys[slot, 0], stored[0][pair, block])
             assert torch.equal(pool.values[slot, 0], stored[1][pair, block])

@@ -38,7 +38,7 @@ def test_selecting_methods(name, family):
         assert isinstance(layer.storage, Paged)
         assert torch.equal(plain, paged)
         assert before["density"] == after["density"] and before["bytes_read_per_step"] == after["bytes_read_per_step"]
-    store = layer.storage.pages.store
+    store = layer.storage.pages
     assert store.physical == store.logical == sum(-(-(len(p[0]) + 20) // (2 * BLOCK)) for p in ROWS)
 
 
@@ -69,9 +69,9 @@ def test_sharing_of_prefixes_remembers_no_steps(model):
     with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
         cache = DynamicCache()
         model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
-        sharing = cache.layers[0].storage.pages.listener
-        assert not sharing._calls and not sharing._reported
-        del cache, sharing
+        pages = cache.layers[0].storage.pages
+        assert not pages._calls and not pages._reported
+        del cache, pages
         gc.collect()
         assert not handle.storage.sharing.gone
 
@@ -130,7 +130,7 @@ def test_rows_with_the_same_prompt_share_it(model):
     plain, _, _ = forced_run(model, "dense", rows, forced)
     shared, cache, stats = forced_run(model, "dense", rows, forced, storage=Paging(8, share_prefixes=True))
     assert torch.equal(plain, shared)
-    store = cache.layers[0].storage.pages.store
+    store = cache.layers[0].storage.pages
     same = stats["sharing"]["prefix_blocks"]
     assert 6 <= same <= 6 + 4, "six full blocks of 8 in 50 tokens, four in 35; fewer only if rows round differently"
     assert store.logical - store.physical == same
@@ -186,7 +186,7 @@ def test_layers_that_are_not_in_step_are_told(model):
         cache = DynamicCache()
         for _ in range(2):  # and a cache that was reset is as good as new
             model(input_ids=prompt(20), past_key_values=cache)
-            assert cache.layers[0].storage.pages.store.logical == 2
+            assert cache.layers[0].storage.pages.logical == 2
             cache.reset()
             assert cache.get_seq_length() == 0
     assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6)

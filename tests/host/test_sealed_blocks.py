@@ -19,7 +19,7 @@ class SealedBlocks:
         self.held, self.places, self.compared = {}, {}, 0
 
     def look(self, cache):
-        store, kept = cache.layers[0].storage.pages.store, [layer.storage for layer in cache.layers]
+        store, kept = cache.layers[0].storage.pages, [layer.storage for layer in cache.layers]
         for block in [i for i, sealed in enumerate(store.sealed) if sealed]:
             serial = store.serials[block]
             now = torch.cat([pages[block].flatten() for x in kept for pages in (x.key_pages, x.value_pages)])
@@ -52,7 +52,7 @@ def test_sealed_blocks_are_never_written(reads):
             say(text[:, i : i + 1])
         for rows, cropped in (([0, 0, 1], 0), ([0, 1, 2], 7), ([1, 1, 0, 2], 0), ([2, 0], 18)):
             cache.reorder_cache(torch.tensor(rows))
-            store = cache.layers[0].storage.pages.store
+            store = cache.layers[0].storage.pages
             shared.append(max(store.references) > 1)
             if cropped:
                 cache.crop(-cropped)

@@ -58,10 +58,10 @@ def test_repeats_share_blocks_and_other_rows_do_not_notice(model):
     tables = []
 
     def watch(at, cache, handle):
-        tables.append([list(row.table) for row in cache.layers[0].storage.pages.store.rows])
+        tables.append([list(row.table) for row in cache.layers[0].storage.pages.rows])
 
     shared, cache, stats = forced_run(model, reason(), PROMPTS, looping(), each=watch)
-    counts, store = stats["sharing"], cache.layers[0].storage.pages.store
+    counts, store = stats["sharing"], cache.layers[0].storage.pages
     assert counts["error"] is None and counts["dropped"] == 0
     assert torch.equal(plain[1], shared[1]), "the row that never repeats itself is as it would be alone, to the bit"
     first = next(i for i, pair in enumerate(zip(plain[0], shared[0], strict=True)) if not torch.equal(*pair))
@@ -96,7 +96,7 @@ def test_what_is_known_of_a_block_follows_it():
         (methods.Quest(token_budget=32, block_size=8, dense_layers=()), ["high", "low"]),
     ):
         _, cache, stats = forced_run(model, reason(reads=reads, block_size=16, warm_up=0), PROMPTS[:1], text)
-        table = cache.layers[0].storage.pages.store.rows[0].table
+        table = cache.layers[0].storage.pages.rows[0].table
         copies = [(i, table.index(block)) for i, block in enumerate(table) if table.index(block) != i]
         assert len(copies) == sum(stats["sharing"]["shared_blocks"].values()) >= 2
         assert stats["method"] == f"reason_cache+{reads.name}" and stats["density"] < 0.6
@@ -170,7 +170,7 @@ def test_rows_that_come_and_go(model, reads):
 
 def assert_known(cache, sharing):
     """The evaluator has each row's blocks as the cache has them."""
-    store, rows = cache.layers[0].storage.pages.store, sharing.evaluator._rows
+    store, rows = cache.layers[0].storage.pages, sharing.evaluator._rows
     known = {uid: row.blocks for uid, row in rows.items()}
     assert known == {
         row.uid: [(block, store.serials[block]) for block in row.table[: row.sealed]] for row in store.rows
@@ -298,9 +298,9 @@ def test_decisions_that_come_too_late(monkeypatch):
         for i in range(40):
             model(input_ids=prompt(40, 9)[:, i : i + 1], past_key_values=cache)
         gate.set()
-        assert worker_done(handle) and sharing.evaluator.tally.counts["decisions"] > 0
+        assert worker_done(handle) and sharing.evaluator.counts["decisions"] > 0
         model(input_ids=prompt(1, 9), past_key_values=cache)
-        counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages.store
+        counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages
         model(input_ids=prompt(1, 9), past_key_values=cache)
         assert worker_done(handle)
         assert_known(cache, sharing)
@@ -321,7 +321,7 @@ def test_a_thread_decides_what_is_decided_in_between():
     )
     assert threaded["sharing"]["error"] is None
     assert threaded["sharing"]["steps"] == inline["sharing"]["steps"]
-    assert there.layers[0].storage.pages.store.physical <= here.layers[0].storage.pages.store.logical - 4
+    assert there.layers[0].storage.pages.physical <= here.layers[0].storage.pages.logical - 4
     assert threading.active_count() == before, "detaching ends the thread"
 
 
@@ -334,7 +334,7 @@ def test_the_control_saves_as_much(model):
     shared = sum(informed["sharing"]["shared_blocks"].values())
     assert control["sharing"]["shared_blocks"].keys() == {"random"}
     assert control["sharing"]["shared_blocks"]["random"] == pytest.approx(shared, rel=0.35)
-    store = cache.layers[0].storage.pages.store
+    store = cache.layers[0].storage.pages
     assert store.logical - store.physical == control["sharing"]["shared_blocks"]["random"]
 
 

@@ -68,6 +68,10 @@ def test_code_fences_go_over_borders():
     assert [step.in_code for step in steps] == [False, True, True, False]
 
 
+def length(cut):
+    return cut._begin + len(cut._open)
+
+
 @given(strategies.lists(strategies.integers(0, 7), max_size=60), strategies.lists(strategies.integers(0, 60)))
 def test_cropping_then_going_on_is_never_having_gone_astray(ids, cuts):
     cut, at = Segmenter(decode), 0
@@ -77,11 +81,11 @@ def test_cropping_then_going_on_is_never_having_gone_astray(ids, cuts):
             at = min(len(ids), at + border)
             at = min(at, border)
             cut.crop(at)
-            assert cut.length == at
+            assert length(cut) == at
     cut.feed(ids[at:])
     straight = Segmenter(decode)
     straight.feed(ids)
-    assert cut.steps == straight.steps and cut.length == straight.length == len(ids)
+    assert cut.steps == straight.steps and length(cut) == length(straight) == len(ids)
     assert cut.copy().feed([4, 1]) == straight.feed([4, 1])
 
 
@@ -204,15 +208,13 @@ class Cache:
     def __init__(self, ids, offset=0):
         ids = torch.tensor(ids[: len(ids) // 2 * 2], dtype=torch.float32).view(-1, 1, 2, 1)
         self.pages, self.decisions, self.offset = torch.cat((torch.zeros(offset, 1, 2, 1), ids)), deque(), offset
+        self.block_size = 2
 
-    def layers(self):
+    def buffers(self):
         return [(self.pages, self.pages)]
 
-    def decide(self, decision):
-        self.decisions.append(decision)
-
     def seal(self, run, row, first, last):
-        run.blocks_sealed(row, self, first, [(self.offset + i, 1000 * row + i) for i in range(first, last)])
+        run.blocks_sealed(row, lambda: self, first, [(self.offset + i, 1000 * row + i) for i in range(first, last)])
 
 
 WORDS = [*"abcdefgh", "\n\n"]
@@ -242,8 +244,8 @@ def test_the_evaluator_pairs_whole_blocks_of_similar_steps():
         (8, 2, 1008, 1002),
         (9, 3, 1009, 1003),
     ]
-    assert run.tally.counts == Counter(steps=3, similar_steps=1, same_structure=1, measured_blocks=3, decisions=3)
-    assert set(run.tally.seconds) == {"text", "lexical", "structural", "distance"}
+    assert run.counts == Counter(steps=3, similar_steps=1, same_structure=1, measured_blocks=3, decisions=3)
+    assert set(run.seconds) == {"text", "lexical", "structural", "distance"}
 
 
 def test_pairing_by_the_nearest_block():
@@ -262,7 +264,7 @@ def test_forks_crops_and_rows_that_go():
     run, cache = evaluator(include_prompt=True), Cache([*ids, *STEP])
     feed(run, cache, 1, ids, 0)
     run.row_forked(1, 2)
-    run.row_cropped(1, 7)
+    run.row_cropped(1, 7, 3)
     feed(run, cache, 2, STEP, 12)
     assert [(d.row, d.newer, d.older) for d in cache.decisions] == [(2, 6, 0), (2, 7, 1), (2, 8, 2)]
     cache.decisions.clear()
@@ -292,7 +294,7 @@ def test_a_step_that_is_written_again_is_compared_by_what_it_is_now():
     feed(run, cache, 1, ids, 2, prompt=[0, 0])
     assert cache.decisions
     cache.decisions.clear()
-    run.row_cropped(1, 10)  # inside the second step, before its formula
+    run.row_cropped(1, 10, 5)  # inside the second step, before its formula
     feed(run, cache, 1, [10, 3, 4, 8], 10)
     assert not cache.decisions
 
