@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check, is_int
-from seergate.ops.backend import implementation
+from seergate.ops.backend import run
 from seergate.ops.checks import (
     check_block_size,
     check_cu_seqlens,
@@ -90,7 +90,7 @@ def packed_attention(
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     _check_values(v, pack)
     check("window", window, window is None or (is_int(window) and window >= 1), "an integer of at least 1, or None")
-    return implementation("packed_attention", q.device)(pack=pack, v=v, window=window)
+    return run("packed_attention", q.device, pack=pack, v=v, window=window)
 
 
 class AttentionWithTargets(NamedTuple):
@@ -130,7 +130,7 @@ def attention_with_block_targets(
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_block_size(block_size)
     _check_values(v, pack)
-    return implementation("attention_with_block_targets", q.device)(pack=pack, v=v, block_size=block_size)
+    return run("attention_with_block_targets", q.device, pack=pack, v=v, block_size=block_size)
 
 
 def block_targets(
@@ -202,4 +202,4 @@ def retained_attention(
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     _check_values(v, pack)
     check_tensor("log_beta", log_beta, k.shape[:2], on=("q", q))
-    return implementation("retained_attention", q.device)(pack=pack, v=v, log_beta=log_beta, window=window)
+    return run("retained_attention", q.device, pack=pack, v=v, log_beta=log_beta, window=window)

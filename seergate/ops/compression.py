@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from seergate.config import POOLINGS, check_poolings
-from seergate.ops.backend import implementation
+from seergate.ops.backend import run
 from seergate.ops.checks import brief, check_block_size, check_lengths, check_same, check_tensor, readable
 
 
@@ -63,7 +63,7 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengt
     kinds = check_poolings("kinds", kinds)
     if lengths is not None:
         check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0, on=("k", k))
-    return implementation("pool_keys", k.device)(k=k, block_size=block_size, kinds=kinds, lengths=lengths)
+    return run("pool_keys", k.device, k=k, block_size=block_size, kinds=kinds, lengths=lengths)
 
 
 def update_compressed_keys(
@@ -122,7 +122,7 @@ def update_compressed_keys(
         raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
     if host_lengths is not None and readable(lengths) and list(host_lengths) != lengths.tolist():
         raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(lengths.tolist())}")
-    implementation("update_compressed_keys", k.device)(
-        k=k, lengths=lengths, recent=recent, compressed=compressed, branch=branch, block_size=block_size, kinds=kinds,
-        position_offset=position_offset, host_lengths=host_lengths,
+    run(
+        "update_compressed_keys", k.device, k=k, lengths=lengths, recent=recent, compressed=compressed, branch=branch,
+        block_size=block_size, kinds=kinds, position_offset=position_offset, host_lengths=host_lengths,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.ops.backend import implementation
+from seergate.ops.backend import run
 from seergate.ops.checks import (
     brief,
     check_block_size,
@@ -80,9 +80,10 @@ def sparse_decode(
     _check_ascending(indices)
     if counts is not None:
         _check_counts(counts, indices, lengths, block_size)
-    return implementation("sparse_decode", q.device)(
-        inputs=inputs, indices=indices, counts=counts, lengths=lengths, block_size=block_size
-    )
+    return run(
+        "sparse_decode", q.device, inputs=inputs, indices=indices, counts=counts, lengths=lengths,
+        block_size=block_size,
+    )  # fmt: skip
 
 
 def dense_decode(
@@ -114,7 +115,7 @@ def dense_decode(
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
     if lengths is not None:
         check_lengths(lengths, len(q), capacity, "S", on=("q", q))
-    return implementation("dense_decode", q.device)(inputs=inputs, lengths=lengths)
+    return run("dense_decode", q.device, inputs=inputs, lengths=lengths)
 
 
 def _checked(

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from seergate.checks import check, is_int, is_number
-from seergate.ops.backend import implementation
+from seergate.ops.backend import run
 from seergate.ops.checks import check_block_size, check_lengths, check_same, check_tensor
 from seergate.ops.compression import check_branch
 
@@ -51,8 +51,8 @@ def score_blocks(
     most = (compressed.shape[2] + 1) * block_size - 1
     check_lengths(lengths, len(q), most, "(NB + 1) * block_size - 1", on=("q", q))
     branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
-    return implementation("score_blocks", q.device)(
-        q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
+    return run(
+        "score_blocks", q.device, q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
     )
 
 
@@ -197,6 +197,7 @@ def select_blocks(
     elif token_budget is None:
         share = rules[given[0]]
         check(given[0], share, is_number(share) and 0 < share < 1, "strictly between 0 and 1")
-    return implementation("select_blocks", scores.device)(
-        scores=scores, lengths=lengths, block_size=block_size, sink_blocks=sink_blocks, **rules, **bounds
-    )
+    return run(
+        "select_blocks", scores.device, scores=scores, lengths=lengths, block_size=block_size,
+        sink_blocks=sink_blocks, **rules, **bounds,
+    )  # fmt: skip

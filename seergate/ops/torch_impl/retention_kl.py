@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from seergate.ops.attention import Pack
-from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.losses import GateKLStats
 from seergate.ops.torch_impl.teacher import Teacher, segments, wide_dtype
 
 
