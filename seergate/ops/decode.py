@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seergate.checks import check_count
 from seergate.ops.backend import run
 from seergate.ops.checks import (
     brief,
-    check_block_size,
     check_groups,
     check_integers,
     check_lengths,
-    check_same,
     check_softmax,
     check_tensor,
     readable,
@@ -73,7 +72,7 @@ def sparse_decode(
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
     """
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
     check_integers("indices", indices, (len(q), k.shape[1], "K"), on=("q", q))
     check_lengths(lengths, len(q), capacity, "S", on=("q", q))
@@ -131,12 +130,10 @@ def _checked(
     """The checked inputs, and the capacity ``S`` of a row."""
     check_tensor("q", q, ("B", "H", "d"))
     batch, heads, dim = q.shape
-    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim))
+    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim), like=("q", q))
     rows, kv_heads, capacity = k.shape[:3]
-    check_tensor("v", v, (rows, kv_heads, capacity, "dv"))
+    check_tensor("v", v, (rows, kv_heads, capacity, "dv"), like=("q", q))
     check_groups(heads, kv_heads)
-    check_same("k", k, "q", q)
-    check_same("v", v, "q", q)
     if page_table is not None:
         check_integers("page_table", page_table, (batch, "P"), on=("q", q))
         _check_pages(page_table, rows, capacity, block_size)

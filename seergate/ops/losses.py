@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.checks import check, is_int, is_number
+from seergate.checks import check, check_count, is_int, is_number
 from seergate.config import check_rows, check_target
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import run
-from seergate.ops.checks import check_block_size, check_scale, check_tensor, readable
+from seergate.ops.checks import check_scale, check_tensor, readable
 
 REDUCTIONS = ("row_mean", "published")
 
@@ -112,7 +112,7 @@ def gate_kl(
         and its gradients are 0.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     tokens, kv_heads = k.shape[:2]
     check_tensor("qg", qg, (tokens, kv_heads, "dg"), on=("q", q))
     blocks: int | str = "sum NB_i"
@@ -189,7 +189,7 @@ def scorer_kl(
         As `gate_kl`.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     if not is_int(entry_tokens) or entry_tokens < 1 or block_size % entry_tokens:
         raise ValueError(f"entry_tokens is {entry_tokens!r}; it must divide block_size ({block_size})")
     check_tensor("qs", qs, (len(q), "I", "E'"), on=("q", q))
@@ -242,7 +242,7 @@ def retention_kl(
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2], on=("q", q))
-    check("distance", distance, is_int(distance) and distance >= 1, "a positive number of tokens")
+    check_count("distance", distance, 1)
     options = _checked(LossOptions(row_start, "row_mean", recall_budgets), distance, lse, q)
     if lse is None:
         lse = packed_attention(q, k, k, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap).lse
@@ -259,7 +259,7 @@ def _checked(options: LossOptions, block_size: int, lse: Tensor | None, q: Tenso
     check("row_start", row_start, is_number(row_start) and 0 <= row_start < 1, "at least 0 and less than 1")
     check("reduction", reduction, reduction in REDUCTIONS, f"one of {', '.join(REDUCTIONS)}")
     check_rows(reduction, sink_blocks, row_stride)
-    check("row_shift", row_shift, is_int(row_shift) and row_shift >= 0, "an integer of at least 0")
+    check_count("row_shift", row_shift)
     budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
     if not all(is_int(budget) and budget >= block_size for budget in budgets):
         raise ValueError(
