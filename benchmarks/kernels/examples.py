@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.compression import Branch
+from seergate.ops.gate_math import Branch
 from seergate.ops.triton_impl import (
     compression,
     decode,

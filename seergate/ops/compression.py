@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -11,22 +10,7 @@ from seergate.checks import check_count
 from seergate.config import POOLINGS, check_poolings
 from seergate.ops.backend import run
 from seergate.ops.checks import brief, check_lengths, check_tensor, readable
-
-
-class Branch(NamedTuple):
-    """A branch of the gate: a linear map ``[Hkv, ..., E]``, and the RMSNorm and RoPE that may follow; arguments of
-    `update_compressed_keys` and `score_blocks`, checked.
-    """
-
-    weight: Tensor
-    norm_weight: Tensor | None
-    inv_freq: Tensor | None
-    attention_scaling: float
-
-    def detached(self) -> Branch:
-        """The branch without gradients."""
-        norm_weight = None if self.norm_weight is None else self.norm_weight.detach()
-        return self._replace(weight=self.weight.detach(), norm_weight=norm_weight)
+from seergate.ops.gate_math import Branch
 
 
 def check_branch(

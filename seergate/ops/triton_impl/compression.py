@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.ops.backend import one_node
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import NORM_EPS
+from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import DTYPES, padded
