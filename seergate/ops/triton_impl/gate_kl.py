@@ -109,9 +109,7 @@ def evaluate(
     lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse.float().contiguous()
     known = lse is not None
     if not known and (sink_blocks or row_stride > 1):  # the first blocks and the rows between are in no tile
-        whole = packs.row_tiles(packs.whole_segments(spans), sizes[0], packed=True)
-        (every_row,) = packs.to_device([whole], device)
-        teacher.attend(every_row, None, lse_buffer, None)
+        teacher.attend_whole(spans, None, lse_buffer)
         known = True
     for chunk in chunks:
         shape = (chunk.rows, kv_heads, chunk.width)
