@@ -100,11 +100,6 @@ def base_commit(config: Any) -> str | None:
     return getattr(config, "_commit_hash", None)
 
 
-def note_base_commit(config: Any, commit: str | None) -> None:
-    """Note in a configuration the commit that it was read from, where transformers has not done so."""
-    config._commit_hash = commit
-
-
 def family_of(config: Any) -> Family:
     """The row of an architecture; an unsupported one is refused with the reason."""
     model_type = config.get_text_config().model_type
@@ -224,17 +219,16 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
             "the second"
         )
     layer, attention = modules[0]
-    head_dim, group = int(attention.head_dim), int(attention.num_key_value_groups)  # type: ignore[arg-type]
     inv_freq, scaling = (
-        gate_frequencies(decoder_of(model), base, layer_type(base, layer), config.gate_dim, head_dim)
+        gate_frequencies(decoder_of(model), base, layer_type(base, layer), config.gate_dim)
         if config.rope
         else ((), 1.0)
     )
     return ModelGeometry(
         model_type=base.model_type,
         num_heads=base.num_attention_heads,
-        num_kv_heads=base.num_attention_heads // group,
-        head_dim=head_dim,
+        num_kv_heads=base.num_attention_heads // int(attention.num_key_value_groups),  # type: ignore[arg-type]
+        head_dim=int(attention.head_dim),  # type: ignore[arg-type]
         layers=tuple(layer for layer, _ in modules),
         inv_freq=inv_freq,
         attention_scaling=scaling,

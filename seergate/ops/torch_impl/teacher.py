@@ -92,14 +92,9 @@ class Teacher:
         ``sink_blocks`` on; `MASKED` where not past.
 
         ``u_j = max over the group's heads of (highest score in block j - log sum exp of all scores up to the row)``
-        (each head's normaliser comes off before the maximum over heads).
-
-        Args:
-            keys_SD: the segment's keys, from `head_keys`.
-            start: where the segment starts in the pack.
-            rows: the chunk's, counted from the segment's start.
-            head: KV head.
-            scratch: from `scratch`; overwritten.
+        (each head's normaliser comes off before the maximum over heads). The segment starts at ``start`` of the pack
+        and has the keys ``keys_SD``, from `head_keys`; ``rows`` are counted from its start; ``scratch``, from
+        `scratch`, is overwritten.
         """
         scores_SX, block_max_NX = self.scores(keys_SD, start, rows, head, scratch)
         lse_X = self.lse(scores_SX, block_max_NX, start, rows, head)
