@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 SPINS = "5000"
-"""Spin count of idle threads, longer than the time between two operations of a step. On two quiet cores sparse attention
-was as fast as with libgomp's 300,000, and with 2,000 up to three times slower; beside busy processes fewer are faster.
-"""
+"""Spin count of idle threads, longer than the time between two operations of a step. On two quiet cores sparse
+attention was as fast as with libgomp's 300,000, and with 2,000 up to three times slower; beside busy processes fewer
+are faster."""
 
 
 def bound_spinning() -> None:

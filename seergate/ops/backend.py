@@ -44,14 +44,6 @@ WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
 """Ops that run in torch on GPUs as well."""
 
 
-def forced_backend() -> str | None:
-    """The backend that the environment asks for, or ``None``."""
-    name = os.environ.get(ENV_VAR) or None
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{ENV_VAR} is {name!r}; it must be one of {', '.join(BACKENDS)}, or unset")
-    return name
-
-
 @cache
 def has_triton() -> bool:
     """True if Triton can be imported here."""
@@ -64,18 +56,20 @@ def choose(device: torch.device) -> str:
     Raises:
         ValueError: if the environment forces an unknown backend, or one that cannot run here.
     """
-    forced = forced_backend()
-    if forced is not None:
-        if forced == "triton" and not has_triton():
-            raise ValueError(
-                f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
-            )
-        if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(
-                f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
-            )
-        return forced
-    return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
+    forced = os.environ.get(ENV_VAR)
+    if not forced:
+        return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
+    if forced not in BACKENDS:
+        raise ValueError(f"{ENV_VAR} is {forced!r}; it must be one of {', '.join(BACKENDS)}, or unset")
+    if forced == "triton" and not has_triton():
+        raise ValueError(
+            f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
+        )
+    if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
+        )
+    return forced
 
 
 @cache
