@@ -68,19 +68,14 @@ FAMILIES: dict[str, Family] = {
 
 _MLA = "it uses multi-head latent attention, which has no per-head keys before RoPE to pool"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "minicpm3",
-            "mistral4",
-            "kimi_linear",
-            "glm_moe_dsa",
-            "longcat_flash",
-        ),
-        _MLA,
-    ),
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "deepseek_v32": _MLA,
+    "minicpm3": _MLA,
+    "mistral4": _MLA,
+    "kimi_linear": _MLA,
+    "glm_moe_dsa": _MLA,
+    "longcat_flash": _MLA,
     "llama4_text": "it rotates queries and keys as complex numbers and normalises them after RoPE",
     "minimax_m3": "it already selects blocks with an indexer of its own",
     "gpt2": "it has no rotary positions and no grouped-query attention",
