@@ -52,7 +52,7 @@ def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
     path = Path(name or "")
     if path.suffix.lower() == GGUF:
         return path if os.path.isfile(path) else None
-    if not name or not os.path.isdir(path) or (path / "config.json").exists():
+    if not name or not os.path.isdir(path) or os.path.exists(path / "config.json"):
         return None
     found = list(path.glob(f"*{GGUF}"))
     return found[0] if len(found) == 1 else None
