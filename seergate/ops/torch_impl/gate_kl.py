@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.losses import GateKLStats, LossOptions, counted_rows, refuse_second_order
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
 
 
 def gate_kl(
@@ -31,9 +31,7 @@ def gate_kl(
     """The op on checked arguments."""
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
     teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
-    spans = segments(pack.cu_seqlens)
-    lengths = [end - start for start, end in spans]
-    total, counted, weights = rows_and_weights(lengths, block_size, teacher.kv_heads, options)
+    total, counted, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     plans = [teacher.chunks(rows) for rows in counted]
     past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
     qg_TKE, kg_MKE = qg.detach(), kg.detach()
@@ -45,7 +43,7 @@ def gate_kl(
         dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
         sums, scratch = Sums(kv_heads, len(past_blocks), device), teacher.scratch(plans)
         entry = 0  # where the segment's entries of kg start
-        for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
+        for (start, stop), plan, weight in zip(teacher.spans, plans, weights, strict=True):
             factor = weight * gate_scale
             for head in range(kv_heads if plan else 0):
                 keys_SD = teacher.head_keys(start, stop, head)
@@ -78,10 +76,11 @@ def gate_kl(
 
 
 def rows_and_weights(
-    lengths: Sequence[int], block_size: int, kv_heads: int, options: LossOptions
+    spans: Sequence[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
 ) -> tuple[int, list[range], list[float]]:
     """The number of rows that count; by segment, these rows, and the weight of a row and KV head in the loss."""
     row_start, reduction, _, *rule = options
+    lengths = [end - start for start, end in spans]
     rows = counted_rows(lengths, block_size, row_start, *rule)
     counted = sum(map(len, rows))
     if reduction == "row_mean":

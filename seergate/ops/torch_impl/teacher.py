@@ -65,6 +65,7 @@ class Teacher:
         self, pack: Pack, block_size: int, dtype: torch.dtype, lse_TH: Tensor | None = None, sink_blocks: int = 0
     ) -> None:
         self.q_THD, self.k_TKD, sinks_H = pack.q.detach(), pack.k.detach(), pack.sinks
+        self.spans = segments(pack.cu_seqlens)
         self.sm_scale, self.softcap = pack.sm_scale, pack.softcap
         self.block_size, self.dtype, self.sink_blocks = block_size, dtype, sink_blocks
         self.kv_heads = self.k_TKD.shape[1]
@@ -152,14 +153,13 @@ def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> Atte
     q, dtype = pack.q, wide_dtype(pack.q, pack.k)
     teacher = Teacher(pack, block_size, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]
-    spans = segments(pack.cu_seqlens)
-    plans = [list(row_chunks(range(end - start), teacher.area)) for start, end in spans]
-    widest = max(-(-(end - start) // block_size) for start, end in spans)
+    plans = [teacher.chunks(range(end - start)) for start, end in teacher.spans]
+    widest = max(-(-(end - start) // block_size) for start, end in teacher.spans)
     out_THD = v.new_empty(tokens, heads, v_dim)
     lse_TH = q.new_empty(tokens, heads, dtype=dtype)
     targets_TKN = q.new_full((tokens, teacher.kv_heads, widest), -torch.inf, dtype=dtype)
     scratch = teacher.scratch(plans)
-    for (start, stop), plan in zip(spans, plans, strict=True):
+    for (start, stop), plan in zip(teacher.spans, plans, strict=True):
         for head in range(teacher.kv_heads if plan else 0):
             keys_SD = teacher.head_keys(start, stop, head)
             values_SD = v[start:stop, head].to(dtype)

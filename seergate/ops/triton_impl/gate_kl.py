@@ -151,7 +151,7 @@ def cut_up(
         the pack counts for in the loss, float64 ``[T]`` on the device.
     """
     lengths = [end - start for start, end in spans]
-    rows, counted, weights = torch_impl.rows_and_weights(lengths, block_size, kv_heads, options)
+    rows, counted, weights = torch_impl.rows_and_weights(spans, block_size, kv_heads, options)
     pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks=options.sink_blocks)
     chunks = packs.chunks(pieces, block_size, chunk_bytes // (4 * kv_heads))
     parts = [
