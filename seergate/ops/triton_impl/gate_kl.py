@@ -102,8 +102,7 @@ def evaluate(
     gate = Gate(qg, kg, block_size, gate_scale, teacher, row_stride, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
     options = LossOptions(row_start, reduction, tuple(recall_budgets), sink_blocks, row_stride, row_shift)
-    rows, chunks, tables, row_weight = cut_up(tuple(spans), block_size, options, kv_heads, sizes, CHUNK_BYTES, device)
-    tiles = iter(tables)
+    rows, chunks, tiles, row_weight = cut_up(tuple(spans), block_size, options, kv_heads, sizes, CHUNK_BYTES, device)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
     buffers = gate.buffers(cells)
     lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse.float().contiguous()
@@ -111,15 +110,14 @@ def evaluate(
     if not known and (sink_blocks or row_stride > 1):  # the first blocks and the rows between are in no tile
         teacher.attend_whole(spans, None, lse_buffer)
         known = True
-    for chunk in chunks:
+    for chunk, (teacher_tiles, row_tiles, column_tiles) in zip(chunks, tiles, strict=True):
         shape = (chunk.rows, kv_heads, chunk.width)
         targets, delta, logits = (x[: chunk.rows * kv_heads * chunk.width].view(shape) for x in buffers)
-        teacher.log_targets(next(tiles), targets, lse_buffer, known=known, step=row_stride)
-        row_tiles = next(tiles)
+        teacher.log_targets(teacher_tiles, targets, lse_buffer, known=known, step=row_stride)
         gate.add_rows(row_tiles, targets, delta, logits)
         for index, budget in enumerate(recall_budgets):
             gate.add_recall(row_tiles, targets, logits, index, max(0, budget // block_size - 1 - sink_blocks))
-        gate.add_columns(next(tiles), delta)
+        gate.add_columns(column_tiles, delta)
 
     # Sums over up to millions of rows: float64.
     divisor = max(rows, 1)
@@ -143,7 +141,7 @@ def cut_up(
     sizes: tuple[int, int, int],
     chunk_bytes: int,
     device: torch.device,
-) -> tuple[int, list[packs.Chunk], list[packs.Tiles], Tensor]:
+) -> tuple[int, list[packs.Chunk], list[tuple[packs.Tiles, packs.Tiles, packs.Tiles]], Tensor]:
     """The chunks and tiles of a pack, which are the same in all layers and made for the first one.
 
     Returns:
@@ -164,7 +162,9 @@ def cut_up(
         )
     ]
     row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    return rows, chunks, packs.to_device(parts, device) if parts else [], copied(row_weight, device)
+    tables = packs.to_device(parts, device) if parts else []
+    tiles = list(zip(tables[::3], tables[1::3], tables[2::3], strict=True))
+    return rows, chunks, tiles, copied(row_weight, device)
 
 
 class Gate:
