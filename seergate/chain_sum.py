@@ -17,14 +17,10 @@ and writes the sum modulo 10. Every decision the reasoner takes is a retrieval o
 A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
 ``a17:`` where it is to be evaluated, ``a17=`` where its value follows), so that what has to be matched is one token.
 The first variable stands in the prompt, and the end is marked where the last one is defined: no step depends on a
-minimum, a count, or the absence of something, which no sparse attention could see. (An earlier form named the asked
-variable once, at the end of the prompt. At every step it had to be seen that nothing matched it, and a model that got
-all sums right ran past it.)
+minimum, a count, or the absence of something, which no sparse attention could see.
 
-More than half of the tokens are words that say nothing new, as in any text. (A form without them put so many names
-into a block of eight tokens that their pooled keys hid each other, which no text of a large model does. In another
-form the reasoning copied given digits like operands; the model then looked for a second operand, and finding none is
-not a retrieval.)
+More than half of the tokens are words that say nothing new, as in any text. Without them a block of eight tokens would
+hold so many names that their pooled keys hide each other, which no text of a large model does.
 """
 
 from __future__ import annotations

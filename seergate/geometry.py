@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from seergate.checks import check, is_int, is_number
+from seergate.checks import check, check_count, is_int, is_number
 
 
 @dataclass(frozen=True)
@@ -49,15 +49,14 @@ class ModelGeometry:
             check(name, value, isinstance(value, (list, tuple)), "a list of numbers")
             known[name] = tuple(value)
         for name in ("num_heads", "num_kv_heads", "head_dim"):
-            value = known.get(name)
-            check(name, value, is_int(value) and value >= 1, "a positive integer")
+            check_count(name, known.get(name), 1)
         layers = known["layers"]
         right = bool(layers) and all(is_int(layer) and layer >= 0 for layer in layers)
         check("layers", list(layers), right, "a list of layer indices")
         check("layers", list(layers), list(layers) == sorted(set(layers)), "ascending, each layer once")
         for name in ("hidden_size", "num_layers"):
-            value = known.get(name)
-            check(name, value, value is None or (is_int(value) and value >= 1), "a positive integer or null")
+            if known.get(name) is not None:
+                check_count(name, known[name], 1)
         for name in ("model_type", "base_model", "base_revision"):
             value = known.get(name)
             check(name, value, isinstance(value, str) or (value is None and name != "model_type"), "a text")

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 
 SPINS = "5000"
-"""Spin count of idle threads, longer than the time between two operations of a step. Measured: with 1,000 and 2,000
-sparse attention over 4,096 of 32k tokens took 4.4 to 14.5 ms on two quiet cores (six runs), with 5,000 4.2 to 4.7,
-with libgomp's choice of 300,000 3.7 to 5.0 (three each). 12 rows of the tiny reasoner beside two busy processes took
-35 s with 1,000, 42 s with 3,000, 57 s with 10,000; alone, 16 to 27 s with any.
-"""
+"""Spin count of idle threads, longer than the time between two operations of a step. On two quiet cores sparse
+attention was as fast as with libgomp's 300,000, and with 2,000 up to three times slower; beside busy processes fewer
+are faster."""
 
 
 def bound_spinning() -> None:

@@ -30,21 +30,10 @@ def shipped(relative: str) -> Path:
     )
 
 
-def is_directory(name: str | os.PathLike[str]) -> bool:
-    """True if a directory of this name exists; false for a name that no file can have."""
-    try:
-        return Path(name).is_dir()
-    except (OSError, ValueError):
-        return False
-
-
 def resolve_model(name: str | os.PathLike[str]) -> str:
     """Turn a model's name into what transformers can load: a shipped directory if there is one of that name."""
-    if is_directory(name):
-        return str(name)
-    if str(name).startswith("checkpoints/"):
-        return str(shipped(str(name)))
-    return str(name)
+    name = str(name)
+    return str(shipped(name)) if name.startswith("checkpoints/") and not os.path.isdir(name) else name
 
 
 def directory_here(name: str | os.PathLike[str]) -> Path | None:
@@ -53,7 +42,7 @@ def directory_here(name: str | os.PathLike[str]) -> Path | None:
         found = resolve_model(name)
     except (OSError, ValueError):  # not shipped, or no name that a file can have
         return None
-    return Path(found) if is_directory(found) else None
+    return Path(found) if os.path.isdir(found) else None
 
 
 def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
@@ -61,18 +50,17 @@ def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
     `config.json`; ``None`` if there is none.
     """
     path = Path(name or "")
-    try:
-        if path.suffix.lower() == GGUF:
-            return path if path.is_file() else None
-        found = [] if (path / "config.json").exists() else sorted(path.glob(f"*{GGUF}"))
-    except (OSError, ValueError):  # no name that a file can have
+    if path.suffix.lower() == GGUF:
+        return path if os.path.isfile(path) else None
+    if not name or not os.path.isdir(path) or os.path.exists(path / "config.json"):
         return None
-    return found[0] if name and len(found) == 1 else None
+    found = list(path.glob(f"*{GGUF}"))
+    return found[0] if len(found) == 1 else None
 
 
 def is_local_model(name: str | os.PathLike[str] | None) -> bool:
     """Whether a name is a directory or a GGUF file here."""
-    return name is not None and (is_directory(name) or gguf_file(name) is not None)
+    return name is not None and (os.path.isdir(name) or gguf_file(name) is not None)
 
 
 def is_hub_id(name: str | None) -> bool:

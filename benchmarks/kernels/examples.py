@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.compression import Branch
+from seergate.ops.gate_math import Branch
 from seergate.ops.triton_impl import (
     compression,
     decode,
@@ -148,7 +148,7 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
     lengths = meta(batch, dtype=torch.int64)
     return Example(
         f"dense_decode {short(dtype)} d{dim}" + f" page {page}" * bool(page),
-        lambda: decode.attend(q, cache, cache, None, None, lengths, 1, dim**-0.5, None, None, table),
+        lambda: decode.attend(q, cache, cache, dim**-0.5, None, None, table, None, None, lengths, 1),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),
     )
@@ -237,8 +237,8 @@ def gate_kl_example(
         + f" rows by {row_stride}" * (row_stride > 1)
         + " evaluation" * (not gradients),
         partial(
-            gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, row_start, 0.1,
-            0.1, "row_mean", [4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
+            gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, 0.1, 0.1,
+            row_start, "row_mean", [4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
         ),
         gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
         kernels,
@@ -419,8 +419,8 @@ def sparse_example(
     return Example(
         f"sparse_decode {name}",
         partial(
-            *(decode.attend, q, cache, cache, indices, counts, lengths, block_size),
-            *(dim**-0.5, sinks, softcap, table),
+            *(decode.attend, q, cache, cache, dim**-0.5, sinks, softcap, table),
+            *(indices, counts, lengths, block_size),
         ),
         products=("decode_kernel",) if dtype != torch.float32 else (),
         wide=("decode_kernel",),

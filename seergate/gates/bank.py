@@ -236,7 +236,7 @@ def _architecture_fields(first: Gates, second: Gates) -> list[str]:
 def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors of gates, by name."""
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # one gate: a file that names thousands of layers must cost little
             one = make_gate(config, geometry)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch's own for absurd sizes
         raise SeergateError(f"{source}: {first_line(error)}") from error

@@ -183,9 +183,7 @@ def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
         "",
         "## Use",
         "",
-        "```python",
-        usage(bank, source),
-        "```",
+        f"```python\n{usage(bank, source)}\n```",
         "",
         "## Gates",
         "",
@@ -256,15 +254,9 @@ def _training(bank: Gates) -> list[str]:
     rows += [(title, record[key]) for key, title in named.items() if record.get(key) is not None]
     shown = [(name, f"{value:.5g}" if isinstance(value, float) else str(value)) for name, value in rows]
     table = ["| | |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in shown), ""] if rows else []
-    details = [
-        "<details><summary>All that was recorded</summary>",
-        "",
-        "```json",
-        json.dumps(record, indent=2),
-        "```",
-        "",
-    ]
-    return ["## Training", "", *table, *details, "</details>", ""]
+    whole = f"```json\n{json.dumps(record, indent=2)}\n```"
+    details = ["<details><summary>All that was recorded</summary>", "", whole, "", "</details>", ""]
+    return ["## Training", "", *table, *details]
 
 
 def _options(bank: Gates) -> dict[str, Any]:

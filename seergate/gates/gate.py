@@ -70,7 +70,7 @@ class AttnGate(Scorer):
             qg_BKSE = q_BKGSD.mean(2)
             if self.config.q_pooling == "avgproj":
                 qg_BKSE = qg_BKSE @ self.q_proj.weight
-        return branch_end(qg_BKSE, self._weight_of("q_norm"), positions, self.inv_freq, self.attention_scaling)
+        return branch_end(qg_BKSE, positions, *self._end("q_norm"))
 
     def pool(self, k_BKSD: Tensor) -> Tensor:
         """The pooled keys of each block, ``[B, K, N, P * D]``, in the order of ``config.k_pooling``."""
@@ -78,10 +78,7 @@ class AttnGate(Scorer):
 
     def keys(self, pooled_BKNP: Tensor, positions: Tensor) -> Tensor:
         """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``."""
-        norm_weight = self._weight_of("k_norm")
-        return compressed_keys(
-            pooled_BKNP, self.k_proj.weight, norm_weight, positions, self.inv_freq, self.attention_scaling
-        )
+        return compressed_keys(pooled_BKNP, self.branch("k"), positions)
 
     def scores(self, qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
         """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""
@@ -92,29 +89,10 @@ class AttnGate(Scorer):
     def step_scores(self, q_BHD: Tensor, lengths: Tensor, kg_BKNE: Tensor) -> Tensor:
         if self.config.q_pooling != "proj":
             return super().step_scores(q_BHD, lengths, kg_BKNE)
-        return ops.score_blocks(
-            q_BHD,
-            lengths,
-            kg_BKNE,
-            self.q_proj.weight,
-            self.config.block_size,
-            norm_weight=self._weight_of("q_norm"),
-            inv_freq=self.inv_freq,
-            attention_scaling=self.attention_scaling,
-        )
+        size, branch = self.config.block_size, self.branch("q")._asdict()
+        return ops.score_blocks(q_BHD, lengths, kg_BKNE, block_size=size, **branch)
 
     def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
         """Store the key, and make the entry of each row whose block has just closed."""
-        ops.update_compressed_keys(
-            k_BKD,
-            lengths,
-            recent,
-            entries,
-            self.k_proj.weight,
-            self.config.block_size,
-            self.config.k_pooling,
-            norm_weight=self._weight_of("k_norm"),
-            inv_freq=self.inv_freq,
-            attention_scaling=self.attention_scaling,
-            **placing,
-        )
+        size, kinds, branch = self.config.block_size, self.config.k_pooling, self.branch("k")._asdict()
+        ops.update_compressed_keys(k_BKD, lengths, recent, entries, block_size=size, kinds=kinds, **branch, **placing)

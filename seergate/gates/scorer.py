@@ -10,7 +10,7 @@ gate dimension, P width of the input of an entry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from seergate.config import GateConfig
 from seergate.geometry import ModelGeometry
-from seergate.ops.gate_math import block_scores
+from seergate.ops.gate_math import Branch, block_scores
 
 INIT_STD = 0.02
 
@@ -146,9 +146,14 @@ class Scorer(nn.Module, ABC):
             **placing: ``position_offset`` and ``host_lengths`` of `ops.update_compressed_keys`.
         """
 
-    def _weight_of(self, norm: str) -> Tensor | None:
-        """The weight of the norm of this name; ``None`` without norms."""
-        return getattr(self, norm).weight if self.config.qk_norm else None
+    def branch(self, side: Literal["q", "k"]) -> Branch:
+        """The linear map, the norm and RoPE of the queries or of the keys."""
+        return Branch(getattr(self, f"{side}_proj").weight, *self._end(f"{side}_norm"))
+
+    def _end(self, norm: str | None = None) -> tuple[Tensor | None, Tensor | None, float]:
+        """The arguments of `branch_end`: the weight of the norm of this name, where there is one, and RoPE."""
+        weight = getattr(self, norm).weight if norm is not None and self.config.qk_norm else None
+        return weight, self.inv_freq, self.attention_scaling
 
 
 class TokenScorer(Scorer):

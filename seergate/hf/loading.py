@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, first_line, how_to_install
 from seergate.hub import cached_commit, hub_call
-from seergate.models.families import base_commit, decoder_of, family_of, note_base_commit, text_config
+from seergate.models.families import base_commit, decoder_of, family_of, text_config
 from seergate.paths import GGUF, directory_here, gguf_file, is_hub_id, resolve_model
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def load_base(
     if is_hub_id(str(name)) and base_commit(model.config) is None:
         # Some releases of transformers do not remember the commit; gates made for this model name it.
         commit = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
-        note_base_commit(model.config, commit)
+        model.config._commit_hash = commit
     if device is None:
         return model
     try:

@@ -14,7 +14,6 @@ from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.hf.bank import GateBank
 from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method, option_names
-from seergate.paths import is_directory
 
 
 def resolve_method(
@@ -56,7 +55,7 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
 def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
     """True if a method is named by the directory or the Hub repository of gates; names of methods have no slash."""
     if isinstance(method, str):
-        return method not in METHODS and ("/" in method or is_directory(method))
+        return method not in METHODS and ("/" in method or os.path.isdir(method))
     return isinstance(method, os.PathLike)
 
 

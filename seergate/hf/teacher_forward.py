@@ -29,8 +29,8 @@ from seergate.hf.retention_loss import StudentLoss
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.models import families
 from seergate.ops.checks import check_cu_seqlens
-from seergate.ops.gate_kl import counted_rows
 from seergate.ops.host_memory import copied
+from seergate.ops.losses import counted_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -68,19 +68,14 @@ FAMILIES: dict[str, Family] = {
 
 _MLA = "it uses multi-head latent attention, which has no per-head keys before RoPE to pool"
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "deepseek_v32",
-            "minicpm3",
-            "mistral4",
-            "kimi_linear",
-            "glm_moe_dsa",
-            "longcat_flash",
-        ),
-        _MLA,
-    ),
+    "deepseek_v2": _MLA,
+    "deepseek_v3": _MLA,
+    "deepseek_v32": _MLA,
+    "minicpm3": _MLA,
+    "mistral4": _MLA,
+    "kimi_linear": _MLA,
+    "glm_moe_dsa": _MLA,
+    "longcat_flash": _MLA,
     "llama4_text": "it rotates queries and keys as complex numbers and normalises them after RoPE",
     "minimax_m3": "it already selects blocks with an indexer of its own",
     "gpt2": "it has no rotary positions and no grouped-query attention",
@@ -98,11 +93,6 @@ def text_config(model: PreTrainedModel) -> Any:
 def base_commit(config: Any) -> str | None:
     """The commit of the Hub's repository that a configuration was read from; ``None`` if it does not say."""
     return getattr(config, "_commit_hash", None)
-
-
-def note_base_commit(config: Any, commit: str | None) -> None:
-    """Note in a configuration the commit that it was read from, where transformers has not done so."""
-    config._commit_hash = commit
 
 
 def family_of(config: Any) -> Family:
@@ -224,17 +214,16 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
             "the second"
         )
     layer, attention = modules[0]
-    head_dim, group = int(attention.head_dim), int(attention.num_key_value_groups)  # type: ignore[arg-type]
     inv_freq, scaling = (
-        gate_frequencies(decoder_of(model), base, layer_type(base, layer), config.gate_dim, head_dim)
+        gate_frequencies(decoder_of(model), base, layer_type(base, layer), config.gate_dim)
         if config.rope
         else ((), 1.0)
     )
     return ModelGeometry(
         model_type=base.model_type,
         num_heads=base.num_attention_heads,
-        num_kv_heads=base.num_attention_heads // group,
-        head_dim=head_dim,
+        num_kv_heads=base.num_attention_heads // int(attention.num_key_value_groups),  # type: ignore[arg-type]
+        head_dim=int(attention.head_dim),  # type: ignore[arg-type]
         layers=tuple(layer for layer, _ in modules),
         inv_freq=inv_freq,
         attention_scaling=scaling,

@@ -15,7 +15,7 @@ RopeKind = Literal["plain", "none", "other"]
 
 
 def gate_frequencies(
-    decoder: nn.Module, config: Any, layer_type: str, gate_dim: int, head_dim: int
+    decoder: nn.Module, config: Any, layer_type: str, gate_dim: int
 ) -> tuple[tuple[float, ...], float]:
     """RoPE frequencies (radians per position) for a gate, and the base model's attention factor.
 

@@ -19,9 +19,7 @@ from seergate.ops.attention import (
 )
 from seergate.ops.compression import pool_keys, update_compressed_keys
 from seergate.ops.decode import dense_decode, sparse_decode
-from seergate.ops.gate_kl import GateKLStats, gate_kl
-from seergate.ops.retention_kl import retention_kl
-from seergate.ops.scorer_kl import scorer_kl
+from seergate.ops.losses import GateKLStats, gate_kl, retention_kl, scorer_kl
 from seergate.ops.selection import Selection, score_blocks, select_blocks
 
 __all__ = [

@@ -7,16 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.checks import check, is_int
-from seergate.ops.backend import implementation
-from seergate.ops.checks import (
-    check_block_size,
-    check_cu_seqlens,
-    check_groups,
-    check_same,
-    check_softmax,
-    check_tensor,
-)
+from seergate.checks import check_count
+from seergate.ops.backend import run
+from seergate.ops.checks import check_cu_seqlens, check_groups, check_softmax, check_tensor
 
 
 class Pack(NamedTuple):
@@ -38,16 +31,10 @@ def check_pack(
     tokens, heads, dim = q.shape
     if dim < 1:
         raise ValueError(f"q has shape {list(q.shape)}; its vectors must not be empty")
-    check_tensor("k", k, (tokens, "Hkv", dim))
-    check_same("k", k, "q", q)
+    check_tensor("k", k, (tokens, "Hkv", dim), like=("q", q))
     check_groups(heads, k.shape[1])
     check_cu_seqlens(cu_seqlens, tokens)
     return Pack(q, k, cu_seqlens, check_softmax(q, sm_scale, sinks, softcap), sinks, softcap)
-
-
-def _check_values(v: Tensor, pack: Pack) -> None:
-    check_tensor("v", v, (*pack.k.shape[:2], "dv"))
-    check_same("v", v, "q", pack.q)
 
 
 class PackedAttention(NamedTuple):
@@ -88,9 +75,10 @@ def packed_attention(
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
-    _check_values(v, pack)
-    check("window", window, window is None or (is_int(window) and window >= 1), "an integer of at least 1, or None")
-    return implementation("packed_attention", q.device)(pack=pack, v=v, window=window)
+    check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))
+    if window is not None:
+        check_count("window", window, 1)
+    return run("packed_attention", q.device, pack=pack, v=v, window=window)
 
 
 class AttentionWithTargets(NamedTuple):
@@ -128,9 +116,9 @@ def attention_with_block_targets(
         block_size: tokens per block; blocks are counted from each segment's start.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
-    check_block_size(block_size)
-    _check_values(v, pack)
-    return implementation("attention_with_block_targets", q.device)(pack=pack, v=v, block_size=block_size)
+    check_count("block_size", block_size, 1)
+    check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))
+    return run("attention_with_block_targets", q.device, pack=pack, v=v, block_size=block_size)
 
 
 def block_targets(
@@ -200,6 +188,6 @@ def retained_attention(
         log_beta: ``[T, Hkv]``, at most 0; zeros give ordinary attention.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
-    _check_values(v, pack)
+    check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))
     check_tensor("log_beta", log_beta, k.shape[:2], on=("q", q))
-    return implementation("retained_attention", q.device)(pack=pack, v=v, log_beta=log_beta, window=window)
+    return run("retained_attention", q.device, pack=pack, v=v, log_beta=log_beta, window=window)

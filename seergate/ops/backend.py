@@ -16,6 +16,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeVar
 
@@ -43,14 +44,6 @@ WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
 """Ops that run in torch on GPUs as well."""
 
 
-def forced_backend() -> str | None:
-    """The backend that the environment asks for, or ``None``."""
-    name = os.environ.get(ENV_VAR) or None
-    if name is not None and name not in BACKENDS:
-        raise ValueError(f"{ENV_VAR} is {name!r}; it must be one of {', '.join(BACKENDS)}, or unset")
-    return name
-
-
 @cache
 def has_triton() -> bool:
     """True if Triton can be imported here."""
@@ -63,18 +56,20 @@ def choose(device: torch.device) -> str:
     Raises:
         ValueError: if the environment forces an unknown backend, or one that cannot run here.
     """
-    forced = forced_backend()
-    if forced is not None:
-        if forced == "triton" and not has_triton():
-            raise ValueError(
-                f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
-            )
-        if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError(
-                f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
-            )
-        return forced
-    return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
+    forced = os.environ.get(ENV_VAR)
+    if not forced:
+        return "triton" if device.type == "cuda" and has_triton() and _new_enough(device) else "torch"
+    if forced not in BACKENDS:
+        raise ValueError(f"{ENV_VAR} is {forced!r}; it must be one of {', '.join(BACKENDS)}, or unset")
+    if forced == "triton" and not has_triton():
+        raise ValueError(
+            f"{ENV_VAR} is 'triton', which is not installed here; it must be reference or torch, or unset"
+        )
+    if forced == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{ENV_VAR} is 'triton' and a tensor is on {device}; it must be on a GPU (or set TRITON_INTERPRET=1)"
+        )
+    return forced
 
 
 @cache
@@ -85,55 +80,30 @@ def _new_enough(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
-def implementation(op: str, device: torch.device) -> Callable[..., Any]:
-    """The function that computes ``op`` for tensors of ``device``, given its checked arguments by keyword."""
-    first, *fallback = (getattr(sys.modules[name], op) for name in _loaded(op, device))
-    run = _or(first, *fallback) if fallback else first
-    if first.__module__ == f"{__package__}.reference":
-        run = _spread(run)
-    if device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type):
-        run = _as_given(run, device.type)
-    if device.type != "cuda":
-        return run
+def run(op: str, device: torch.device, **arguments: Any) -> Any:
+    """Compute ``op`` from its checked arguments, for tensors of ``device``.
 
-    def there(**arguments: Any) -> Any:
-        with torch.cuda.device(device):  # Triton launches on the current device, not on that of its arguments
-            return run(**arguments)
-
-    return there
-
-
-def _or(kernel: Callable[..., Any], fallback: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel's result, or that of the fallback if the kernel returns `NotImplemented`."""
-
-    def either(**arguments: Any) -> Any:
-        result = kernel(**arguments)
-        return fallback(**arguments) if result is NotImplemented else result
-
-    return either
+    Without autocast, which would round some products of an op and not others: ops choose their precision.
+    """
+    on_gpu = device.type == "cuda"
+    # Triton launches on the current device, not on that of its arguments.
+    there = torch.cuda.device(device) if on_gpu else nullcontext()
+    cast = (on_gpu or device.type == "cpu") and torch.is_autocast_enabled(device.type)
+    exactly = torch.autocast(device.type, enabled=False) if cast else nullcontext()
+    preferred, *fallback = _loaded(op, device)
+    if preferred == f"{__package__}.reference":
+        arguments = _spread(arguments)
+    with there, exactly:
+        result = getattr(sys.modules[preferred], op)(**arguments)
+        return getattr(sys.modules[fallback[0]], op)(**arguments) if result is NotImplemented else result
 
 
-def _spread(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Pass the fields of named tuples as keywords: the reference has the signatures of the public ops."""
-
-    @functools.wraps(run)
-    def spread(**arguments: Any) -> Any:
-        flat: dict[str, Any] = {}
-        for name, value in arguments.items():
-            flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
-        return run(**flat)
-
-    return spread
-
-
-def _as_given(run: Callable[..., Any], kind: str) -> Callable[..., Any]:
-    """Run without autocast, which would round some products of an op and not others: ops choose their precision."""
-
-    def exactly(**arguments: Any) -> Any:
-        with torch.autocast(kind, enabled=False):
-            return run(**arguments)
-
-    return exactly
+def _spread(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the fields of named tuples in their places: the reference has the public ops' signatures."""
+    flat: dict[str, Any] = {}
+    for name, value in arguments.items():
+        flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+    return flat
 
 
 def _loaded(op: str, device: torch.device) -> tuple[str, ...]:

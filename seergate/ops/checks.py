@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from seergate.checks import check, is_int, is_number
+from seergate.checks import check, is_number
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -20,16 +20,20 @@ Named = tuple[str, Tensor]
 """A tensor and the name of its argument."""
 
 
-def check_tensor(name: str, x: Tensor, shape: Sequence[int | str], on: Named | None = None) -> None:
-    """Check for a floating-point tensor of this shape, on the device of another tensor if one is given. A string
-    stands for any size, and names it in the message.
+def check_tensor(
+    name: str, x: Tensor, shape: Sequence[int | str], on: Named | None = None, like: Named | None = None
+) -> None:
+    """Check for a floating-point tensor of this shape, on the device of the tensor ``on``, or of the device and dtype
+    of the tensor ``like``. A string stands for any size, and names it in the message.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor [{', '.join(map(str, shape))}]")
     check_shape(name, x, shape)
     if not x.is_floating_point():
         raise ValueError(f"{name} has dtype {x.dtype}; it must be a floating-point tensor")
-    check_device(name, x, on)
+    check_device(name, x, on or like)
+    if like is not None and x.dtype != like[1].dtype:
+        raise ValueError(f"{name} has dtype {x.dtype}; it must have {like[0]}'s, {like[1].dtype}")
 
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
@@ -55,22 +59,10 @@ def check_device(name: str, x: Tensor, on: Named | None) -> None:
         raise ValueError(f"{name} is on {x.device}; it must be on {on[0]}'s device, {on[1].device}")
 
 
-def check_same(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Check that two tensors have the same device and dtype."""
-    check_device(name, x, (other_name, other))
-    if x.dtype != other.dtype:
-        raise ValueError(f"{name} has dtype {x.dtype}; it must have {other_name}'s, {other.dtype}")
-
-
 def check_groups(heads: int, kv_heads: int) -> None:
     """Check that the query heads are a multiple of the KV heads."""
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
-
-
-def check_block_size(block_size: int) -> None:
-    """Check for a positive integer."""
-    check("block_size", block_size, is_int(block_size) and block_size >= 1, "an integer of at least 1")
 
 
 def check_scale(name: str, value: float | None, dim: int) -> float:

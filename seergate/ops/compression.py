@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
+from seergate.checks import check_count
 from seergate.config import POOLINGS, check_poolings
-from seergate.ops.backend import implementation
-from seergate.ops.checks import brief, check_block_size, check_lengths, check_same, check_tensor, readable
-
-
-class Branch(NamedTuple):
-    """A branch of the gate: a linear map ``[Hkv, ..., E]``, and the RMSNorm and RoPE that may follow; arguments of
-    `update_compressed_keys` and `score_blocks`, checked.
-    """
-
-    weight: Tensor
-    norm_weight: Tensor | None
-    inv_freq: Tensor | None
-    attention_scaling: float
-
-    def detached(self) -> Branch:
-        """The branch without gradients."""
-        norm_weight = None if self.norm_weight is None else self.norm_weight.detach()
-        return self._replace(weight=self.weight.detach(), norm_weight=norm_weight)
+from seergate.ops.backend import run
+from seergate.ops.checks import brief, check_lengths, check_tensor, readable
+from seergate.ops.gate_math import Branch
 
 
 def check_branch(
@@ -34,8 +19,7 @@ def check_branch(
     """Check the norm and RoPE against the linear map."""
     width = weight.shape[-1]
     if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (width,))
-        check_same("norm_weight", norm_weight, "weight", weight)
+        check_tensor("norm_weight", norm_weight, (width,), like=("weight", weight))
     if inv_freq is not None:
         if width % 2:
             raise ValueError(f"weight has {width} columns; with inv_freq it must have an even number")
@@ -59,11 +43,11 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengt
         partial block is pooled over its real tokens; a block without any is 0.
     """
     check_tensor("k", k, ("B", "Hkv", "S", "d"))
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     kinds = check_poolings("kinds", kinds)
     if lengths is not None:
         check_lengths(lengths, k.shape[0], k.shape[2], "S", least=0, on=("k", k))
-    return implementation("pool_keys", k.device)(k=k, block_size=block_size, kinds=kinds, lengths=lengths)
+    return run("pool_keys", k.device, k=k, block_size=block_size, kinds=kinds, lengths=lengths)
 
 
 def update_compressed_keys(
@@ -107,22 +91,21 @@ def update_compressed_keys(
     """
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     kinds = check_poolings("kinds", kinds)
     check_tensor("recent", recent, (batch, kv_heads, "R", dim), on=("k", k))
     if recent.shape[2] < 1 or recent.shape[2] % block_size:
         raise ValueError(f"recent has {recent.shape[2]} slots; it must have a multiple of block_size, {block_size}")
     check_tensor("weight", weight, (kv_heads, len(kinds) * dim, "E"), on=("k", k))
     width = weight.shape[2]
-    check_tensor("compressed", compressed, (batch, kv_heads, "NB", width))
-    check_same("compressed", compressed, "weight", weight)
+    check_tensor("compressed", compressed, (batch, kv_heads, "NB", width), like=("weight", weight))
     check_lengths(lengths, batch, (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1", on=("k", k))
     branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
     if host_lengths is not None and len(host_lengths) != batch:
         raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
     if host_lengths is not None and readable(lengths) and list(host_lengths) != lengths.tolist():
         raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(lengths.tolist())}")
-    implementation("update_compressed_keys", k.device)(
-        k=k, lengths=lengths, recent=recent, compressed=compressed, branch=branch, block_size=block_size, kinds=kinds,
-        position_offset=position_offset, host_lengths=host_lengths,
+    run(
+        "update_compressed_keys", k.device, k=k, lengths=lengths, recent=recent, compressed=compressed, branch=branch,
+        block_size=block_size, kinds=kinds, position_offset=position_offset, host_lengths=host_lengths,
     )  # fmt: skip

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.ops.backend import implementation
+from seergate.checks import check_count
+from seergate.ops.backend import run
 from seergate.ops.checks import (
     brief,
-    check_block_size,
     check_groups,
     check_integers,
     check_lengths,
-    check_same,
     check_softmax,
     check_tensor,
     readable,
@@ -73,16 +72,17 @@ def sparse_decode(
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
     """
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
     check_integers("indices", indices, (len(q), k.shape[1], "K"), on=("q", q))
     check_lengths(lengths, len(q), capacity, "S", on=("q", q))
     _check_ascending(indices)
     if counts is not None:
         _check_counts(counts, indices, lengths, block_size)
-    return implementation("sparse_decode", q.device)(
-        inputs=inputs, indices=indices, counts=counts, lengths=lengths, block_size=block_size
-    )
+    return run(
+        "sparse_decode", q.device, inputs=inputs, indices=indices, counts=counts, lengths=lengths,
+        block_size=block_size,
+    )  # fmt: skip
 
 
 def dense_decode(
@@ -114,7 +114,7 @@ def dense_decode(
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
     if lengths is not None:
         check_lengths(lengths, len(q), capacity, "S", on=("q", q))
-    return implementation("dense_decode", q.device)(inputs=inputs, lengths=lengths)
+    return run("dense_decode", q.device, inputs=inputs, lengths=lengths)
 
 
 def _checked(
@@ -130,12 +130,10 @@ def _checked(
     """The checked inputs, and the capacity ``S`` of a row."""
     check_tensor("q", q, ("B", "H", "d"))
     batch, heads, dim = q.shape
-    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim))
+    check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim), like=("q", q))
     rows, kv_heads, capacity = k.shape[:3]
-    check_tensor("v", v, (rows, kv_heads, capacity, "dv"))
+    check_tensor("v", v, (rows, kv_heads, capacity, "dv"), like=("q", q))
     check_groups(heads, kv_heads)
-    check_same("k", k, "q", q)
-    check_same("v", v, "q", q)
     if page_table is not None:
         check_integers("page_table", page_table, (batch, "P"), on=("q", q))
         _check_pages(page_table, rows, capacity, block_size)

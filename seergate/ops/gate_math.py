@@ -7,11 +7,26 @@ poolings.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NORM_EPS = 1e-6
+
+
+class Branch(NamedTuple):
+    """A branch of the gate: a linear map ``[Hkv, ..., E]``, and the RMSNorm and RoPE that may follow."""
+
+    weight: Tensor
+    norm_weight: Tensor | None
+    inv_freq: Tensor | None
+    attention_scaling: float
+
+    def detached(self) -> Branch:
+        """The branch without gradients."""
+        norm_weight = None if self.norm_weight is None else self.norm_weight.detach()
+        return self._replace(weight=self.weight.detach(), norm_weight=norm_weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -43,7 +58,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
 
 
 def branch_end(
-    x_BKSE: Tensor, norm_weight: Tensor | None, positions: Tensor, inv_freq: Tensor | None, attention_scaling: float
+    x_BKSE: Tensor, positions: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float
 ) -> Tensor:
     """Apply RMSNorm and RoPE, each where the gate has it, after the linear map of either branch."""
     if norm_weight is not None:
@@ -71,25 +86,15 @@ def block_scores(qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
     return (qg_BKSE.to(wide) * (1.0 / math.sqrt(qg_BKSE.shape[-1]))) @ kg_BKNE.to(wide).transpose(-1, -2)
 
 
-def compressed_keys(
-    pooled_BKNP: Tensor,
-    weight_KPE: Tensor,
-    norm_weight: Tensor | None,
-    positions: Tensor,
-    inv_freq: Tensor | None,
-    attention_scaling: float,
-) -> Tensor:
+def compressed_keys(pooled_BKNP: Tensor, branch: Branch, positions: Tensor) -> Tensor:
     """The key branch (equation 1b): one vector per block and KV head, ``[B, K, N, E]``.
 
     Args:
         pooled_BKNP: ``[B, K, N, P * D]``, see `seergate.ops.pool_keys`.
-        weight_KPE: ``[K, P * D, E]``; its dtype is that of the computation and of the result.
-        norm_weight: ``[E]``, or ``None`` without a norm.
+        branch: its weight is ``[K, P * D, E]``, in the dtype of the computation and of the result.
         positions: ``[B, N]`` or ``[N]``, the position of each block.
-        inv_freq, attention_scaling: see `rotate`; ``None`` without RoPE.
     """
-    batch, _, blocks, _ = pooled_BKNP.shape
+    weight_KPE, batch, blocks = branch.weight, len(pooled_BKNP), pooled_BKNP.shape[2]
     pooled_KTP = pooled_BKNP.to(weight_KPE.dtype).transpose(0, 1).flatten(1, 2)
     kg_KTE = pooled_KTP @ weight_KPE  # one product per KV head: rows share its weight, which is not copied
-    kg_BKNE = kg_KTE.unflatten(1, (batch, blocks)).transpose(0, 1)
-    return branch_end(kg_BKNE, norm_weight, positions, inv_freq, attention_scaling)
+    return branch_end(kg_KTE.unflatten(1, (batch, blocks)).transpose(0, 1), positions, *branch[1:])

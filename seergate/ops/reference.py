@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import AttentionWithTargets, PackedAttention, RetainedAttention
-from seergate.ops.gate_kl import GateKLStats
+from seergate.ops.losses import GateKLStats, Scores
 from seergate.ops.paging import unpaged
-from seergate.ops.scorer_kl import Scores
 from seergate.ops.selection import Selection
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
-from seergate.checks import check, is_int, is_number
-from seergate.ops.backend import implementation
-from seergate.ops.checks import check_block_size, check_lengths, check_same, check_tensor
+from seergate.checks import check, check_count, is_int, is_number
+from seergate.ops.backend import run
+from seergate.ops.checks import check_lengths, check_tensor
 from seergate.ops.compression import check_branch
 
 
@@ -45,14 +45,13 @@ def score_blocks(
     check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
     kv_heads, group, dim, width = weight.shape
     check_tensor("q", q, ("B", kv_heads * group, dim), on=("weight", weight))
-    check_block_size(block_size)
-    check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width))
-    check_same("compressed", compressed, "weight", weight)
+    check_count("block_size", block_size, 1)
+    check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width), like=("weight", weight))
     most = (compressed.shape[2] + 1) * block_size - 1
     check_lengths(lengths, len(q), most, "(NB + 1) * block_size - 1", on=("q", q))
     branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
-    return implementation("score_blocks", q.device)(
-        q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
+    return run(
+        "score_blocks", q.device, q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
     )
 
 
@@ -172,14 +171,14 @@ def select_blocks(
         it is static on accelerators, where nothing waits for the result.
     """
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
-    check_block_size(block_size)
+    check_count("block_size", block_size, 1)
     check_lengths(lengths, scores.shape[0], scores.shape[2] * block_size, "NB * block_size", on=("scores", scores))
     rules = {"token_budget": token_budget, "budget_share": budget_share, "threshold": threshold, "top_p": top_p}
     given = [name for name, value in rules.items() if value is not None]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise ValueError(f"the rules given are {found}; exactly one of {', '.join(rules)} must be")
-    check("sink_blocks", sink_blocks, is_int(sink_blocks) and sink_blocks >= 0, "0 or a positive integer")
+    check_count("sink_blocks", sink_blocks)
     bounds = {"budget_min": budget_min, "budget_max": budget_max}
     needed = (1 + sink_blocks) * block_size
     for name, value in ({"token_budget": token_budget} | bounds).items():
@@ -197,6 +196,7 @@ def select_blocks(
     elif token_budget is None:
         share = rules[given[0]]
         check(given[0], share, is_number(share) and 0 < share < 1, "strictly between 0 and 1")
-    return implementation("select_blocks", scores.device)(
-        scores=scores, lengths=lengths, block_size=block_size, sink_blocks=sink_blocks, **rules, **bounds
-    )
+    return run(
+        "select_blocks", scores.device, scores=scores, lengths=lengths, block_size=block_size,
+        sink_blocks=sink_blocks, **rules, **bounds,
+    )  # fmt: skip

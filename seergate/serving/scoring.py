@@ -20,8 +20,7 @@ from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import rms_norm
+from seergate.ops.gate_math import Branch, rms_norm
 from seergate.serving.rope import Angles, Unrotation
 from seergate.serving.rows import Rows
 
@@ -110,7 +109,7 @@ class GateScores(Scores):
 
     @cached_property
     def _query_branch(self) -> Branch:
-        branch = self._branch("q")
+        branch = self.gate.branch("q")
         return branch._replace(weight=branch.weight.flatten(1, 2))
 
     def in_kernels(self, device: torch.device) -> bool:
@@ -122,7 +121,7 @@ class GateScores(Scores):
         """`summary` of the blocks that a step in which all rows decode completes, written to where it belongs."""
         from seergate.ops.triton_impl.paged import close_blocks
 
-        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self._branch("k")
+        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("k")
         close_blocks(*given, size, self.gate.config.k_pooling)
 
     def score_in_kernel(
@@ -131,13 +130,8 @@ class GateScores(Scores):
         """`scores` of such a step, from summaries in place; and the query as one sequence per KV head."""
         from seergate.ops.triton_impl.paged import score_pages
 
-        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self._branch("q")
+        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("q")
         return score_pages(*given, size, page)
-
-    def _branch(self, name: str) -> Branch:
-        gate, proj = self.gate, getattr(self.gate, f"{name}_proj")
-        norm = getattr(gate, f"{name}_norm").weight if gate.config.qk_norm else None
-        return Branch(proj.weight, norm, gate.inv_freq, gate.attention_scaling)
 
     def _rotation(self) -> Any:
         from seergate.ops.triton_impl.paged import Rotation

@@ -102,9 +102,9 @@ TEACHER = [
     ),
     ({"cu_seqlens": torch.tensor([1, 15, 24])}, r"cu_seqlens is \[1, 15, 24\]; it must start at 0"),
     ({"cu_seqlens": torch.tensor([0, 25, 24])}, r"cu_seqlens is \[0, 25, 24\]; it must start at 0, never fall"),
-    ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
-    ({"block_size": 8.0}, "block_size is 8.0; it must be an integer"),
-    ({"block_size": True}, "block_size is True; it must be an integer"),
+    ({"block_size": 0}, "block_size is 0; it must be a whole number, 1 or greater"),
+    ({"block_size": 8.0}, "block_size is 8.0; it must be a whole number"),
+    ({"block_size": True}, "block_size is True; it must be a whole number"),
     ({"sm_scale": math.nan}, "sm_scale is nan; it must be a finite number or None"),
     ({"sinks": torch.zeros(3)}, r"sinks has shape \[3\]; it must be \[4\]"),
     ({"softcap": 0.0}, "softcap is 0.0; it must be a positive number or None"),
@@ -112,7 +112,7 @@ TEACHER = [
 ATTENTION = [
     ({"v": torch.zeros(T, H, D)}, r"v has shape \[24, 4, 8\]; it must be \[24, 2, dv\]"),
     ({"v": torch.zeros(T, K, D, dtype=torch.float64)}, "v has dtype torch.float64; it must have q's"),
-    ({"block_size": 0}, "block_size is 0; it must be an integer of at least 1"),
+    ({"block_size": 0}, "block_size is 0; it must be a whole number, 1 or greater"),
 ]
 GATE = [
     ({"qg": torch.zeros(T, H, E)}, r"qg has shape \[24, 4, 6\]; it must be \[24, 2, dg\]"),
@@ -150,7 +150,7 @@ SELECTION = [
     ({"token_budget": None, "threshold": 1}, "threshold is 1; it must be strictly between 0 and 1"),
     ({"token_budget": None, "top_p": 1.5}, "top_p is 1.5; it must be strictly between 0 and 1"),
     ({"token_budget": None, "top_p": math.nan}, "top_p is nan"),
-    ({"sink_blocks": -1}, "sink_blocks is -1; it must be 0 or a positive integer"),
+    ({"sink_blocks": -1}, "sink_blocks is -1; it must be a whole number, 0 or greater"),
     ({"budget_share": 0.1}, "the rules given are token_budget and budget_share; exactly one"),
     ({"budget_min": 16}, "budget_min is 16 and budget_max None without a budget_share"),
     ({"token_budget": None, "budget_share": 1.1}, "budget_share is 1.1; it must be a number in 0..1"),
@@ -229,7 +229,7 @@ SCORING = [
     ({"inv_freq": torch.zeros(E)}, r"inv_freq has shape \[6\]; it must be \[3\]"),
     ({"block_size": 0}, "block_size is 0"),
 ]
-WINDOWS = [({"window": bad}, f"window is {bad!r}; it must be an integer of at least 1") for bad in (0, 1.5, True)]
+WINDOWS = [({"window": bad}, f"window is {bad!r}; it must be a whole number, 1 or greater") for bad in (0, 1.5, True)]
 CASES = [
     (op, changes, message)
     for op, cases in (

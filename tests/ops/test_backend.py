@@ -22,7 +22,7 @@ def _nothing_forced(monkeypatch):
 
 @pytest.mark.parametrize("op", backend.FILES)
 def test_cpu_tensors_go_to_torch(op):
-    assert backend.implementation(op, CPU).__module__.startswith("seergate.ops.torch_impl.")
+    assert backend._loaded(op, CPU) == (f"seergate.ops.torch_impl.{backend.FILES[op]}",)
 
 
 def test_cuda_tensors_go_to_triton_where_it_is_installed(monkeypatch):
@@ -112,7 +112,7 @@ def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
 @pytest.mark.parametrize("op", backend.FILES)
 def test_reference_can_be_forced(op, monkeypatch):
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
-    assert backend.implementation(op, CPU).__wrapped__ is getattr(reference, op)
+    assert backend._loaded(op, CPU) == ("seergate.ops.reference",) and hasattr(reference, op)
 
 
 def test_forcing_reaches_the_public_op(monkeypatch):
@@ -161,5 +161,5 @@ def test_an_op_runs_with_its_tensors_device_as_the_current_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
     second = torch.device("cuda:1")
-    pooled = backend.implementation("pool_keys", second)(k=torch.ones(1, 1, 8, 2), block_size=8, kinds=("max",))
+    pooled = backend.run("pool_keys", second, k=torch.ones(1, 1, 8, 2), block_size=8, kinds=("max",))
     assert current == [second, None] and pooled.shape == (1, 1, 1, 2)

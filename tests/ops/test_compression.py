@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from seergate.ops.gate_math import compressed_keys
+from seergate.ops.gate_math import Branch, compressed_keys
 
 ALL = ("max", "min", "avg")
 KINDS = [kinds for n in (1, 2, 3) for kinds in permutations(ALL, n)]
@@ -91,9 +91,7 @@ def test_token_by_token_gives_what_a_prompt_gives(block_size, width):
         ops.update_compressed_keys(k, lengths, recent, compressed, block_size=block_size, **options)
     pooled = ops.pool_keys(keys, block_size, ALL)
     positions = torch.arange(4) * block_size
-    want = compressed_keys(
-        pooled, options["weight"], options["norm_weight"], positions, options["inv_freq"], options["attention_scaling"]
-    )
+    want = compressed_keys(pooled, Branch(**{name: options[name] for name in Branch._fields}), positions)
     for row, start in enumerate(starts.tolist()):
         complete = (total - start) // block_size
         torch.testing.assert_close(compressed[row, :, :complete], want[row, :, :complete], rtol=1e-5, atol=1e-5)
@@ -110,9 +108,8 @@ def test_far_positions(block):
     ops.update_compressed_keys(k, torch.tensor([8 * (block + 1)]), _turned(recent, block), compressed, block_size=8,
                                **options)  # fmt: skip
     keys = torch.cat((recent[:, :, :7], k[:, :, None]), dim=2)
-    want = compressed_keys(
-        ops.pool_keys(keys, 8, ALL), options["weight"], None, torch.tensor([8 * block]), options["inv_freq"], 1.2
-    )
+    end = Branch(options["weight"], None, options["inv_freq"], 1.2)
+    want = compressed_keys(ops.pool_keys(keys, 8, ALL), end, torch.tensor([8 * block]))
     torch.testing.assert_close(compressed[:, :, block:], want, rtol=1e-5, atol=1e-5)
     assert not compressed[:, :, :block].any()
 

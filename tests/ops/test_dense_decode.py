@@ -58,7 +58,7 @@ def test_rows_of_different_lengths_are_not_copied(extras, compiled):
 
 def test_the_node_of_a_compiled_graph_is_registered_rightly():
     q, k, v = cache(batch=2, kv_heads=2, group=4, value_dim=24, dtype=torch.float32)
-    given = (q, k, v, torch.tensor([48, 5]), 0.3, torch.randn(q.shape[1]), 2.0, None)
+    given = (q, k, v, 0.3, torch.randn(q.shape[1]), 2.0, None, torch.tensor([48, 5]))
     torch.library.opcheck(torch.ops.seergate.dense_decode_by_row.default, given)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.kernels.data_sheets import A100, GPUS, H200, MI300X
-from seergate.ops.gate_kl import counted_rows
+from seergate.ops.losses import LossOptions, counted_rows
 from seergate.ops.triton_impl import launch, packs
 from tests.ops.helpers import cu_seqlens
 
@@ -152,7 +152,7 @@ def test_a_pack_is_cut_up_once_for_all_layers(monkeypatch):
     calls, real = [], packs.row_tiles
     monkeypatch.setattr(packs, "row_tiles", lambda *args: calls.append(args) or real(*args))
     gate_kl.cut_up.cache_clear()
-    rest = (16, (0.5, 0, 1, 0), 2, "row_mean", (16, 16, 32), 2**20, torch.device("cpu"))
+    rest = (16, LossOptions(0.5, "row_mean", ()), 2, (16, 16, 32), 2**20, torch.device("cpu"))
     first, again = (gate_kl.cut_up(((0, 100), (100, 260)), *rest) for _ in range(2))
     assert first is again and len(calls) == 2 * len(first[1]) > 0  # two kernels over rows
     assert gate_kl.cut_up(((0, 101), (101, 260)), *rest) is not first

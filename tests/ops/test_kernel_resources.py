@@ -101,8 +101,8 @@ def lesson(architecture, gpu, lengths, block_size=64, *, sink_blocks=0, row_stri
     kg = meta(kv_heads, blocks, dim, dtype=torch.float32).transpose(0, 1)
     lse = meta(heads, tokens, dtype=torch.float32).T
     call = partial(
-        gate_kl.evaluate, q, k, *gate_kl.in_registers(qg, kg), cu_seqlens(lengths), block_size, 0.5, dim**-0.5,
-        dim**-0.5, "row_mean", [1024, 2048, 4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
+        gate_kl.evaluate, q, k, *gate_kl.in_registers(qg, kg), cu_seqlens(lengths), block_size, dim**-0.5, dim**-0.5,
+        0.5, "row_mean", [1024, 2048, 4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
     )  # fmt: skip
     return launches(call, gpu)
 

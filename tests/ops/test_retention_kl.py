@@ -68,7 +68,7 @@ def test_by_hand(retention_kl):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"distance": 0}, "distance is 0; it must be a positive number of tokens"),
+        ({"distance": 0}, "distance is 0; it must be a whole number, 1 or greater"),
         ({"recall_budgets": (2,)}, r"each must be an integer of at least block_size \(3\)"),
         ({"scores": torch.zeros(5, 2)}, "scores has shape"),
         ({"row_start": 1.0}, "row_start is 1.0"),

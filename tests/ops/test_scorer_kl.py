@@ -151,7 +151,7 @@ def test_what_is_not_picked_does_not_count(scorer_kl):
         ({"target": "selected", "target_budget": 23, "sink_blocks": 1}, r"target_budget is 23; .* at least 3 blocks"),
         ({"sink_blocks": -1}, "sink_blocks is -1; it must be a whole number, 0 or greater"),
         ({"row_stride": 0}, "row_stride is 0; it must be a whole number, 1 or greater"),
-        ({"row_shift": 0.5}, "row_shift is 0.5; it must be an integer of at least 0"),
+        ({"row_shift": 0.5}, "row_shift is 0.5; it must be a whole number, 0 or greater"),
         ({"row_stride": 2, "reduction": "published"}, "row_stride is 2; with reduction 'published' it must be left"),
         ({"sink_blocks": 1, "reduction": "published"}, "sink_blocks is 1; with reduction 'published' it must be left"),
         ({"entry_tokens": 3}, r"entry_tokens is 3; it must divide block_size \(8\)"),

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.ops.checks import readable
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import compressed_keys
+from seergate.ops.gate_math import Branch, compressed_keys
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
@@ -77,7 +76,6 @@ def update_compressed_keys(
     host_lengths: Sequence[int] | None,
 ) -> None:
     """The op on checked arguments."""
-    weight, norm_weight, inv_freq, attention_scaling = branch
     slots, device = recent.shape[2], k.device
     rows = torch.arange(len(k), device=device)
     recent[rows, :, (lengths - 1) % slots] = k.to(recent.dtype)
@@ -96,7 +94,7 @@ def update_compressed_keys(
     keys_BKSD = recent[index].gather(2, ring[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3]))
     pooled = pool_keys(keys_BKSD, block_size, kinds, None)
     positions = (start + position_offset)[:, None]
-    entries = compressed_keys(pooled, weight, norm_weight, positions, inv_freq, attention_scaling)[:, :, 0]
+    entries = compressed_keys(pooled, branch, positions)[:, :, 0]
     if host_lengths is None and compressed.shape[2]:
         entries = torch.where((lengths % block_size == 0)[:, None, None], entries, compressed[rows, :, block])
     if compressed.shape[2]:

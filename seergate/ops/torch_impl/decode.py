@@ -124,10 +124,9 @@ def _probabilities(
 @torch.no_grad()
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
     """The op on checked arguments."""
-    q, k, v, sm_scale, sinks, softcap, page_table = inputs
     if lengths is not None and lengths.device.type == "cpu" and len(lengths):
-        return _by_row(q, k, v, lengths, sm_scale, sinks, softcap, page_table)
-    mask_B11S = None
+        return _by_row(*inputs, lengths)
+    k, v, page_table, mask_B11S = inputs.k, inputs.v, inputs.page_table, None
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     if lengths is not None:
@@ -161,19 +160,19 @@ def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:
 
 # One node of a compiled graph, in which the lengths can be read.
 @one_node(
-    "dense_decode_by_row(Tensor q, Tensor k, Tensor v, Tensor lengths, float sm_scale, Tensor? sinks, float? softcap, "
-    "Tensor? page_table) -> Tensor",
+    "dense_decode_by_row(Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? sinks, float? softcap, "
+    "Tensor? page_table, Tensor lengths) -> Tensor",
     lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
 )
 def _by_row(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor,
     sm_scale: float,
     sinks: Tensor | None,
     softcap: float | None,
     page_table: Tensor | None,
+    lengths: Tensor,
 ) -> Tensor:
     """Attend row by row: with a mask the kernel would read masked keys, and clearing NaN would copy the cache."""
     outputs = []

@@ -15,19 +15,23 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.gate_kl import GateKLStats, LossOptions, RowRule, counted_rows, refuse_second_order
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
+from seergate.ops.losses import GateKLStats, LossOptions, counted_rows, refuse_second_order
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
 
 
 def gate_kl(
-    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
+    pack: Pack,
+    qg: Tensor,
+    kg: Tensor,
+    block_size: int,
+    gate_scale: float,
+    options: LossOptions,
+    lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
-    teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
-    spans = segments(pack.cu_seqlens)
-    how = block_size, teacher.kv_heads, options.reduction, options.row_rule
-    total, counted, weights = rows_and_weights([end - start for start, end in spans], *how)
+    teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
+    total, counted, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     plans = [teacher.chunks(rows) for rows in counted]
     past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
     qg_TKE, kg_MKE = qg.detach(), kg.detach()
@@ -39,7 +43,7 @@ def gate_kl(
         dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
         sums, scratch = Sums(kv_heads, len(past_blocks), device), teacher.scratch(plans)
         entry = 0  # where the segment's entries of kg start
-        for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
+        for (start, stop), plan, weight in zip(teacher.spans, plans, weights, strict=True):
             factor = weight * gate_scale
             for head in range(kv_heads if plan else 0):
                 keys_SD = teacher.head_keys(start, stop, head)
@@ -72,16 +76,18 @@ def gate_kl(
 
 
 def rows_and_weights(
-    lengths: Sequence[int], block_size: int, kv_heads: int, reduction: str, rule: RowRule
+    spans: Sequence[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
 ) -> tuple[int, list[range], list[float]]:
     """The number of rows that count; by segment, these rows, and the weight of a row and KV head in the loss."""
-    rows = counted_rows(lengths, block_size, *rule)
+    row_start, reduction, _, *rule = options
+    lengths = [end - start for start, end in spans]
+    rows = counted_rows(lengths, block_size, row_start, *rule)
     counted = sum(map(len, rows))
     if reduction == "row_mean":
         return counted, rows, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
     filled = sum(length > 0 for length in lengths)
     widest = max(-(-length // block_size) for length in lengths)
-    rest = (length - int(length * rule[0]) for length in lengths)
+    rest = (length - int(length * row_start) for length in lengths)
     return counted, rows, [1.0 / (filled * kv_heads * count * widest) if count else 0.0 for count in rest]
 
 

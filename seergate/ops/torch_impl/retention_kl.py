@@ -10,18 +10,18 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
 from seergate.ops.attention import Pack
-from seergate.ops.gate_kl import GateKLStats
-from seergate.ops.torch_impl.teacher import Teacher, segments, wide_dtype
+from seergate.ops.losses import GateKLStats
+from seergate.ops.torch_impl.teacher import Teacher, wide_dtype
 
 
 def retention_kl(
     pack: Pack, scores: Tensor, distance: int, row_start: float, recall_budgets: tuple[int, ...], lse: Tensor
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
-    q, cu_seqlens, dtype = pack.q, pack.cu_seqlens, wide_dtype(pack.q, pack.k, scores)
+    q, dtype = pack.q, wide_dtype(pack.q, pack.k, scores)
     teacher = Teacher(pack, len(q) + 1, dtype, lse)  # one block: nothing is made of blocks
-    targets_TK = received_attention(teacher, cu_seqlens, distance, row_start).clamp_(max=1)
-    spans = [(start, max(start, end - distance)) for start, end in segments(cu_seqlens)]
+    targets_TK = received_attention(teacher, distance, row_start).clamp_(max=1)
+    spans = [(start, max(start, end - distance)) for start, end in teacher.spans]
     counted = torch.cat([torch.arange(*span) for span in spans]).to(q.device)
     y, s = targets_TK[counted], scores.to(dtype)[counted]
     unknown = y.isnan() | s.isnan()  # for which binary_cross_entropy raises
@@ -41,9 +41,9 @@ def retention_kl(
 
 
 @torch.no_grad()
-def received_attention(teacher: Teacher, cu_seqlens: Tensor, distance: int, row_start: float) -> Tensor:
+def received_attention(teacher: Teacher, distance: int, row_start: float) -> Tensor:
     """The targets, ``[T, K]``; 0 for tokens that do not count."""
-    spans, device = segments(cu_seqlens), teacher.q_THD.device
+    spans, device = teacher.spans, teacher.q_THD.device
     rows = [range(max(int((end - start) * row_start), distance), end - start) for start, end in spans]
     plans = [teacher.chunks(some) for some in rows]
     found_TK = teacher.q_THD.new_zeros(len(teacher.q_THD), teacher.kv_heads, dtype=teacher.dtype)

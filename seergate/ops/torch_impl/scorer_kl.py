@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.gate_kl import GateKLStats, LossOptions
-from seergate.ops.scorer_kl import Scores
+from seergate.ops.losses import GateKLStats, LossOptions, Scores
 from seergate.ops.torch_impl.gate_kl import Outcome, Sums, rows_and_weights, with_gradients
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, segments, wide_dtype
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
 
 
 def scorer_kl(
@@ -22,6 +21,7 @@ def scorer_kl(
     ks: Tensor,
     block_size: int,
     options: LossOptions,
+    lse: Tensor | None,
     scores: Scores,
     entry_tokens: int,
     target: str,
@@ -29,12 +29,10 @@ def scorer_kl(
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     sink_blocks, dtype = options.sink_blocks, wide_dtype(pack.q, pack.k, qs, ks)
-    teacher = Teacher(pack, block_size, dtype, options.lse, sink_blocks)
+    teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
-    spans = segments(pack.cu_seqlens)
-    how = block_size, teacher.kv_heads, options.reduction, options.row_rule
-    total, rows, weights = rows_and_weights([end - start for start, end in spans], *how)
+    total, rows, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
     plans = [teacher.chunks(some, per_token) for some in rows]
     past_blocks = [max(0, budget // block_size - always) for budget in options.recall_budgets]
@@ -46,7 +44,7 @@ def scorer_kl(
         dks_MJE = torch.zeros(ks.shape, dtype=dtype, device=device) if want_dks else None
         sums = Sums(kv_heads, len(past_blocks), device)
         scratch, entry = teacher.scratch(plans), 0
-        for (start, stop), plan, weight in zip(spans, plans, weights, strict=True):
+        for (start, stop), plan, weight in zip(teacher.spans, plans, weights, strict=True):
             keys_KSD = [teacher.head_keys(start, stop, head) for head in range(kv_heads if plan else 0)]
             for chunk in plan:
                 blocks = chunk[-1] // block_size - sink_blocks  # candidates of the chunk's last row

@@ -15,17 +15,14 @@ import torch
 from torch import Tensor
 
 from seergate.ops.checks import readable
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import block_scores, branch_end, projected_queries
+from seergate.ops.gate_math import Branch, block_scores, branch_end, projected_queries
 from seergate.ops.selection import BlockBudget, Selection
 
 
 @torch.no_grad()
 def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments: scores of all blocks, complete or not."""
-    weight, norm_weight, inv_freq, attention_scaling = branch
-    qg_BK1E = projected_queries(q[:, :, None], weight)
-    qg_BK1E = branch_end(qg_BK1E, norm_weight, (lengths - 1)[:, None], inv_freq, attention_scaling)
+    qg_BK1E = branch_end(projected_queries(q[:, :, None], branch.weight), (lengths - 1)[:, None], *branch[1:])
     if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: the product reads keys where they are
         return block_scores(qg_BK1E.transpose(0, 1), compressed.transpose(0, 1))[:, :, 0].transpose(0, 1)
     return block_scores(qg_BK1E, compressed)[:, :, 0]

@@ -65,6 +65,7 @@ class Teacher:
         self, pack: Pack, block_size: int, dtype: torch.dtype, lse_TH: Tensor | None = None, sink_blocks: int = 0
     ) -> None:
         self.q_THD, self.k_TKD, sinks_H = pack.q.detach(), pack.k.detach(), pack.sinks
+        self.spans = segments(pack.cu_seqlens)
         self.sm_scale, self.softcap = pack.sm_scale, pack.softcap
         self.block_size, self.dtype, self.sink_blocks = block_size, dtype, sink_blocks
         self.kv_heads = self.k_TKD.shape[1]
@@ -92,14 +93,9 @@ class Teacher:
         ``sink_blocks`` on; `MASKED` where not past.
 
         ``u_j = max over the group's heads of (highest score in block j - log sum exp of all scores up to the row)``
-        (each head's normaliser comes off before the maximum over heads).
-
-        Args:
-            keys_SD: the segment's keys, from `head_keys`.
-            start: where the segment starts in the pack.
-            rows: the chunk's, counted from the segment's start.
-            head: KV head.
-            scratch: from `scratch`; overwritten.
+        (each head's normaliser comes off before the maximum over heads). The segment starts at ``start`` of the pack
+        and has the keys ``keys_SD``, from `head_keys`; ``rows`` are counted from its start; ``scratch``, from
+        `scratch`, is overwritten.
         """
         scores_SX, block_max_NX = self.scores(keys_SD, start, rows, head, scratch)
         lse_X = self.lse(scores_SX, block_max_NX, start, rows, head)
@@ -157,14 +153,13 @@ def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> Atte
     q, dtype = pack.q, wide_dtype(pack.q, pack.k)
     teacher = Teacher(pack, block_size, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]
-    spans = segments(pack.cu_seqlens)
-    plans = [list(row_chunks(range(end - start), teacher.area)) for start, end in spans]
-    widest = max(-(-(end - start) // block_size) for start, end in spans)
+    plans = [teacher.chunks(range(end - start)) for start, end in teacher.spans]
+    widest = max(-(-(end - start) // block_size) for start, end in teacher.spans)
     out_THD = v.new_empty(tokens, heads, v_dim)
     lse_TH = q.new_empty(tokens, heads, dtype=dtype)
     targets_TKN = q.new_full((tokens, teacher.kv_heads, widest), -torch.inf, dtype=dtype)
     scratch = teacher.scratch(plans)
-    for (start, stop), plan in zip(spans, plans, strict=True):
+    for (start, stop), plan in zip(teacher.spans, plans, strict=True):
         for head in range(teacher.kv_heads if plan else 0):
             keys_SD = teacher.head_keys(start, stop, head)
             values_SD = v[start:stop, head].to(dtype)

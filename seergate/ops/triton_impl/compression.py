@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.ops.backend import one_node
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import NORM_EPS
+from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import DTYPES, padded
@@ -80,11 +79,6 @@ def pool_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + AVG_AT * DIM, mean.to(kind), mask=dim < DIM)
 
 
-def turn_rows(block_size: int, dim: int) -> int:
-    """Keys per turn of the loop, a power of two."""
-    return max(1, min(TURN // padded(dim), padded(block_size, 1)))
-
-
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
     """The op on checked arguments; float64, and gradients, are left to the torch backend."""
     if k.dtype not in DTYPES or (torch.is_grad_enabled() and k.requires_grad):
@@ -105,9 +99,10 @@ def pool(k: Tensor, block_size: int, kinds: Sequence[str], lengths: Tensor | Non
     pooled = k.new_empty(batch, kv_heads, blocks, len(kinds) * dim)
     if pooled.numel():
         at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
+        rows = max(1, min(TURN // padded(dim), padded(block_size, 1)))  # per turn of the loop
         pool_kernel[(blocks, kv_heads, batch)](
             k, None if lengths is None else lengths.contiguous(), pooled, *k.stride(), capacity, *at,
-            KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=turn_rows(block_size, dim), DIM=dim,
+            KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=rows, DIM=dim,
             PADDED_DIM=padded(dim), num_warps=1,
         )  # fmt: skip
     return pooled

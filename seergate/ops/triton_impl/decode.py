@@ -18,48 +18,39 @@ MAX_ROW_BYTES = 512
 """Size of the largest key or value that registers hold: head dimension 256 in 16 bits, 128 in fp32."""
 
 
-def supports(q: Tensor, v: Tensor) -> bool:
-    """True if the kernels take these dtypes and sizes; wide or float64 heads are left to the torch backend."""
-    return q.dtype in DTYPES and max(q.shape[-1], v.shape[-1]) * q.element_size() <= MAX_ROW_BYTES
-
-
 @torch.no_grad()
 def sparse_decode(
-    inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
+    inputs: DecodeInputs, indices: Tensor | None, counts: Tensor | None, lengths: Tensor | None, block_size: int
 ) -> Tensor:
-    """The op on checked arguments."""
-    q, k, v, sm_scale, sinks, softcap, page_table = inputs
-    if not supports(q, v):
+    """The op on checked arguments; wide or float64 heads are left to the torch backend."""
+    q, _, v, *_ = inputs
+    if q.dtype not in DTYPES or max(q.shape[-1], v.shape[-1]) * q.element_size() > MAX_ROW_BYTES:
         return NotImplemented
-    return attend(q, k, v, indices, counts, lengths, block_size, sm_scale, sinks, softcap, page_table)
+    return attend(*inputs, indices, counts, lengths, block_size)
 
 
-@torch.no_grad()
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
     """The op on checked arguments: the same kernels without a selection."""
-    q, k, v, sm_scale, sinks, softcap, page_table = inputs
-    if not supports(q, v):
-        return NotImplemented
-    return attend(q, k, v, None, None, lengths, 1, sm_scale, sinks, softcap, page_table)
+    return sparse_decode(inputs, None, None, lengths, 1)
 
 
 @one_node(
-    "decode_attention(Tensor q, Tensor k, Tensor v, Tensor? indices, Tensor? counts, Tensor? lengths, int block_size, "
-    "float sm_scale, Tensor? sinks, float? softcap, Tensor? page_table) -> Tensor",
+    "decode_attention(Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? sinks, float? softcap, "
+    "Tensor? page_table, Tensor? indices, Tensor? counts, Tensor? lengths, int block_size) -> Tensor",
     lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),
 )
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    indices: Tensor | None,
-    counts: Tensor | None,
-    lengths: Tensor | None,
-    block_size: int,
     sm_scale: float,
     sinks: Tensor | None,
     softcap: float | None,
     page_table: Tensor | None,
+    indices: Tensor | None,
+    counts: Tensor | None,
+    lengths: Tensor | None,
+    block_size: int,
 ) -> Tensor:
     """Attention of one token per row, ``[B, H, dv]``, to the selected blocks, or to all tokens if there are no
     indices.

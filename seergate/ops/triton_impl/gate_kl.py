@@ -21,8 +21,8 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.checks import check_shape
-from seergate.ops.gate_kl import GateKLStats, LossOptions, RowRule, refuse_second_order
 from seergate.ops.host_memory import copied
+from seergate.ops.losses import GateKLStats, LossOptions, refuse_second_order
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
 from seergate.ops.triton_impl.launch import gate_launch, padded, precision, recall_launch
@@ -41,7 +41,13 @@ TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.fl
 
 
 def gate_kl(
-    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions
+    pack: Pack,
+    qg: Tensor,
+    kg: Tensor,
+    block_size: int,
+    gate_scale: float,
+    options: LossOptions,
+    lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     q, k, cu_seqlens, sm_scale, sinks, softcap = pack
@@ -52,11 +58,9 @@ def gate_kl(
         return NotImplemented
     qg, kg = narrow
     wanted = torch.is_grad_enabled()
-    sinks, lse = (None if x is None else x.detach() for x in (sinks, options.lse))
+    sinks, lse = (None if x is None else x.detach() for x in (sinks, lse))
     loss, kl_per_head, rows, recall, _, _ = _gate_kl(
-        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, options.row_start, sm_scale, gate_scale,
-        options.reduction, options.recall_budgets, options.sink_blocks, options.row_stride, options.row_shift,
-        sinks, softcap, lse,
+        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, sm_scale, gate_scale, *options, sinks, softcap, lse,
         wanted and qg.requires_grad, wanted and kg.requires_grad,
     )  # fmt: skip
     return loss, GateKLStats(kl_per_head, rows, recall)
@@ -75,9 +79,9 @@ def evaluate(
     kg: Tensor,
     cu_seqlens: Tensor,
     block_size: int,
-    row_start: float,
     sm_scale: float,
     gate_scale: float,
+    row_start: float,
     reduction: str,
     recall_budgets: list[int],
     sink_blocks: int,
@@ -97,29 +101,23 @@ def evaluate(
     teacher = Teacher(Pack(q, k, cu_seqlens, sm_scale, sinks, softcap), block_size)
     gate = Gate(qg, kg, block_size, gate_scale, teacher, row_stride, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
-    rule = row_start, sink_blocks, row_stride, row_shift
-    rows, chunks, tables, row_weight = cut_up(
-        tuple(spans), block_size, rule, kv_heads, reduction, sizes, CHUNK_BYTES, device
-    )
-    tiles = iter(tables)
+    options = LossOptions(row_start, reduction, tuple(recall_budgets), sink_blocks, row_stride, row_shift)
+    rows, chunks, tiles, row_weight = cut_up(tuple(spans), block_size, options, kv_heads, sizes, CHUNK_BYTES, device)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
     buffers = gate.buffers(cells)
     lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse.float().contiguous()
     known = lse is not None
     if not known and (sink_blocks or row_stride > 1):  # the first blocks and the rows between are in no tile
-        whole = packs.row_tiles(packs.whole_segments(spans), sizes[0], packed=True)
-        (every_row,) = packs.to_device([whole], device)
-        teacher.attend(every_row, None, lse_buffer, None)
+        teacher.attend_whole(spans, None, lse_buffer)
         known = True
-    for chunk in chunks:
+    for chunk, (teacher_tiles, row_tiles, column_tiles) in zip(chunks, tiles, strict=True):
         shape = (chunk.rows, kv_heads, chunk.width)
         targets, delta, logits = (x[: chunk.rows * kv_heads * chunk.width].view(shape) for x in buffers)
-        teacher.log_targets(next(tiles), targets, lse_buffer, known=known, step=row_stride)
-        row_tiles = next(tiles)
+        teacher.log_targets(teacher_tiles, targets, lse_buffer, known=known, step=row_stride)
         gate.add_rows(row_tiles, targets, delta, logits)
         for index, budget in enumerate(recall_budgets):
             gate.add_recall(row_tiles, targets, logits, index, max(0, budget // block_size - 1 - sink_blocks))
-        gate.add_columns(next(tiles), delta)
+        gate.add_columns(column_tiles, delta)
 
     # Sums over up to millions of rows: float64.
     divisor = max(rows, 1)
@@ -138,13 +136,12 @@ def evaluate(
 def cut_up(
     spans: tuple[tuple[int, int], ...],
     block_size: int,
-    rule: RowRule,
+    options: LossOptions,
     kv_heads: int,
-    reduction: str,
     sizes: tuple[int, int, int],
     chunk_bytes: int,
     device: torch.device,
-) -> tuple[int, list[packs.Chunk], list[packs.Tiles], Tensor]:
+) -> tuple[int, list[packs.Chunk], list[tuple[packs.Tiles, packs.Tiles, packs.Tiles]], Tensor]:
     """The chunks and tiles of a pack, which are the same in all layers and made for the first one.
 
     Returns:
@@ -152,8 +149,8 @@ def cut_up(
         the pack counts for in the loss, float64 ``[T]`` on the device.
     """
     lengths = [end - start for start, end in spans]
-    rows, counted, weights = torch_impl.rows_and_weights(lengths, block_size, kv_heads, reduction, rule)
-    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks=rule[1])
+    rows, counted, weights = torch_impl.rows_and_weights(spans, block_size, kv_heads, options)
+    pieces = packs.segment_pieces(spans, counted, block_size, weights, sink_blocks=options.sink_blocks)
     chunks = packs.chunks(pieces, block_size, chunk_bytes // (4 * kv_heads))
     parts = [
         part
@@ -165,7 +162,9 @@ def cut_up(
         )
     ]
     row_weight = torch.tensor(weights, dtype=torch.float64).repeat_interleave(torch.tensor(lengths))
-    return rows, chunks, packs.to_device(parts, device) if parts else [], copied(row_weight, device)
+    tables = packs.to_device(parts, device) if parts else []
+    tiles = list(zip(tables[::3], tables[1::3], tables[2::3], strict=True))
+    return rows, chunks, tiles, copied(row_weight, device)
 
 
 class Gate:
@@ -286,8 +285,8 @@ _gate_kl = torch.library.custom_op(
     evaluate,
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor qg, Tensor kg, Tensor cu_seqlens, int block_size, float row_start, "
-        "float sm_scale, float gate_scale, str reduction, int[] recall_budgets, int sink_blocks, int row_stride, "
+        "(Tensor q, Tensor k, Tensor qg, Tensor kg, Tensor cu_seqlens, int block_size, float sm_scale, "
+        "float gate_scale, float row_start, str reduction, int[] recall_budgets, int sink_blocks, int row_stride, "
         "int row_shift, Tensor? sinks, float? softcap, Tensor? lse, bool want_dqg, bool want_dkg) "
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),

@@ -25,9 +25,7 @@ def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttenti
     if fused is not None or not runs_here(q, BLOCK_SIZE, v):
         return NotImplemented
     teacher = Teacher(pack, BLOCK_SIZE, v, window)
-    pieces = packs.whole_segments(spans)
-    (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    teacher.attend(tiles, out, lse, None)
+    teacher.attend_whole(spans, out, lse)
     return PackedAttention(out, lse)

@@ -120,10 +120,8 @@ def chunks(pieces: Sequence[Piece], block_size: int, area: int) -> list[Chunk]:
 
 
 def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tuple[Tensor, Tensor]:
-    """Tiles of up to ``rows`` rows, those with the longest past first. ``packed``: the buffer is numbered as the pack.
-
-    Returns:
-        Table and weights on the host, see `Tiles`.
+    """Table and weights, on the host, of `Tiles` of up to ``rows`` rows, those with the longest past first.
+    ``packed``: the buffer is numbered as the pack.
     """
     whole: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}  # whatever the defaults are
     real: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
@@ -143,10 +141,8 @@ def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tu
 
 
 def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Tiles of up to ``columns`` candidate blocks, for sums over the rows of a piece.
-
-    Returns:
-        Table and weights on the host, see `Tiles`.
+    """Table and weights, on the host, of `Tiles` of up to ``columns`` candidate blocks, for sums over the rows of a
+    piece.
     """
     table, weights, buffer = [], [], 0
     for piece in pieces:

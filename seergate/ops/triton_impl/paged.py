@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import NORM_EPS
+from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.triton_impl.compression import CHUNK, THREADS
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, best, branch_end, ordered

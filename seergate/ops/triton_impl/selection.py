@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.ops.backend import one_node
-from seergate.ops.compression import Branch
-from seergate.ops.gate_math import NORM_EPS
+from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.selection import Selection
 from seergate.ops.triton_impl.compression import THREADS
 from seergate.ops.triton_impl.gpus import gpu_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
@@ -92,6 +92,14 @@ class Teacher:
                     **self.constants(launch),
                 )  # fmt: skip
 
+    def attend_whole(
+        self, spans: Sequence[tuple[int, int]], out: Tensor | None, lse: Tensor, targets: Tensor | None = None
+    ) -> None:
+        """`attend` for every row of the pack, whose segments are ``spans``."""
+        rows = self.launch(output=out is not None).rows
+        tiles = packs.row_tiles(packs.whole_segments(spans), rows, packed=True)
+        self.attend(packs.to_device([tiles], lse.device)[0], out, lse, targets)
+
     def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool, step: int = 1) -> None:
         """Fill the past cells of ``targets [rows, Hkv, width]``; unless it is ``known``, ``lse [T, H]`` too.
 
@@ -150,12 +158,10 @@ def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> Atte
     teacher = Teacher(pack, block_size, v)
     spans = packs.segments(pack.cu_seqlens, len(q))
     widest = max(-(-(end - start) // block_size) for start, end in spans)
-    pieces = packs.whole_segments(spans)
-    (tiles,) = packs.to_device([packs.row_tiles(pieces, teacher.launch(output=True).rows, packed=True)], q.device)
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     targets = torch.full((q.shape[0], teacher.kv_heads, widest), -torch.inf, dtype=torch.float32, device=q.device)
-    teacher.attend(tiles, out, lse, targets)
+    teacher.attend_whole(spans, out, lse, targets)
     return AttentionWithTargets(out, lse, targets)
 
 

@@ -300,7 +300,7 @@ class TestOneNode:
 
     def test_the_registration_is_sound(self, inputs):
         *tensors, cu = inputs
-        arguments = (*tensors, cu, 8, 0.25, 0.3, 0.3, "row_mean", [16], 1, 2, 0, None, 3.0, None)
+        arguments = (*tensors, cu, 8, 0.3, 0.3, 0.25, "row_mean", [16], 1, 2, 0, None, 3.0, None)
         for wanted in ((True, True), (False, True)):
             torch.library.opcheck(torch.ops.seergate.gate_kl.default, (*arguments, *wanted))
 

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
-from seergate.ops.compression import Branch
+from seergate.ops.gate_math import Branch
 from seergate.ops.triton_impl import paged
 from seergate.ops.triton_impl.paged import Rotation
 from seergate.serving.rope import Unrotation

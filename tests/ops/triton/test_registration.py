@@ -42,9 +42,9 @@ def arguments(step, op):
     return {
         "select_blocks": [(step["scores"], lengths, 16, *rule, 1) for rule in ((48, None, None), (None, 0.1, None))],
         "decode_attention": [
-            (q, k, v, indices, None, lengths, 16, 0.2, sinks, 3.0, None),
-            (q, k[..., :48, :], v[..., :48, :], indices, None, lengths, 16, 0.2, None, None, table),
-            (q, k, v, None, None, None, 1, 0.2, None, None, None),
+            (q, k, v, 0.2, sinks, 3.0, None, indices, None, lengths, 16),
+            (q, k[..., :48, :], v[..., :48, :], 0.2, None, None, table, indices, None, lengths, 16),
+            (q, k, v, 0.2, None, None, None, None, None, None, 1),
         ],
         "score_blocks": [
             (q, lengths, step["compressed"], step["query_weight"], 16, *extras, 1.0)
