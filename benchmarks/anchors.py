@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from collect import rows_of
-from common import arguments, save, timed_in_turns
+from common import CPU, arguments, described, parsed, save, timed_in_turns
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -142,7 +142,7 @@ def times(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
         steps(name, 1, ids)
         steps(name, 1, ids[:, :1])
     runs = {name: partial(steps, name, bench.options.steps, ids[:, :1]) for name in settings}
-    found = timed_in_turns(runs, bench.options.rounds, torch.device("cpu"))
+    found = timed_in_turns(runs, bench.options.rounds, CPU)
     rows = list[dict[str, Any]]()
     for setting, taken in found.items():
         name, _, count = setting.partition(" ")
@@ -239,10 +239,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of each setting in a round")
     parser.add_argument("--needles", nargs="+", default=[], metavar="DIR", help="runs for the part of this name")
     parser.add_argument("--name", default="anchors", help="of the file of results")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    unsaid = ("output", "name", "parts", "trained", "needles")
-    asked = {key: value for key, value in vars(options).items() if key not in unsaid}
+    options = parsed(parser)
+    asked = described(options, "name", "parts", "trained", "needles")
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name
     file = options.output / f"{options.name}.json"
@@ -257,7 +255,7 @@ def main() -> None:
         for part in (part for part in PARTS if part in options.parts):
             plans = {row["anchors"]: tuple(row["layers"]) for row in rows if row["part"] == "plan"}
             rows += PARTS[part](bench, plans)
-            print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output), flush=True)
+            print("saved", save(options.name, asked, rows, options.output), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, save, timed_in_turns
+from common import TOLERANCE, arguments, described, parsed, relative, save, shown, timed_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,7 +31,6 @@ from seergate import ops
 from seergate.ops import reference
 from seergate.ops.backend import choose
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CHUNK_CPU, CHUNK_DEVICE = 2**20, 2**25
 """Scores that the baseline holds at a time: few beside what it keeps, enough to fill the device."""
 PROVEN_ROWS = 16
@@ -105,12 +104,6 @@ class Case:
         want_dqg, want_dkg = torch.autograd.grad(want, (qg, kg))
         pairs = {"loss": (loss, want), "dqg": (dqg[begin:], want_dqg), "dkg": (dkg, want_dkg)}
         return {name: relative(got, exact) for name, (got, exact) in pairs.items()}
-
-
-def relative(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over norm of ``want``."""
-    want = want.detach().double()
-    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
 def prove(block: int, options: argparse.Namespace) -> None:
@@ -267,7 +260,7 @@ def command_line() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="in which each takes its turn; default: 10, on a CPU 3")
     parser.add_argument("--only-prove", action="store_true", help="compare with the reference, time nothing")
-    options = parser.parse_args()
+    options = parsed(parser)
     gpu = torch.device(options.device).type == "cuda"
     options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [4096, 8192, 16384])
     options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 16384)
@@ -282,7 +275,6 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     """Prove, measure, print, save."""
     options = command_line()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     for block_size in options.block_sizes:
         prove(block_size, options)
@@ -292,14 +284,12 @@ def main() -> None:
     rows = []
     for length, block_size in itertools.product(options.lengths, options.block_sizes):
         rows.append(measure(length, block_size, options))
-        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        print(shown(rows[-1]), flush=True)
     device = torch.device(options.device)
     name = f"distill-{device.type}-{str(options.dtype).removeprefix('torch.')}"
     name += f"-{options.threads}t" * (device.type == "cpu")
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "only_prove")}
-    described |= {"dtype": str(options.dtype), "backend": choose(device)}
-    path = save(name, device, described, rows, options.output)
-    print("saved", path)
+    asked = described(options, "only_prove") | {"dtype": str(options.dtype), "backend": choose(device)}
+    print("saved", save(name, asked, rows, options.output, device))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, timed, timed_rotated
+from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, relative, timed, timed_rotated
 from torch import Tensor
 
 from seergate import ops
@@ -72,7 +72,7 @@ def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
 def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) -> Row:
     """Relative error of a result. 0 as the limit asks for equality."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
-    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    error = relative(got, want)
     right = torch.equal(got, want) if limit == 0 else error < limit  # NaN is not
     return {"kernel": kernel, "case": case, "error": error, "limit": limit, "right": right}
 
@@ -246,16 +246,21 @@ def right_teacher() -> Iterator[Row]:
                 yield compared("gate_kl", f"{case}, {which}", a, b, limit)
 
 
-def large() -> Iterator[Row]:
-    """Long packs: their last rows in float64, two runs to the last bit; and offsets beyond 2^31."""
+def lesson(length: int, block: int) -> Any:
+    """A pack of one layer of 8B's shape, its gate in fp32."""
     import distill
 
+    shape = sizes((8, 4, 128, 128), (2, 2, 16, 16))
+    named = dict(zip(("kv_heads", "group", "head_dim", "gate_dim"), shape, strict=True))
+    case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **named))
+    case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+    return case
+
+
+def large() -> Iterator[Row]:
+    """Long packs: their last rows in float64, two runs to the last bit; and offsets beyond 2^31."""
     for length, block in sizes(((32768, 64), (131072, 16)), ((96, 16),)):
-        shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
-        if not ON_GPU:
-            shape = {"kv_heads": 1, "group": 2, "head_dim": 16, "gate_dim": 16}
-        case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
-        case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+        case = lesson(length, block)
         for name, error in case.errors().items():
             fact = {"case": f"{length} tokens, block {block}, {name}", "error": error, "limit": 1e-4}
             yield {"kernel": "gate_kl", **fact, "right": error < 1e-4}
@@ -489,11 +494,7 @@ def lesson_times() -> Iterator[Row]:
     from seergate.models import families
 
     length, block = sizes((32768, 64), (64, 16))
-    shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
-    if not ON_GPU:
-        shape = {"kv_heads": 2, "group": 2, "head_dim": 16, "gate_dim": 16}
-    case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
-    case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+    case = lesson(length, block)
     rate, budgets = product_rate(), sizes((1024, 2048, 4096), (32,))
     recalls = {"": {}, ", recall": {"recall_budgets": budgets}}
     for name, options in recalls.items():

@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 import torch
-from common import arguments, save
+from common import arguments, described, parsed, save
 from end_to_end import Way, add_model_options, build, fill, generate
 from transformers import PreTrainedModel
 
@@ -133,7 +133,7 @@ def command_line() -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12, help="of each way per round")
-    options = parser.parse_args()
+    options = parsed(parser)
     options.device, options.dtype = "cpu", torch.float32
     return options
 
@@ -141,7 +141,6 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, save."""
     options = command_line()
-    torch.set_num_threads(options.threads)
     with torch.inference_mode():
         rows = kept_share(options)
         model = build(options)
@@ -149,8 +148,7 @@ def main() -> None:
             for draft in options.drafts:
                 rows.append(pass_times(model, length, draft, options))
                 print(rows[-1])
-    asked = {name: value for name, value in vars(options).items() if name not in ("output", "dtype")}
-    print(save("lossless", torch.device("cpu"), asked, rows, options.output))
+    print("saved", save("lossless", described(options, "dtype"), rows, options.output))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, random_model, save
+from common import arguments, described, parsed, random_model, save
 from transformers import DynamicCache
 
 from seergate.cache.argument import CACHE
@@ -100,11 +100,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of the measurement of a step")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     shape = {"hidden_size": options.width, "layers": options.layers, "heads": 8, "kv_heads": 2}
     shape["head_dim"] = options.width // 8
-    model, device = random_model(VOCABULARY, **shape), torch.device("cpu")
+    model = random_model(VOCABULARY, **shape)
     texts = [make_text(options, seed) for seed in range(options.requests)]
     cap = options.rows * -(-options.length // options.page)
 
@@ -161,15 +160,17 @@ def main() -> None:
     print(f"{shared['rows'] / dense['rows']:.2f}x rows, ", end="")
     print(f"{shared['tokens_per_second'] / dense['tokens_per_second']:.2f}x tokens per second under the cap")
     print(", ".join(f"{name} {value:.2f} ms per step" for name, value in ms.items()))
-    record = {**{k: v for k, v in vars(options).items() if k != "output"}, "max_blocks": cap, "ms_per_step": ms}
-    ratios = {
+    record = {
+        **described(options),
+        "max_blocks": cap,
+        "ms_per_step": ms,
         "rows_ratio": shared["rows"] / dense["rows"],
         "tokens_per_second_ratio": shared["tokens_per_second"] / dense["tokens_per_second"],
         "pages_over_buffer": ms["pages"] / ms["one buffer per layer"],
         "sharing_over_pages": ms["pages, sharing on a thread"] / ms["pages"],
     }
     rows_ = [{"method": name, **counts} for name, counts in found.items()]
-    print(f"saved to {save('reason_cache', device, {**record, **ratios}, rows_, options.output)}")
+    print("saved", save("reason_cache", record, rows_, options.output))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from common import arguments, save
+from common import arguments, described, parsed, save
 from torch import Tensor, nn
 
 from seergate import ops
@@ -230,13 +230,12 @@ def main() -> None:
     parser.add_argument("--needle-length", type=int, default=3500, help="their tokens [%(default)s]")
     parser.add_argument("--budget", type=int, default=512, help="tokens per KV head [%(default)s]")
     parser.add_argument("--only", nargs="*", choices=[*VARIANTS, *BASELINES], help="[all]")
-    options = parser.parse_args()
+    options = parsed(parser)
     for name in ("packs", "epochs", "row_stride", "texts", "needles"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
     if options.length % 32 or options.length < 512:
         parser.error(f"--length is {options.length}; it must be a multiple of 32, at least 512")
-    torch.set_num_threads(options.threads)
     steps = options.packs * options.epochs
     asked = {"recipe": "recommended", "max_steps": steps, "warmup_steps": min(10, steps - 1), "row_stride": 1}
     config = load_train_config(options.model, asked)
@@ -281,9 +280,8 @@ def main() -> None:
         rows.append({"variant": name, **decode(model, texts, problems, spec, bank), **trained})
         figures = (f"{key} {rows[-1][key]:.4f}" for key in ("kl", "kl_median", "kl_p99", "needle_logprob"))
         print(name, *figures, f"found {rows[-1]['found']} of {options.needles}", sep="  ", flush=True)
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "only")}
-    described |= {key: described[key].name for key in ("data", "held_out")}
-    print("saved to", save("recipe", torch.device("cpu"), described, rows, options.output))
+    asked = described(options, "only") | {"data": options.data.name, "held_out": options.held_out.name}
+    print("saved", save("recipe", asked, rows, options.output))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save, version
+from common import arguments, save, version
 from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
 from transformers import PreTrainedModel
 
@@ -238,18 +238,16 @@ def add_floor(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Prove, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", help="directory with weights in safetensors; instead of two layers")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     add_model_options(parser)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=10, help="of each way per round")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that are timed [all]")
     parser.add_argument("--anchors", nargs="+", default=[], metavar="I+J", help="time vLLM with these anchors, too")
     parser.add_argument("--transformers-python", default=TRANSFORMERS_PYTHON, help="of the ways hf_*")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     if parser.parse_known_args()[0].model is not None:
         parser.set_defaults(**REAL_MODEL)
     options = parser.parse_args()
@@ -291,7 +289,7 @@ def main() -> None:
         said |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
     name = "_".join(["serving", *["model"] * bool(options.model), *["anchors"] * bool(options.anchors)])
     name += f"-cpu-float32-{options.threads}t"
-    print("saved", save(name, torch.device("cpu"), said, rows, options.output))
+    print("saved", save(name, said, rows, options.output))
 
 
 if __name__ == "__main__":
