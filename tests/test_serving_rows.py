@@ -125,7 +125,16 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
 
     def step(caches: list[Tensor]) -> list[int]:
         """One step of layers with these caches: how many operators each runs."""
-        plan = Plan(none[:, None], none, torch.arange(2), Rows(lengths, table, 6), torch.arange(2), None, 419, 0)
+        plan = Plan(
+            closed_Cr=none[:, None],
+            starts_C=none,
+            tokens_R=torch.arange(2),
+            rows=Rows(lengths, table, 6),
+            sparse_B=torch.arange(2),
+            dense=None,
+            held=419,
+            read_all=0,
+        )
         found = []
         for cache in caches:
             paged = cache.as_strided((2 * BLOCKS, K, SIZE, 2 * D), (numbers, SIZE * 2 * D, 2 * D, 1))

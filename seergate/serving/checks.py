@@ -40,9 +40,13 @@ def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> 
         )
 
 
-def has_block_keys(bank: Gates) -> bool:
-    """Whether gates, which are not for retention, keep one key per block: all that there is room for in a server."""
-    return next(iter(bank))[1].entry_tokens == bank.config.block_size
+def check_keys(bank: Gates) -> None:
+    """Refuse gates that do not keep one key per block and KV head."""
+    if bank.config.retention or next(iter(bank))[1].entry_tokens != bank.config.block_size:
+        raise SeergateError(
+            f"these gates have the scorer {bank.config.scorer!r}; a server's cache keeps all tokens and has room for "
+            "one compressed key per block and KV head: train gates with --scorer attn_gate"
+        )
 
 
 def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:

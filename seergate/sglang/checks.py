@@ -7,7 +7,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.serving.checks import check_model, has_block_keys
+from seergate.serving.checks import check_keys, check_model
 from seergate.serving.settings import Settings
 from seergate.sglang import NAME
 
@@ -54,11 +54,7 @@ def check_page(bank: Gates | None, page: int) -> None:
         if page < 8:
             raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
         return
-    if bank.config.retention or not has_block_keys(bank):
-        raise SeergateError(
-            f"these gates have the scorer {bank.config.scorer!r}; inside SGLang there is room for one compressed key "
-            "per block: train gates with --scorer attn_gate"
-        )
+    check_keys(bank)
     if bank.config.block_size % page or page == 1:
         raise SeergateError(
             f"--page-size is {page}; it must be the gates' block of {bank.config.block_size} tokens, or divide it"

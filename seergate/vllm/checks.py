@@ -8,7 +8,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.serving.checks import check_model, has_block_keys
+from seergate.serving.checks import check_keys, check_model
 from seergate.serving.settings import Settings
 
 SUPPORTED = ("0.32", "0.33")
@@ -86,15 +86,10 @@ def default_page() -> int | None:
 
 def check_page(bank: Gates | None, page: int | None) -> None:
     """Refuse gates that keep more than a key per block, or whose block is not one page of the cache, or several."""
-    if bank is not None and bank.config.retention:
-        raise SeergateError(f"these gates are for {bank.config.scorer!r}, which evicts; vLLM's cache keeps all tokens")
-    if bank is not None and not has_block_keys(bank):
-        raise SeergateError(
-            f"these gates have the scorer {bank.config.scorer!r}, which keeps a key per token, made of all KV heads; "
-            "inside vLLM there is room for one per block and KV head: train gates with --scorer attn_gate"
-        )
     from vllm.platforms import current_platform
 
+    if bank is not None:
+        check_keys(bank)
     unit = 32 if current_platform.is_cpu() else 16
     if bank is not None and bank.config.block_size % unit:
         raise SeergateError(

@@ -21,7 +21,7 @@ from seergate.serving.scoring import Scores
 from seergate.serving.settings import Settings
 from seergate.serving.statistics import statistics
 from seergate.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
-from seergate.vllm.checks import READABLE
+from seergate.vllm.checks import READABLE, WORKERS
 from seergate.vllm.pages import PAGES
 
 
@@ -162,14 +162,8 @@ def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dt
 
 def __getattr__(name: str) -> Any:
     """`CPUWorker` and `GPUWorker`, made when vLLM asks for one: the other's module may not be importable here."""
-    from importlib import import_module
-
-    bases = {
-        "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
-        "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
-    }
-    if name not in bases:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, stock = bases[name]
-    globals()[name] = made = type(name, (Gated, getattr(import_module(module), stock)), {"__module__": __name__})
-    return made
+    for stock, ours in WORKERS.items():
+        if ours == f"{__name__}.{name}":
+            globals()[name] = made = type(name, (Gated, resolve_name(stock)), {"__module__": __name__})
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
