@@ -20,7 +20,8 @@ from typing import Any
 from collect import rows_of
 from common import arguments, described, parsed, save, shown
 
-from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_gates, load_model
+from seergate import GateBank
+from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_model
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.hf.loading import load_tokenizer
@@ -33,7 +34,7 @@ def measure(
     part: str, variables: int, problems: int, methods: list[str], budgets: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One size of problems under some methods."""
-    bank, model, tokenizer = load_gates(TINY_GATES), load_model(TINY_MODEL), load_tokenizer(TINY_MODEL)
+    bank, model, tokenizer = GateBank.from_pretrained(TINY_GATES), load_model(TINY_MODEL), load_tokenizer(TINY_MODEL)
     task = make_task("chain_sum", problems=problems, variables=variables)
     specs = grid(methods, budgets, bank.config.block_size)
     out = options.runs / f"{part}-{variables}"

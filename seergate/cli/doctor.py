@@ -71,7 +71,7 @@ def _backends() -> dict[str, str]:
     from seergate.ops.backend import ENV_VAR
 
     found = dict[str, str]()
-    before = os.environ.get("SEERGATE_BACKEND")
+    before = os.environ.get(ENV_VAR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = torch.randn(1, 2, 16, device=device), torch.randn(1, 1, 64, 16, device=device)
     indices = torch.tensor([[[0, 3]]], dtype=torch.int32, device=device)
@@ -81,17 +81,16 @@ def _backends() -> dict[str, str]:
             found[name] = "not usable: no GPU here"
             continue
         try:
-            os.environ["SEERGATE_BACKEND"] = name
+            os.environ[ENV_VAR] = name
             ops.sparse_decode(q, k, k, indices, lengths, 16)
             found[name] = f"works on {device}"
         except Exception as error:  # whatever it is, the point of this command is to say so
             said = " ".join(str(error).split()) or type(error).__name__
             found[name] = f"not usable: {said.removeprefix(f'{ENV_VAR} is {name!r} and ')}"
         finally:
-            if before is None:
-                os.environ.pop("SEERGATE_BACKEND", None)
-            else:
-                os.environ["SEERGATE_BACKEND"] = before
+            os.environ.pop(ENV_VAR)
+    if before is not None:
+        os.environ[ENV_VAR] = before
     return found
 
 

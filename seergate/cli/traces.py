@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check, load, let it answer."""
-    from seergate.cli.models import check_file_served, gates_for, load_gates, load_model, model_path
+    from seergate.cli.models import check_file_served, gates_for, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.store import write_yaml
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
+    from seergate.hf.bank import GateBank
     from seergate.hf.loading import load_tokenizer
 
     spec = method_spec(options.method, options.budget)
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> None:
     if served:
         check_file_served(path, options.engine)
     gates = gates_for(options.model, options.gates) if spec.has_gates else None
-    bank = None if gates is None else load_gates(gates)
+    bank = None if gates is None else GateBank.from_pretrained(gates)
     if served:
         check_served(options.engine, spec, bank)
     method = spec.method(bank)
