@@ -118,7 +118,7 @@ class Bench:
         return self.known[key]
 
     def recall(self, name: str) -> SharedRecall:
-        """Of a method's choices, on texts of their own."""
+        """Recall of a method's choices, on texts of their own."""
         options = self.options
         texts = self._texts(options.calibration, 2, [max(options.lengths)] * options.calibration_texts)
         rule = {"token_budget": options.budget}

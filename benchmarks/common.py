@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, and a record of where a number comes from."""
+"""Shared by the benchmarks: options, timing, errors, and a record of where a number comes from."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, length
 
 
 def version(package: str) -> str | None:
-    """Of an installed package, or None."""
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

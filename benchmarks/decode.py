@@ -71,7 +71,7 @@ class Caches:
 
     @property
     def gate_bytes(self) -> int:
-        """What a step reads of all gates together: the weights of their query branch, and compressed keys."""
+        """Bytes that a step reads of all gates: the weights of their query branches, and compressed keys."""
         return len(self.gates) * (self.gates[0].q_proj.weight.nbytes + self.kg[0].nbytes)
 
     def scores(self, which: int) -> Tensor:
@@ -101,7 +101,7 @@ class Case:
         return ops.select_blocks(self.caches.scores(which), self.caches.lengths, **self.rule)
 
     def error(self) -> float:
-        """Of the sparse kernel on the very tensors that are timed, against float64: of the row where it is largest."""
+        """Relative error of the sparse kernel on the timed tensors, against float64; the largest of all rows."""
         q, (k, v), lengths = self.caches.q, self.caches.copies[0], self.caches.lengths
         want = exact_decode(q, k, v, self.indices, lengths, self.block_size)
         off = (self.sparse(k, v).double() - want).flatten(1).norm(dim=1)

@@ -76,7 +76,7 @@ class Case:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     def errors(self) -> dict[str, float]:
-        """Of the last rows on these tensors, against float64."""
+        """Relative errors of the last rows on these tensors, against float64."""
         (length, heads, dim), (blocks, kv_heads, _) = self.q.shape, self.kg.shape
         begin = int(length * (1 - PROVEN_ROWS / length))
         loss, dqg, dkg = self.gate_kl(row_start=1 - PROVEN_ROWS / length)

@@ -60,7 +60,7 @@ VOCABULARY = 256
 SHORT = 256
 """Tokens of the pack that comes before the one that is measured."""
 TARGET_GB = 0.6
-"""Of extra memory per layer at 32k tokens and blocks of 64."""
+"""Limit of the extra memory per layer at 32k tokens and blocks of 64."""
 BUSY = 0.1
 """Cores used by other programs from which on a row counts as loaded."""
 GB = 1e9

@@ -43,7 +43,7 @@ from seergate.inference_mode import outside_inference_mode
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""
 SLOW_TOKENS, SLOW_ROUNDS = 3, 2
-"""What the way that copies its cache at each token is asked for."""
+"""Tokens and rounds of the way that copies its cache at each token."""
 CHUNK = 2048
 """Tokens that a cache is filled with at a time."""
 
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace) -> PreTrainedModel:
 def ways(
     model: PreTrainedModel, options: argparse.Namespace, budget: int, bank: GateBank | None = None
 ) -> dict[str, Way]:
-    """What is compared; with random gates unless some are given."""
+    """The ways that are compared; with random gates unless some are given."""
     bank = bank or GateBank.for_model(model, GateConfig(options.block_size)).to(options.device, options.dtype)
     gate = methods.Gate(bank=bank, token_budget=budget)
     quest = methods.Quest(token_budget=budget, block_size=options.block_size, dense_layers=())
@@ -250,7 +250,7 @@ def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.N
 
 
 def add_ceilings(rows: list[dict[str, Any]], budget: int) -> None:
-    """What reading no more than the budget could gain at batch 1, if a context of just that length was measured."""
+    """Add the largest gain that the budget allows at batch 1, where a context as long as it was measured."""
     dense = {row["lengths"][0]: row["ways"][row["best_dense"]]["token_median_ms"] for row in rows if row["batch"] == 1}
     for row in rows:
         if row["batch"] == 1 and budget in dense:
@@ -285,7 +285,7 @@ def break_even(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What `build` and `ways` ask for: two layers of the attention of Qwen3-8B, and the gates' blocks and budget."""
+    """Options of `build` and `ways`: two layers of the attention of Qwen3-8B, and the gates' blocks and budget."""
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)

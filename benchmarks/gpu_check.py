@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 def sizes(full: Any, tiny: Any) -> Any:
-    """What a GPU gets, and what the interpreter does."""
+    """The first on a GPU, the second in the interpreter."""
     return full if ON_GPU else tiny
 
 
@@ -58,7 +58,7 @@ EIGHT_B: Row = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "k
 EIGHT_B |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
 """Qwen3-8B's shape, with fewer words."""
 LESSON_BYTES = 0.7e9
-"""What one layer's gate may take at 32k tokens while it learns, beside the model."""
+"""Limit of the bytes of one layer's gate at 32k tokens while it learns, beside the model."""
 
 KL_LIMIT = 5e-3
 """Relative, of the KL of a step on the GPU, its model in bfloat16, against float32 on the CPU: six times what bfloat16
@@ -729,7 +729,7 @@ def launched(run: Callable[[], Any]) -> int:
 
 
 class Step(NamedTuple):
-    """What runs, and after how many seconds it is stopped."""
+    """A function that yields rows, and the seconds after which it is stopped."""
 
     run: Callable[[], Iterator[Row]]
     seconds: int

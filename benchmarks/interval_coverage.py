@@ -38,7 +38,7 @@ def _plain(n: int, lost: int) -> tuple[float, float]:
 
 
 def _covered(intervals: list[tuple[float, float]], n: int) -> float:
-    """Of a loss that is lost in no other way, the lowest coverage over `LOSSES`."""
+    """The lowest coverage over `LOSSES` where problems are lost and none is won."""
     return min(
         sum(binom.pmf(lost, n, loss) for lost, (low, high) in enumerate(intervals) if low <= -loss <= high)
         for loss in LOSSES

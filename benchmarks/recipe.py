@@ -91,7 +91,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norms, blocks of 32": NORMS | {"block_size": 32},
     "the paper's start and target, blocks of 32": NORMS | {"block_size": 32, "sink_blocks": 0, "init": "random"},
 }
-"""What differs from the recommended recipe."""
+"""Options in which a variant differs from the recommended recipe."""
 BASELINES = {
     f"{name}, blocks of {size}": (method, size)
     for size in (16, 32)
@@ -101,7 +101,7 @@ BASELINES = {
 
 @dataclass
 class Pack:
-    """What gates learn from: of each layer the queries ``[1, H, R, D]`` of the rows, the pooled keys
+    """Input of training: of each layer the queries ``[1, H, R, D]`` of the rows, the pooled keys
     ``[1, K, N, 3 D]`` and the targets' logs ``[K, R, N]``, ``N`` blocks of `FINEST` tokens; and the rows ``[R]``.
     """
 

@@ -73,7 +73,7 @@ def model_of(options: argparse.Namespace) -> PreTrainedModel:
 
 
 def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
-    """Its gates: random ones, or a real model's as training with ``init: model`` would begin with them."""
+    """The model's gates: random ones, or a real model's as training with ``init: model`` would begin with them."""
     if options.model is None:
         return GateBank.for_model(model, GateConfig(options.block_size))
     config = GateConfig(options.block_size, gate_dim=model.config.head_dim, qk_norm=False)
@@ -204,7 +204,7 @@ def start(name: str, directory: str, options: argparse.Namespace) -> tuple[Conne
 
 
 def ask(pipe: Connection, *asked: Any) -> Any:
-    """One thing of one process."""
+    """Ask a process for one thing."""
     pipe.send(asked)
     return pipe.recv()
 
@@ -229,7 +229,7 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
 
 
 def add_floor(rows: list[dict[str, Any]]) -> None:
-    """What gates cost above dense vLLM at a context of the budget, where it was measured."""
+    """Add the cost of gates above dense vLLM at a context of the budget, where it was measured."""
     floors = {row["batch"]: row["step_median_ms"]["vllm_dense"] for row in rows if row["length"] == row["budget"]}
     for row in rows:
         if row["batch"] in floors:

@@ -1,4 +1,4 @@
-"""What a server's model must be like, which is checked before it loads any weights."""
+"""Checks of a server's model and gates before it loads any weights."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def check_served(method: str, *others: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Which blocks are read, and what chooses them.
+    """The method that chooses blocks, and its rule.
 
     Attributes:
         gates: adapter directory or Hub repository; for a method with gates and no other.

@@ -1,4 +1,4 @@
-"""What a server's plugin tells about decoding, in the same form for every server."""
+"""Statistics of decoding inside a server, in the same form for every server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def statistics(counts: Iterable[tuple[int, Iterable[int]]], summary_bytes: int) -> dict[str, Any]:
-    """What decoding has read since the start.
+    """Tokens that decoding has read and held since the start.
 
     Args:
         counts: for each sparse layer, its number, and the tokens that were read and held by all KV heads and steps.

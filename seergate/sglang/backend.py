@@ -35,7 +35,7 @@ from seergate.sglang.checks import settings_of
 
 @dataclass
 class Plan:
-    """What a step does in every sparse layer.
+    """The work of a step, the same in every sparse layer.
 
     Attributes:
         lengths_R: tokens of each request, the new ones included; ``table_RNr`` the pages of its blocks.
@@ -110,7 +110,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
 
     def seergate_stats(self) -> dict[str, Any]:
-        """What decoding has read since the start, see `seergate.serving.statistics`."""
+        """`statistics` of this engine."""
         counts = ((layer, both.tolist()) for layer, both in self.counts.items())
         return statistics(counts, sum(summary.nbytes for summary in self.summaries.values()))
 

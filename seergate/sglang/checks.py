@@ -1,4 +1,4 @@
-"""What is checked before SGLang starts a process or loads weights."""
+"""Checks before SGLang starts a process or loads weights."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
 
 SCORED_BYTES = 256 << 20
-"""What the scores of a step may take beside the cache at a time: vLLM's plan of the memory does not know of it."""
+"""Limit of the bytes of scores at a time, which vLLM's plan of the memory does not count."""
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """vLLM's names of the layouts that are read, best first: layers, pages (B), heads, tokens (N), channels."""
 
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(kw_only=True)
 class Step:
-    """What the layers share in a step; all there is to plan where kernels read vLLM's own lengths and tables.
+    """State that layers share in a step; all that is planned where kernels read vLLM's own lengths and tables.
 
     Attributes:
         held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
@@ -67,7 +67,7 @@ class Step:
 
 @dataclass(kw_only=True)
 class Plan(Step):
-    """What else a step does beyond attention.
+    """The work of a step beyond attention.
 
     Attributes:
         closed_Cr: pages of the blocks that it completes; ``starts_C`` the positions of their first tokens.
@@ -86,7 +86,7 @@ class Plan(Step):
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, drafts: int = 0) -> Plan:
-    """What a step is to do.
+    """Plan a step.
 
     Args:
         metadata: vLLM's for the layers' kernel.
@@ -132,7 +132,7 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
 
 
 def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
-    """What a step is to do in which every row decodes. Shapes follow from the number of rows, and nothing is read back
+    """Plan a step in which every row decodes. Shapes follow from the number of rows, and nothing is read back
     by the host, so a CUDA graph can hold it.
 
     Rows that the budget covers select all of their blocks. vLLM's first page is nobody's: a row whose newest block is
@@ -166,7 +166,7 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
 
 
 def step_in_kernels(metadata: Any) -> Step:
-    """What is left of `plan_of_decodes` where kernels do the rest."""
+    """Plan a step in which every row decodes and kernels do what a `Plan` says."""
     padding = (metadata.seq_lens == 0).sum()  # their one token each is counted as read
     return Step(held=metadata.seq_lens.sum(), read_all=-padding)
 

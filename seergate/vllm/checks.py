@@ -1,4 +1,4 @@
-"""What is checked before vLLM loads any weights, and what of its configuration follows from the gates."""
+"""Checks before vLLM loads any weights, and the options of vLLM that follow from the gates."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Pages(ABC):
 
     @abstractmethod
     def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> Any:
-        """What the kernel wants to know of sequences with one query each; layers of equal lengths share it."""
+        """The kernel's schedule for sequences with one query each; layers of equal lengths share it."""
 
     @abstractmethod
     def attend(
