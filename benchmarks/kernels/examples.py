@@ -181,7 +181,7 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     (torch.bfloat16, torch.bfloat16, 256, 4, 64, 131072, 1024, True),
     (torch.float32, torch.float32, 128, 4, 16, 32768, 1024, False),
 )
-"""Configurations to compile. The teacher's kernels depend on the group, but not on the gate's dtype; the gate's kernels
+"""Configurations to compile. The teacher's kernels depend on the group and not on the gate's dtype, the gate's kernels
 the other way round."""
 
 KV_HEADS = 8

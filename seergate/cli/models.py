@@ -75,13 +75,7 @@ def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks
 
 
 def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a model for generation.
-
-    Args:
-        path: directory, GGUF file or Hub id.
-        dtype: ``auto`` is the precision it was saved in.
-        device: ``auto`` is the GPU if there is one.
-    """
+    """Load a model for generation; ``auto`` is the precision it was saved in, and the GPU if there is one."""
     import torch
     from transformers.utils import logging
 

@@ -50,14 +50,7 @@ def check_keys(bank: Gates) -> None:
 
 
 def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:
-    """Layer with full attention -> how its cached keys come from those before RoPE.
-
-    Args:
-        model: without weights.
-
-    Raises:
-        SeergateError: if the family is not supported, no layer has full attention, or there are attention sinks.
-    """
+    """Layer with full attention -> how its cached keys come from those before RoPE; refuses attention sinks."""
     modules = full_attention_modules(model)
     if any(getattr(attention, "sinks", None) is not None for _, attention in modules):
         raise SeergateError(

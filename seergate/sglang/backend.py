@@ -61,9 +61,6 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         counts: of each sparse layer, tokens read and held so far.
         scores, summaries: of each sparse layer that chooses: what scores blocks, and what is kept of them
             (``[pages, K, W]``).
-
-    Raises:
-        SeergateError: for a model that the options of the server do not tell to be unfit.
     """
 
     def __init__(self, runner: Any) -> None:

@@ -18,14 +18,7 @@ def settings_of(hf_config: Any) -> Settings | None:
 
 
 def check_arguments(server_args: Any) -> None:
-    """Refuse options of an engine with seergate that do not fit; others are not looked at.
-
-    Args:
-        server_args: SGLang's, worked out.
-
-    Raises:
-        SeergateError: naming what does not fit.
-    """
+    """Refuse resolved options of an engine with seergate that do not fit; other engines are not looked at."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view
 
     args, config = resolved_view(server_args), model_config_of(server_args).hf_config
@@ -62,12 +55,7 @@ def check_page(bank: Gates | None, page: int) -> None:
 
 
 def check_server(args: Any, text_config: Any) -> None:
-    """Refuse what the plugin was not written for.
-
-    Args:
-        args: SGLang's options.
-        text_config: transformers' configuration of the language model.
-    """
+    """Refuse options and language models that the plugin was not written for."""
     refusals = {
         f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
         "SGLang is told of no CPU: export SGLANG_USE_CPU_ENGINE=1": os.environ.get("SGLANG_USE_CPU_ENGINE") != "1",

@@ -86,14 +86,10 @@ class Plan(Step):
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, drafts: int = 0) -> Plan:
-    """Plan a step.
+    """Plan a step, with vLLM's metadata for the layers' kernel and for all kernels.
 
-    Args:
-        metadata: vLLM's for the layers' kernel.
-        common: vLLM's for all kernels.
-        method: its rule says which rows are short enough to be read as a whole.
-        page: tokens per page.
-        drafts: how many tokens are drafted at most. A request that has more to compute is recomputed, like a prompt.
+    Rows that the method's rule covers are read as a whole. A request with more new tokens than one and the most that
+    are drafted is recomputed, like a prompt.
     """
     from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -138,11 +134,6 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     Rows that the budget covers select all of their blocks. vLLM's first page is nobody's: a row whose newest block is
     still open writes its summary there, because the last page of that block may not be the row's yet. Rows of no
     tokens are a graph's padding and use that page too.
-
-    Args:
-        metadata: vLLM's for the layers' kernel.
-        method: with a budget, of tokens or as a share.
-        page: tokens per page.
     """
     size = method.block_size
     lengths_R = metadata.seq_lens.long()
@@ -241,9 +232,6 @@ class SparseAttention:
     """Mixed into vLLM's attention of a layer, which does what is not read sparsely.
 
     Attributes:
-        kind: makes `Pages` of the layer's cache.
-        method: turns scores into blocks.
-        scoring: makes summaries of blocks, and scores them.
         counts: statistics of this layer and of those that read as much.
         anchor: the layer whose choice of blocks this one reads (`DecodeConfig.anchors`), mostly itself.
         pages: the layer's cache -> its `Pages`. It keeps no cache alive that vLLM has replaced.

@@ -23,15 +23,8 @@ READABLE = ("auto", "float32", "float16", "bfloat16")
 
 
 def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) -> Any:
-    """The configuration for an engine with gates.
-
-    Args:
-        settings: what the user asked for.
-        engine_args: vLLM's; its block size is set here unless the user did.
-        create: makes the configuration of them.
-
-    Raises:
-        SeergateError: naming what does not fit.
+    """The configuration that ``create`` makes of vLLM's ``engine_args``, whose block size is set here unless the user
+    did; refuses what does not fit.
     """
     import vllm
 

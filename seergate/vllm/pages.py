@@ -33,15 +33,12 @@ class Pages(ABC):
         width: W; 0 without summaries.
 
     Attributes:
-        heads, size, dim: how many KV heads there are, S and D.
+        heads, size, dim: K, S and D.
         page_step, head_step: see above.
         unit, places: the distance of neighbouring places, in numbers, and how many places there are.
         summary_PKW: summaries of blocks, in the cache's memory, behind the keys and values of each page.
         summary_rows, summary_steps: the same memory as rows of W numbers, and its steps from page to page and from
             head to head.
-
-    Raises:
-        SeergateError: if the places cannot be counted in int32, as the kernels' block tables do.
     """
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:

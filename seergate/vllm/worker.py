@@ -64,15 +64,7 @@ class Gated:
 
 
 def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
-    """Make the layers of a model sparse.
-
-    Args:
-        model: vLLM's, of this rank.
-        vllm_config: has the key "seergate".
-
-    Returns:
-        Layer -> vLLM's module of its attention.
-    """
+    """Make the layers of this rank's model sparse; returns layer -> vLLM's module of its attention."""
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
@@ -137,14 +129,7 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores, counts
 
 
 def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dtype) -> Scorer:
-    """The part of a gate that belongs to this rank's KV heads.
-
-    Args:
-        gate: of the whole layer.
-        kv_heads: of this rank.
-        device: where this rank computes.
-        dtype: of the cache, where compressed keys lie.
-    """
+    """The part of a layer's gate that belongs to this rank's KV heads, in the dtype of the cache."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
