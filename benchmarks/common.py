@@ -140,12 +140,8 @@ def read_bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def random_model(vocabulary: int = 1024, **shape: Any) -> Any:
-    """A model of Qwen3's kind with random weights.
-
-    Args:
-        vocabulary: words.
-        **shape: ``hidden_size``, ``layers``, ``heads``, ``kv_heads``, ``head_dim``, and other fields of its
-            configuration.
+    """A model of Qwen3's kind with random weights; ``shape`` has ``hidden_size``, ``layers``, ``heads``, ``kv_heads``,
+    ``head_dim``, and other fields of its configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

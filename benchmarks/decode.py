@@ -40,12 +40,8 @@ CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
 
 
 class Caches:
-    """Queries, as many caches as rotation needs, and what the gate has of them, for one batch size and length.
-
-    Args:
-        batch, length: of the caches.
-        budget: the fewest tokens that will be read of one.
-        options: the command line.
+    """Queries, as many caches as rotation needs if at least ``budget`` tokens are read of each, and compressed keys, for
+    one batch size and length.
     """
 
     def __init__(self, batch: int, length: int, budget: int, options: argparse.Namespace) -> None:
@@ -109,11 +105,7 @@ class Case:
 
 
 def gate(options: argparse.Namespace) -> None:
-    """Refuse to time wrong kernels: small cases against the reference, odd lengths, unread memory NaN.
-
-    Raises:
-        SystemExit: with what is wrong.
-    """
+    """Refuse to time wrong kernels: small cases against the reference, odd lengths, unread memory NaN."""
     device, dtype = torch.device(options.device), options.dtype
     heads, dim, block = options.kv_heads, options.head_dim, options.block_size
     lengths = torch.tensor([1, 5 * block + 3, 9 * block])
@@ -165,12 +157,7 @@ def measure_dense(
 def measure(
     case: Case, dense: dict[str, dict[str, float]], bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times in milliseconds, those of the ``dense`` kernels among them, and what follows from them.
-
-    Raises:
-        SystemExit: if the sparse kernel is wrong on these tensors.
-        RuntimeError: if no dense kernel has a time.
-    """
+    """Times in milliseconds, those of the ``dense`` kernels among them, and what follows from them."""
     if not dense:
         raise RuntimeError("no dense kernel ran, so there is nothing to compare with")
     error = case.error()

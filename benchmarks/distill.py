@@ -38,13 +38,7 @@ PROVEN_ROWS = 16
 
 
 class Case:
-    """One pack of one segment.
-
-    Args:
-        length: tokens.
-        block_size: tokens per block.
-        options: the command line.
-    """
+    """One pack of one segment."""
 
     def __init__(self, length: int, block_size: int, options: argparse.Namespace) -> None:
         self.length, self.block_size, device = length, block_size, torch.device(options.device)
@@ -107,11 +101,7 @@ class Case:
 
 
 def prove(block: int, options: argparse.Namespace) -> None:
-    """Refuse to time wrong kernels: odd packs with empty segments against the reference.
-
-    Raises:
-        SystemExit: with what is wrong.
-    """
+    """Refuse to time wrong kernels: odd packs with empty segments against the reference."""
     device, dtype = torch.device(options.device), options.dtype
     lengths = [2 * block + 5, 0, 1, block, block + 1, 3 * block - 1]
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -160,8 +150,7 @@ def materialised_loss(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, size: int, b
     """Loss of one segment, with pooled attention and logits as whole tensors in the inputs' dtype.
 
     Args:
-        q: ``[length, heads, dim]``.
-        k: ``[length, KV heads, dim]``.
+        q, k: ``[length, heads, dim]``, ``[length, KV heads, dim]``.
         qg, kg: the gate's queries ``[length, KV heads, E]`` and keys ``[blocks, KV heads, E]``.
         size: tokens per block.
         begin: first row that counts.
@@ -205,11 +194,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[str, float | int]:
-    """One segment of ``length`` tokens.
-
-    Raises:
-        SystemExit: if a result is wrong on these tensors.
-    """
+    """One segment; ends the run if a result is wrong on these tensors."""
     case, device = Case(length, block_size, options), torch.device(options.device)
     row: dict[str, float | int] = {"length": length, "block_size": block_size}
     for name, error in case.errors().items():

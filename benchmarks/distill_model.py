@@ -223,10 +223,8 @@ def measure(way: str, layers: int, length: int, folder: Path, options: argparse.
 
 
 def compare(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each kind of pack, what distillation adds for a layer; and how the published data flow compares.
-
-    Raises:
-        SystemExit: if the two do not agree on the loss.
+    """For each kind of pack, what distillation adds for a layer; and how the published data flow compares, which must
+    have the same loss.
     """
     cells = {(row["length"], row["sample_tokens"], row["layers"], row["way"]): row for row in rows}
     table = []

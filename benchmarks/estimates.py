@@ -69,11 +69,7 @@ PLANS = (
 
 
 class Shape:
-    """Numbers of weights of a dense model with grouped queries and a gated MLP, and of its gates.
-
-    Args:
-        name: of a preset.
-    """
+    """Numbers of weights of a preset's model, dense with grouped queries and a gated MLP, and of its gates."""
 
     def __init__(self, name: str) -> None:
         known = json.loads((ROOT / f"configs/architectures/{name}.json").read_text())

@@ -33,7 +33,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, relative, timed, timed_rotated
@@ -728,36 +728,30 @@ def launched(run: Callable[[], Any]) -> int:
 # ------------------------------------------------------------------------------------------------- running the steps
 
 
-class Step(NamedTuple):
-    """A function that yields rows, and the seconds after which it is stopped."""
-
-    run: Callable[[], Iterator[Row]]
-    seconds: int
-
-
 STEPS = {
-    "machine": Step(machine, 60),
-    "right": Step(right, 150),
-    "large": Step(large, 90),
-    "sanitizer": Step(sanitizer, 120),
-    "generation": Step(generation, 180),
-    "gate_times": Step(gate_times, 60),
-    "decode_times": Step(decode_times, 180),
-    "teacher_times": Step(teacher_times, 90),
-    "lesson_times": Step(lesson_times, 90),
-    "train": Step(train, 300),
-    "model_times": Step(model_times, 180),
-    "serving_times": Step(serving_times, 300),
+    machine: 60,
+    right: 150,
+    large: 90,
+    sanitizer: 120,
+    generation: 180,
+    gate_times: 60,
+    decode_times: 180,
+    teacher_times: 90,
+    lesson_times: 90,
+    train: 300,
+    model_times: 180,
+    serving_times: 300,
 }
+"""Step -> seconds after which it is stopped."""
+NAMED = {step.__name__: step for step in (*STEPS, tiny)}
 
 
 def child(name: str, path: Path) -> None:
     """Run one step here; a line of JSON for each row as it comes, so that nothing is lost when the step is stopped."""
-    step = tiny if name == "tiny" else STEPS[name].run
     torch.manual_seed(0)
     with path.open("w") as file:
         try:
-            for row in step():
+            for row in NAMED[name]():
                 file.write(json.dumps(row, default=str) + "\n")
                 file.flush()
         except BaseException as problem:
@@ -812,15 +806,16 @@ def verdict(steps: dict[str, Row]) -> dict[str, str]:
 def main() -> None:
     """Run the steps in order, save after each, print the verdict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
+    names = [step.__name__ for step in STEPS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--minutes", type=float, default=10.0, help="no step begins after these")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true", help="name the steps and their deadlines")
-    parser.add_argument("--step", choices=[*STEPS, "tiny"], help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=NAMED, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, default=Path(os.devnull), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name:15} {step.seconds:4} s  {step.run.__doc__}" for name, step in STEPS.items()))
+        print("\n".join(f"{step.__name__:15} {seconds:4} s  {step.__doc__}" for step, seconds in STEPS.items()))
         return
     if options.step:
         child(options.step, options.rows)
@@ -834,7 +829,7 @@ def main() -> None:
             steps[name] = {"ended": "not begun", "seconds": 0.0, "rows": []}
             continue
         # In the interpreter a step takes as long as it takes: the deadlines are those of a GPU.
-        steps[name] = perform(name, min(left, STEPS[name].seconds) if ON_GPU else left, options.output)
+        steps[name] = perform(name, min(left, STEPS[NAMED[name]]) if ON_GPU else left, options.output)
         record = {"machine": provenance(DEVICE), "interpreted": not ON_GPU, "steps": steps, "verdict": verdict(steps)}
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{name}: ended {steps[name]['ended']}, {steps[name]['seconds']:.0f} s", flush=True)

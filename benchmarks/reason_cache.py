@@ -61,11 +61,7 @@ def make_text(options: argparse.Namespace, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]], prompt: int) -> dict[str, Any]:
-    """Let rows say their texts side by side.
-
-    Returns:
-        Seconds of the decode steps, and what the handle has counted.
-    """
+    """Let rows say their texts side by side: seconds of the decode steps, and what the handle has counted."""
     ids, cache = torch.tensor(texts), DynamicCache()
     with attached(model, method, storage=paging) as handle:
         model(input_ids=ids[:, :prompt], **{CACHE: cache})

@@ -31,10 +31,8 @@ from seergate.paths import shipped
 def looping_reasoning(
     tokenizer: Any, variables: int, every: int, rounds: int, seed: int
 ) -> tuple[list[int], list[int], list[bool]]:
-    """A problem's prompt and its reasoning, interrupted after every few steps by going through the first ones again.
-
-    Returns:
-        Ids of the prompt, ids of the reasoning, and which of the latter are values that a new step recalls.
+    """Ids of a problem's prompt, ids of its reasoning, which goes through its first steps again after every few, and
+    which of the latter are values that a new step recalls.
     """
     problem = make_problem(variables, random.Random(seed))
     chat = tokenizer.apply_chat_template(

@@ -97,15 +97,7 @@ def row_lengths(length: int, batch: int, options: argparse.Namespace) -> list[in
 
 
 class VLLMWay:
-    """An engine of vLLM.
-
-    Args:
-        directory: of the model; its gates are beside it.
-        options: of the command line.
-        budget: 0 for vLLM as it is.
-        anchors: layers that choose for those above them.
-        engine: options of vLLM in place of those of this benchmark.
-    """
+    """An engine of vLLM with a directory's model and gates; without gates if the budget is 0."""
 
     def __init__(
         self, directory: str, options: argparse.Namespace, budget: int, anchors: Sequence[int] = (), **engine: Any

@@ -152,11 +152,11 @@ def _main_loop(lines: list[str]) -> list[str]:
 
 
 def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool, ahead: bool) -> list[str]:
-    """Faults that the interpreter hides and a GPU would punish.
+    """Faults of a kernel that the interpreter hides and a GPU would punish.
 
     Args:
-        used: of one kernel.
-        gpu: that it was compiled for.
+        used: the kernel's.
+        gpu: the target.
         products: it must use tensor cores.
         wide: it must load 16 bytes at a time.
         ahead: its main loop must load while it multiplies. (Only NVIDIA's code says so.)

@@ -30,8 +30,8 @@ class Angles(NamedTuple):
 
 
 class Unrotation:
-    """Undoes the server's rotary embedding of a layer (``None`` without RoPE), whatever scaling it has: its own table of
-    cosines and sines is inverted.
+    """Undoes the server's rotary embedding of a layer, if it has one, whatever its scaling: its own table of cosines
+    and sines is inverted.
     """
 
     def __init__(self, rotary: Any) -> None:
