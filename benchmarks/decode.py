@@ -40,8 +40,8 @@ CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
 
 
 class Caches:
-    """Queries, as many caches as rotation needs if at least ``budget`` tokens are read of each, and compressed keys, for
-    one batch size and length.
+    """Queries, as many caches as rotation needs, and compressed keys, for one batch size and length; ``budget`` is the
+    smallest number of tokens that will be read of a cache.
     """
 
     def __init__(self, batch: int, length: int, budget: int, options: argparse.Namespace) -> None:
