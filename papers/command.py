@@ -10,7 +10,7 @@ from typing import Any
 
 from papers.figures import FIGURES, TRAINED
 from seergate.checks import check_counts
-from seergate.cli.arguments import words
+from seergate.cli.arguments import given, words
 from seergate.cli.models import named_gates
 from seergate.errors import SeergateError, did_you_mean
 
@@ -104,18 +104,17 @@ def run(options: argparse.Namespace) -> None:
     if options.name in FIGURES:
         run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
-    given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
     if task == run.get("task"):
         defaults = run.get("task_options", {})
-    task_options = defaults | {name: value for name, value in given.items() if value is not None}
+    source = {} if options.task_source is None else {"source": options.task_source}
+    task_options = defaults | given(options, "problems", "variables") | source
     if options.name in ATTENTION:
         _attention(options, task, task_options, out, tiny)
         return
-    asked = {name: getattr(options, name) for name in ("samples", "max_new_tokens", "batch_size")}
     values: dict[str, Any] = {
         **run,
-        **{name: value for name, value in asked.items() if value is not None},
+        **given(options, "samples", "max_new_tokens", "batch_size"),
         "model": options.model,
         "task": task,
         "task_options": task_options,
@@ -135,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
     if options.name == TRAINED:
         values["gates"] = options.gates
         if tiny and not options.gates:
-            values["gates"], more = _each_scorer(TINY, options.max_steps, out / "gates")
+            values["gates"], more = _each_scorer(TINY, given(options, "max_steps"), out / "gates")
         values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
@@ -203,13 +202,12 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
     return list(dict.fromkeys(methods))
 
 
-def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str, str], list[str]]:
+def _each_scorer(model: str, steps: dict[str, int], out: Path) -> tuple[dict[str, str], list[str]]:
     """Gates of every scorer, trained together unless they exist, and Markdown about the training."""
     from seergate.config import SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
     study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in SCORERS})
-    steps = {} if max_steps is None else {"max_steps": max_steps}
     configs = variant_configs(study, model, {"output_dir": str(out), **steps})
     (outcomes,) = run_studies([(study, configs)])
     gates = {name: str(config.run_dir) for name, config in configs.items()}
@@ -224,8 +222,8 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     directory = out / f"gates-b{block_size}"
     if (directory / CONFIG_FILE).is_file():
         return directory
-    steps = {} if options.max_steps is None else {"max_steps": options.max_steps}
-    config = load_train_config(options.model, {"output_dir": str(directory), "block_size": block_size, **steps})
+    asked = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
+    config = load_train_config(options.model, asked)
     print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 
@@ -276,8 +274,8 @@ def _table2(options: argparse.Namespace, out: Path) -> None:
     from seergate.hf.bank import GateBank
     from seergate.report.tables import markdown
 
-    overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "max_steps": options.max_steps}
-    config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
+    directory = str(out / time.strftime("gates-%Y%m%d-%H%M%S"))
+    config = load_train_config(options.model, {"output_dir": directory, **given(options, "max_steps")})
     began = time.monotonic()
     gates = run_distillation(config)
     hours = (time.monotonic() - began) / 3600

@@ -6,6 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
+from seergate.cli.arguments import given
+
 HELP = (
     "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
     "Take the frozen tiny reasoner that ships with seergate, distil gates for it from its own attention, save them\n"
@@ -63,8 +65,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.hf.bank import GateBank
 
     logging.disable_progress_bar()  # loading the tiny reasoner takes no time
-    overrides = {"output_dir": plan.gates, "max_steps": options.max_steps}
-    config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
+    config = load_train_config(TINY, {"output_dir": plan.gates, **given(options, "max_steps")})
     print(
         f"1. Distilling gates from the attention of the frozen model in {model_path(TINY)} ({config.max_steps} steps)"
     )

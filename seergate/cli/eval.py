@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seergate.cli import runs
-from seergate.cli.arguments import Command, integers, numbers, run_args, some_integers, words
+from seergate.cli.arguments import Command, given, integers, numbers, run_args, some_integers, words
 from seergate.cli.models import named_gates
 
 HELP = (
@@ -109,10 +109,10 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    report = not given.pop("no_report")
-    task = {name.removeprefix("task_"): given.pop(name) for name in TASK_OPTIONS if name in given}
-    run_and_report(SweepPlan.of({**given, "task_options": task}, "the command line"), report)
+    values = given(options, *vars(options))
+    report = not values.pop("no_report")
+    task = {name.removeprefix("task_"): values.pop(name) for name in TASK_OPTIONS if name in values}
+    run_and_report(SweepPlan.of({**values, "task_options": task}, "the command line"), report)
 
 
 SWEEP_HELP = (
@@ -151,8 +151,7 @@ def _sweep(options: argparse.Namespace) -> None:
     from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
-    given = {name: getattr(options, name) for name in ("model", "gates", "out", "match")}
-    plan = replace(SweepPlan.read(options.file), **{name: value for name, value in given.items() if value is not None})
+    plan = replace(SweepPlan.read(options.file), **given(options, "model", "gates", "out", "match"))
     if options.problems is not None:
         plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
     run_and_report(plan, not options.no_report)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import Command, model_args, run_args
+from seergate.cli.arguments import Command, given, model_args, run_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -75,8 +75,8 @@ def _anchors(options: argparse.Namespace) -> None:
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _asked(options, "anchors")
-    given = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
-    config = load_train_config(options.model, given | ({"data": options.data} if options.data else {}))
+    data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
+    config = load_train_config(options.model, data | given(options, "data"))
     samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
     longest = samples.lengths.argsort()[::-1][: options.texts]
     model = load_model(path, options.dtype, options.device)

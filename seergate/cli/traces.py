@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seergate.cli.arguments import decoding_args, model_args, run_args
+from seergate.cli.arguments import decoding_args, given, model_args, run_args
 from seergate.errors import SeergateError
 
 HELP = (
@@ -79,9 +79,8 @@ def run(options: argparse.Namespace) -> None:
     spec = method_spec(options.method, options.budget)
     served = options.engine in SERVERS
     engine = engine_version(options.engine) if served else options.engine
-    data = {"data": options.prompts, "data_limit": options.limit}
-    longest = {} if options.max_length is None else {"max_length": options.max_length}  # the preset's is the default
-    ((config, _), *others) = load_train_config(options.model, data | longest).sources
+    data = {"data": options.prompts, "data_limit": options.limit, **given(options, "max_length")}
+    ((config, _), *others) = load_train_config(options.model, data).sources
     if others:
         raise SeergateError(f"--prompts is {options.prompts!r}; it must be one source")
     path = model_path(options.model)
