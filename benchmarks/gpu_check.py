@@ -552,8 +552,7 @@ def train() -> Iterator[Row]:
 
     def frozen(borders: Tensor) -> None:
         def attend(call: TeacherCall) -> Tensor:
-            q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-            return ops.packed_attention(q, k, v, borders, call.sm_scale).output[None]
+            return call.attention(borders).output[None]
 
         with intercepted_attention(model, {}, attend), torch.no_grad():
             places = positions_of(borders).to(DEVICE)[None]

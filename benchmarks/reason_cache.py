@@ -19,6 +19,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -71,17 +72,6 @@ def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]
         return {"seconds": time.perf_counter() - began, **handle.stats()}
 
 
-def most_rows(run: Callable[[int], Any], least: int) -> int:
-    """The largest number of rows that fit, counted up from one that does."""
-    rows = least
-    while True:
-        try:
-            run(rows + 1)
-        except OutOfBlocks:
-            return rows
-        rows += 1
-
-
 def main() -> None:
     """Parse the command line, measure, print, save."""
     parser = arguments(__doc__)
@@ -117,15 +107,13 @@ def main() -> None:
 
     found: dict[str, dict[str, Any]] = {}
     for name in ("dense", "reason_cache"):
-        counted: dict[int, dict[str, Any]] = {}
-
-        def fits(rows: int, name: str = name, counted: dict[int, dict[str, Any]] = counted) -> None:
-            chosen = [texts[i % len(texts)] for i in range(rows)]
-            counted[rows] = wave(name, chosen).get("sharing", {})
-
-        rows = most_rows(fits, options.rows - 1)
-        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": counted[rows]}
-        print(f"{name}: {rows} rows fit, AMSR {counted[rows].get('amsr', 0.0):.3f}", flush=True)
+        rows, sharing = options.rows - 1, dict[str, Any]()
+        with suppress(OutOfBlocks):
+            while True:
+                sharing = wave(name, [texts[i % len(texts)] for i in range(rows + 1)]).get("sharing", {})
+                rows += 1
+        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": sharing}
+        print(f"{name}: {rows} rows fit, AMSR {sharing.get('amsr', 0.0):.3f}", flush=True)
     left = {name: list(texts) for name in ("dense", "reason_cache")}
     while any(left.values()):
         for name, waiting in left.items():

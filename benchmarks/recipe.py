@@ -93,9 +93,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Options in which a variant differs from the recommended recipe."""
 BASELINES = {
-    f"{name}, blocks of {size}": (method, size)
+    f"{name}, blocks of {size}": (kind, method, size)
     for size in (16, 32)
-    for name, method in (("oracle", "oracle"), ("Quest", "quest"), ("window", ""))
+    for name, kind, method in (
+        ("oracle", MethodSpec, "oracle"),
+        ("Quest", MethodSpec, "quest"),
+        ("window", NewestBlocks, "oracle"),
+    )
 }
 
 
@@ -117,9 +121,7 @@ def capture(model: Any, ids: Tensor, rows: Tensor) -> Pack:
     gated = dict(families.full_attention_modules(model))
 
     def attend(call: TeacherCall) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        extras: dict[str, Any] = {"window": call.window, "sinks": call.sinks, "softcap": call.softcap}
-        out, lse_TH = ops.packed_attention(q, k, v, cu_seqlens, call.sm_scale, **extras)
+        out, lse_TH = call.attention(cu_seqlens)
         if call.layer in gated:
             assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
             pack.queries[call.layer] = call.q_pre_BHSD[:, :, rows]
@@ -262,16 +264,10 @@ def main() -> None:
     texts = TeacherForcing.of(model, tokenizer, task)
     problems = needles(tokenizer, options.needles, options.needle_length)
     sinks, rows = {"sink_blocks": 1}, []
-    settings: dict[str, tuple[MethodSpec, GateBank | None]] = {
-        name: (
-            MethodSpec(method, options.budget, size, (), sinks)
-            if method
-            else NewestBlocks("oracle", options.budget, size, (), sinks),
-            None,
-        )
-        for name, (method, size) in BASELINES.items()
-        if name in names
-    }
+    settings = dict[str, tuple[MethodSpec, GateBank | None]]()
+    for name in (name for name in BASELINES if name in names):
+        kind, method, size = BASELINES[name]
+        settings[name] = kind(method, options.budget, size, (), sinks), None
     for m in members:
         settings[m.name] = MethodSpec("gate", options.budget, m.bank.config.block_size, (), sinks), m.bank
     settings["dense"] = MethodSpec("dense"), None

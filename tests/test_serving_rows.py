@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,16 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seergate import GateConfig
+from seergate import GateBank, GateConfig, SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.torch_impl.selection import best_blocks, candidates_of
+from seergate.serving.checks import check_keys
 from seergate.serving.rope import Unrotation
 from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores
 from seergate.vllm.attention import Counts, Plan, SparseAttention
 from seergate.vllm.pages import FlashPages
-from tests.models import geometry
+from tests.models import geometry, tiny_model
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
@@ -79,6 +81,14 @@ def test_rows_are_divided_in_order_and_compute_once() -> None:
     parts = rows.once(divided, 2)
     assert rows.once(divided, 2) is parts and rows.once(divided, 3) is not parts
     assert all(part.kept == rows.kept for part in parts)
+
+
+@pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
+def test_gates_without_a_key_per_block_are_refused(scorer: str) -> None:
+    model, config = tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16)
+    check_keys(GateBank.for_model(model, config))
+    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}'; a server's cache keeps all"):
+        check_keys(GateBank.for_model(model, replace(config, scorer=scorer)))
 
 
 class Tables(FlashPages):
