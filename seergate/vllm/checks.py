@@ -96,7 +96,7 @@ def check_page(bank: Gates | None, page: int | None) -> None:
 
 
 def check_engine(config: Any) -> None:
-    """Refuse what would change the cache behind the gates' back."""
+    """Refuse options of an engine and models with which gates would not see the whole cache as it is."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import uses_fa4_hd256_kernel
 
