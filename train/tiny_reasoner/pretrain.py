@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from seergate.chain_sum import GIVENS, LAST, NAMES, ROLES, make_problem
 
 HEAD_DIM = 128
-"""Head dimension of the models that gates are made for. At 32, a block's pooled keys cannot tell the names apart."""
+"""That of the models that gates are made for. At 32, a block's pooled keys cannot tell the names apart."""
 NAME_RANGE = 0.1
 """Standard deviation of the names' vectors in the beginning, five times the others': training moves them less."""
 WARMUP_STEPS = 100
