@@ -25,14 +25,14 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from collect import rows_of
-from common import arguments, save, timed_in_turns
+from common import CPU, arguments, described, parsed, save, timed_in_turns
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -49,6 +49,7 @@ from seergate.report.load import load_sweeps
 METHODS = ("gate", "quest", "oracle")
 Plans = dict[int, tuple[int, ...]]
 """Number of anchors -> the anchors."""
+Row = dict[str, Any]
 FIGURES = ("bytes_read_per_step", "bytes_scored_per_step", "state_bytes", "tokens_per_head")
 
 
@@ -118,14 +119,14 @@ class Bench:
         return self.known[key]
 
     def recall(self, name: str) -> SharedRecall:
-        """Of a method's choices, on texts of their own."""
+        """Recall of a method's choices, on texts of their own."""
         options = self.options
         texts = self._texts(options.calibration, 2, [max(options.lengths)] * options.calibration_texts)
         rule = {"token_budget": options.budget}
         return shared_recall(self.model, self.method(name, rule), [ids[0] for ids in texts], options.rows)
 
 
-def times(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
+def times(bench: Bench, plans: Plans) -> Iterator[Row]:
     """Milliseconds of a step of one row behind the longest text, settings in turn."""
     rule = {"token_budget": bench.options.budget}
     settings: dict[str, methods.Method] = {"dense": methods.Dense()}
@@ -142,42 +143,35 @@ def times(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
         steps(name, 1, ids)
         steps(name, 1, ids[:, :1])
     runs = {name: partial(steps, name, bench.options.steps, ids[:, :1]) for name in settings}
-    found = timed_in_turns(runs, bench.options.rounds, torch.device("cpu"))
-    rows = list[dict[str, Any]]()
+    found = timed_in_turns(runs, bench.options.rounds, CPU)
     for setting, taken in found.items():
         name, _, count = setting.partition(" ")
-        rows.append({"part": "times", "method": name, **({"anchors": int(count)} if count else {})})
-        rows[-1]["step_ms"] = {key: value / bench.options.steps for key, value in taken.items()}
-    return rows
+        shared = {"anchors": int(count)} if count else {}
+        step_ms = {key: value / bench.options.steps for key, value in taken.items()}
+        yield {"part": "times", "method": name, **shared, "step_ms": step_ms}
 
 
-def plan(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+def plan(bench: Bench, _: Plans) -> Iterator[Row]:
     """The anchors for all, a half, a quarter and an eighth of the layers."""
     recalls = {name: bench.recall(name) for name in ("gate", "oracle")}
     gates = recalls["gate"]
-    rows = list[dict[str, Any]]()
     for count in dict.fromkeys(-(-len(gates.layers) // part) for part in (1, 2, 4, 8)):
         layers = gates.anchors(count)
         recall = {f"{name}_recall": found.mean(layers) for name, found in recalls.items()}
-        rows.append({"part": "plan", "anchors": count, "layers": list(layers), **recall})
-    return rows
+        yield {"part": "plan", "anchors": count, "layers": list(layers), **recall}
 
 
-def anchors(bench: Bench, plans: Plans) -> list[dict[str, Any]]:
+def anchors(bench: Bench, plans: Plans) -> Iterator[Row]:
     """What sharing costs each method."""
-    rows = list[dict[str, Any]]()
     for name in METHODS:
         for count, layers in plans.items():
             method = bench.method(name, {"token_budget": bench.options.budget}, layers)
-            rows.append({"part": "anchors", "method": name, "anchors": count, **bench.measured(method)})
-            print(rows[-1], flush=True)
-    return rows
+            yield {"part": "anchors", "method": name, "anchors": count, **bench.measured(method)}
 
 
-def rules(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+def rules(bench: Bench, _: Plans) -> Iterator[Row]:
     """The share and the threshold whose bytes, over one text of each length, are nearest to the budget's."""
-    texts, rows = len(bench.options.lengths), list[dict[str, Any]]()
-    budget = {"token_budget": bench.options.budget}
+    texts, budget = len(bench.options.lengths), {"token_budget": bench.options.budget}
     target = bench.measured(bench.method("gate", budget), texts)["bytes_read_per_step"]
     for option in (*budget, *methods.Gate.searched_values()):
 
@@ -189,32 +183,25 @@ def rules(bench: Bench, _: Plans) -> list[dict[str, Any]]:
         middle = values and values[len(values) // 50 : len(values) * 2 // 3]
         value = nearest(middle, bytes_of, target) if middle else bench.options.budget
         found = bench.measured(bench.method("gate", {option: value}))
-        rows.append({"part": "rules", "rule": option, "value": value, **found})
-        print(rows[-1], flush=True)
-    return rows
+        yield {"part": "rules", "rule": option, "value": value, **found}
 
 
-def trained(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+def trained(bench: Bench, _: Plans) -> Iterator[Row]:
     """Gates that learned as anchors."""
-    rows = list[dict[str, Any]]()
     dense = methods.Gate.with_gates(bench.bank).dense_layers
     for directory in bench.options.trained:
         bank = GateBank.from_pretrained(directory)
         method = methods.Gate.with_gates(bank, token_budget=bench.options.budget, dense_layers=dense)
         layers = method.anchors or [layer for layer in bank.geometry.layers if layer not in dense]
-        rows.append({"part": "trained", "anchors": len(layers), "layers": list(layers), **bench.measured(method)})
-        print(rows[-1], flush=True)
-    return rows
+        yield {"part": "trained", "anchors": len(layers), "layers": list(layers), **bench.measured(method)}
 
 
-def needles(bench: Bench, _: Plans) -> list[dict[str, Any]]:
+def needles(bench: Bench, _: Plans) -> Iterator[Row]:
     """Right answers in runs of `seergate eval`."""
-    rows = list[dict[str, Any]]()
     for directory in bench.options.needles:
         (found,) = load_sweeps(Path(directory))
         for setting, row in zip(found.settings, rows_of(found), strict=True):
-            rows.append({"part": "needles", "anchors": len(setting.config["method"].get("anchors", ())), **row})
-    return rows
+            yield {"part": "needles", "anchors": len(setting.config["method"].get("anchors", ())), **row}
 
 
 PARTS = {part.__name__: part for part in (plan, anchors, times, rules, trained, needles)}
@@ -239,10 +226,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="of each setting in a round")
     parser.add_argument("--needles", nargs="+", default=[], metavar="DIR", help="runs for the part of this name")
     parser.add_argument("--name", default="anchors", help="of the file of results")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    unsaid = ("output", "name", "parts", "trained", "needles")
-    asked = {key: value for key, value in vars(options).items() if key not in unsaid}
+    options = parsed(parser)
+    asked = described(options, "name", "parts", "trained", "needles")
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name
     file = options.output / f"{options.name}.json"
@@ -256,8 +241,10 @@ def main() -> None:
         bench = Bench(options)
         for part in (part for part in PARTS if part in options.parts):
             plans = {row["anchors"]: tuple(row["layers"]) for row in rows if row["part"] == "plan"}
-            rows += PARTS[part](bench, plans)
-            print("saved to", save(options.name, torch.device("cpu"), asked, rows, options.output), flush=True)
+            for row in PARTS[part](bench, plans):
+                rows.append(row)
+                print(row, flush=True)
+            print("saved", save(options.name, asked, rows, options.output), flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import RESULTS, save
 
 from seergate.eval.stats import mean_and_error
@@ -70,7 +69,7 @@ def main() -> None:
         "generation": found.config["generation"],
         "environment": found.config["environment"],
     }
-    print("saved to", save(options.name, torch.device("cpu"), described, rows_of(found), options.output))
+    print("saved", save(options.name, described, rows_of(found), options.output))
 
 
 if __name__ == "__main__":

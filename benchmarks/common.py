@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, and a record of where a number comes from."""
+"""Shared by the benchmarks: options, timing, errors, and a record of where a number comes from."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 RESULTS = Path(__file__).parent / "results"
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+"""Relative error below which a result is right."""
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
@@ -26,6 +29,29 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the table [%(default)s]")
     return parser
+
+
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options of a command line made by `arguments`; PyTorch uses as many threads as they say."""
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    return options
+
+
+def described(options: argparse.Namespace, *without: str) -> dict[str, Any]:
+    """The options, for a file of results: all but the folder of the results and those that change no number."""
+    return {name: value for name, value in vars(options).items() if name not in ("output", *without)}
+
+
+def shown(row: Mapping[str, Any]) -> str:
+    """A row of results in one line."""
+    return "  ".join(f"{name} {value}" for name, value in row.items())
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """Relative error: norm of the difference over norm of ``want``."""
+    want = want.detach().double()
+    return float((got.detach().double() - want).norm() / want.norm().clamp(min=1e-30))
 
 
 def timed(
@@ -49,6 +75,10 @@ def timed(
         run()
         wait()
         times.append((time.perf_counter() - start) * 1e3)
+    return _least_and_median(times)
+
+
+def _least_and_median(times: Sequence[float]) -> dict[str, float]:
     return {"min": min(times), "median": statistics.median(times)}
 
 
@@ -62,7 +92,7 @@ def timed_in_turns(
     for _ in range(rounds):
         for name, run in runs.items():
             times[name].append(timed(run, 1, device, warm=True)["min"])
-    return {name: {"min": min(each), "median": statistics.median(each)} for name, each in times.items()}
+    return {name: _least_and_median(each) for name, each in times.items()}
 
 
 def timed_rotated(
@@ -97,7 +127,7 @@ def timed_rotated(
             end.record()
             end.synchronize()
             milliseconds.append(start.elapsed_time(end))
-        times = {"min": min(milliseconds), "median": statistics.median(milliseconds)}
+        times = _least_and_median(milliseconds)
     return {name: ms / len(runs) for name, ms in times.items()}
 
 
@@ -110,12 +140,8 @@ def read_bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def random_model(vocabulary: int = 1024, **shape: Any) -> Any:
-    """A model of Qwen3's kind with random weights.
-
-    Args:
-        vocabulary: words.
-        **shape: ``hidden_size``, ``layers``, ``heads``, ``kv_heads``, ``head_dim``, and other fields of its
-            configuration.
+    """A model of Qwen3's kind with random weights; ``shape`` has ``hidden_size``, ``layers``, ``heads``, ``kv_heads``,
+    ``head_dim``, and other fields of its configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -142,8 +168,13 @@ def resident(reset_peak: bool = False) -> int:
         return 0
     if reset_peak:
         Path("/proc/self/clear_refs").write_text("5")
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return 1024 * int(lines["VmRSS" if reset_peak else "VmHWM"].split()[0])
+    return in_memory("VmRSS" if reset_peak else "VmHWM")
+
+
+def in_memory(field: str) -> int:
+    """Bytes of this process in memory as the kernel counts them: ``"VmRSS"`` now, ``"VmHWM"`` at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, lengths: Tensor, block: int) -> Tensor:
@@ -164,7 +195,7 @@ def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, length
 
 
 def version(package: str) -> str | None:
-    """Of an installed package, or None."""
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -203,7 +234,7 @@ def provenance(device: torch.device) -> dict[str, str | int | None]:
 
 
 def save(
-    name: str, device: torch.device, options: dict[str, Any], rows: list[dict[str, Any]], folder: Path = RESULTS
+    name: str, options: dict[str, Any], rows: list[dict[str, Any]], folder: Path, device: torch.device = CPU
 ) -> Path:
     """Write ``<folder>/<name>.json``."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from common import arguments, exact_decode, read_bandwidth, save, timed_rotated
+from common import TOLERANCE, arguments, exact_decode, parsed, read_bandwidth, relative, save, timed_rotated
 from dense_baselines import Attention, available, said
 from torch import Tensor
 
@@ -35,18 +35,13 @@ from seergate.gates.gate import AttnGate
 from seergate.geometry import ModelGeometry
 from seergate.ops import reference
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
 """Buffers are rotated until they hold this much, several times what caches do."""
 
 
 class Caches:
-    """Queries, as many caches as rotation needs, and what the gate has of them, for one batch size and length.
-
-    Args:
-        batch, length: of the caches.
-        budget: the fewest tokens that will be read of one.
-        options: the command line.
+    """Queries, as many caches as rotation needs, and compressed keys, for one batch size and length; ``budget`` is the
+    smallest number of tokens that will be read of a cache.
     """
 
     def __init__(self, batch: int, length: int, budget: int, options: argparse.Namespace) -> None:
@@ -72,7 +67,7 @@ class Caches:
 
     @property
     def gate_bytes(self) -> int:
-        """What a step reads of all gates together: the weights of their query branch, and compressed keys."""
+        """Bytes that a step reads of all gates: the weights of their query branches, and compressed keys."""
         return len(self.gates) * (self.gates[0].q_proj.weight.nbytes + self.kg[0].nbytes)
 
     def scores(self, which: int) -> Tensor:
@@ -102,7 +97,7 @@ class Case:
         return ops.select_blocks(self.caches.scores(which), self.caches.lengths, **self.rule)
 
     def error(self) -> float:
-        """Of the sparse kernel on the very tensors that are timed, against float64: of the row where it is largest."""
+        """Relative error of the sparse kernel on the timed tensors, against float64; the largest of all rows."""
         q, (k, v), lengths = self.caches.q, self.caches.copies[0], self.caches.lengths
         want = exact_decode(q, k, v, self.indices, lengths, self.block_size)
         off = (self.sparse(k, v).double() - want).flatten(1).norm(dim=1)
@@ -110,11 +105,7 @@ class Case:
 
 
 def gate(options: argparse.Namespace) -> None:
-    """Refuse to time wrong kernels: small cases against the reference, odd lengths, unread memory NaN.
-
-    Raises:
-        SystemExit: with what is wrong.
-    """
+    """Refuse to time wrong kernels: small cases against the reference, odd lengths, unread memory NaN."""
     device, dtype = torch.device(options.device), options.dtype
     heads, dim, block = options.kv_heads, options.head_dim, options.block_size
     lengths = torch.tensor([1, 5 * block + 3, 9 * block])
@@ -135,7 +126,7 @@ def gate(options: argparse.Namespace) -> None:
     read = (token // block == indices[..., None]).any(2) & (token < lengths[:, None, None])
     k, v = (x.masked_fill(~read[..., None], math.nan).to(device) for x in (k, v))
     out = ops.sparse_decode(q.to(device), k, v, indices.to(device), lengths.to(device), block).cpu().double()
-    error = float((out - exact).norm() / exact.norm())
+    error = relative(out, exact)
     if not error < TOLERANCE[dtype]:
         sys.exit(f"sparse_decode has a relative error of {error:.1e} on {device}: nothing is timed")
 
@@ -159,25 +150,14 @@ def measure_dense(
         except Exception as problem:  # whatever a foreign package says against these sizes
             failed[name] = said(problem)
         runs = []
-        freed(device)
+        torch.cuda.empty_cache()  # after a failure, the next attempt should not fail for want of memory
     return times, failed
-
-
-def freed(device: torch.device) -> None:
-    """Give back memory that nothing uses: after a failure, the next attempt should not fail for it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def measure(
     case: Case, dense: dict[str, dict[str, float]], bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times in milliseconds, those of the ``dense`` kernels among them, and what follows from them.
-
-    Raises:
-        SystemExit: if the sparse kernel is wrong on these tensors.
-        RuntimeError: if no dense kernel has a time.
-    """
+    """Times in milliseconds, those of the ``dense`` kernels among them, and what follows from them."""
     if not dense:
         raise RuntimeError("no dense kernel ran, so there is nothing to compare with")
     error = case.error()
@@ -185,13 +165,9 @@ def measure(
         sys.exit(f"sparse_decode has a relative error of {error:.1e} on the tensors to be timed")
     device, copies = torch.device(options.device), case.caches.copies
     best = min(dense, key=lambda name: dense[name]["median"])
-
-    def sparse(k: Tensor, v: Tensor) -> Any:
-        return lambda: case.sparse(k, v)
-
     limits = (options.repeats, device, options.seconds)
     times = dense | {
-        "sparse": timed_rotated([sparse(k, v) for k, v in copies], *limits),
+        "sparse": timed_rotated([partial(case.sparse, *each) for each in copies], *limits),
         "select": timed_rotated([partial(case.select, which) for which in range(len(case.caches.gates))], *limits),
     }
     ms = {name: both["median"] for name, both in times.items()}
@@ -228,7 +204,7 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="at most, of each measurement")
     parser.add_argument("--seconds", type=float, default=1.5, help="on a CPU, a measurement stops after these")
     parser.add_argument("--max-gib", type=float, help="for the caches of one cell; default: 32, on a CPU 4")
-    options = parser.parse_args()
+    options = parsed(parser)
     on_gpu = torch.device(options.device).type == "cuda"
     options.batches = options.batches or ([1, 4, 8, 16] if on_gpu else [1])
     options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if on_gpu else [8192, 16384, 32768])
@@ -281,7 +257,6 @@ def main() -> None:
     """Prove, measure, print, save."""
     options = command_line()
     device = torch.device(options.device)
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     dtype = str(options.dtype).removeprefix("torch.")
     name = f"decode-{device.type}-{dtype}-g{options.group}" + f"-{options.threads}t" * (device.type == "cpu")
@@ -306,8 +281,8 @@ def main() -> None:
             for row in cells(batch, length, budgets, dense, bandwidth, options):
                 rows.append(row)
                 show(row)
-                path = save(name, device, facts, rows, options.output)
-            freed(device)
+                path = save(name, facts, rows, options.output, device)
+            torch.cuda.empty_cache()
     print("saved", path)
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import arguments, save, timed_in_turns
+from common import TOLERANCE, arguments, described, parsed, relative, save, shown, timed_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -31,7 +31,6 @@ from seergate import ops
 from seergate.ops import reference
 from seergate.ops.backend import choose
 
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 CHUNK_CPU, CHUNK_DEVICE = 2**20, 2**25
 """Scores that the baseline holds at a time: few beside what it keeps, enough to fill the device."""
 PROVEN_ROWS = 16
@@ -39,13 +38,7 @@ PROVEN_ROWS = 16
 
 
 class Case:
-    """One pack of one segment.
-
-    Args:
-        length: tokens.
-        block_size: tokens per block.
-        options: the command line.
-    """
+    """One pack of one segment."""
 
     def __init__(self, length: int, block_size: int, options: argparse.Namespace) -> None:
         self.length, self.block_size, device = length, block_size, torch.device(options.device)
@@ -77,7 +70,7 @@ class Case:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     def errors(self) -> dict[str, float]:
-        """Of the last rows on these tensors, against float64."""
+        """Relative errors of the last rows on these tensors, against float64."""
         (length, heads, dim), (blocks, kv_heads, _) = self.q.shape, self.kg.shape
         begin = int(length * (1 - PROVEN_ROWS / length))
         loss, dqg, dkg = self.gate_kl(row_start=1 - PROVEN_ROWS / length)
@@ -107,18 +100,8 @@ class Case:
         return {name: relative(got, exact) for name, (got, exact) in pairs.items()}
 
 
-def relative(got: Tensor, want: Tensor) -> float:
-    """Norm of the difference over norm of ``want``."""
-    want = want.detach().double()
-    return float((got.double() - want).norm() / want.norm().clamp(min=1e-30))
-
-
 def prove(block: int, options: argparse.Namespace) -> None:
-    """Refuse to time wrong kernels: odd packs with empty segments against the reference.
-
-    Raises:
-        SystemExit: with what is wrong.
-    """
+    """Refuse to time wrong kernels: odd packs with empty segments against the reference."""
     device, dtype = torch.device(options.device), options.dtype
     lengths = [2 * block + 5, 0, 1, block, block + 1, 3 * block - 1]
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -167,8 +150,7 @@ def materialised_loss(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, size: int, b
     """Loss of one segment, with pooled attention and logits as whole tensors in the inputs' dtype.
 
     Args:
-        q: ``[length, heads, dim]``.
-        k: ``[length, KV heads, dim]``.
+        q, k: ``[length, heads, dim]``, ``[length, KV heads, dim]``.
         qg, kg: the gate's queries ``[length, KV heads, E]`` and keys ``[blocks, KV heads, E]``.
         size: tokens per block.
         begin: first row that counts.
@@ -212,11 +194,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[str, float | int]:
-    """One segment of ``length`` tokens.
-
-    Raises:
-        SystemExit: if a result is wrong on these tensors.
-    """
+    """One segment; ends the run if a result is wrong on these tensors."""
     case, device = Case(length, block_size, options), torch.device(options.device)
     row: dict[str, float | int] = {"length": length, "block_size": block_size}
     for name, error in case.errors().items():
@@ -267,7 +245,7 @@ def command_line() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="in which each takes its turn; default: 10, on a CPU 3")
     parser.add_argument("--only-prove", action="store_true", help="compare with the reference, time nothing")
-    options = parser.parse_args()
+    options = parsed(parser)
     gpu = torch.device(options.device).type == "cuda"
     options.lengths = options.lengths or ([8192, 32768, 65536, 131072] if gpu else [4096, 8192, 16384])
     options.baseline_up_to = options.baseline_up_to or (32768 if gpu else 16384)
@@ -282,7 +260,6 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     """Prove, measure, print, save."""
     options = command_line()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     for block_size in options.block_sizes:
         prove(block_size, options)
@@ -292,14 +269,12 @@ def main() -> None:
     rows = []
     for length, block_size in itertools.product(options.lengths, options.block_sizes):
         rows.append(measure(length, block_size, options))
-        print("  ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
+        print(shown(rows[-1]), flush=True)
     device = torch.device(options.device)
     name = f"distill-{device.type}-{str(options.dtype).removeprefix('torch.')}"
     name += f"-{options.threads}t" * (device.type == "cpu")
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "only_prove")}
-    described |= {"dtype": str(options.dtype), "backend": choose(device)}
-    path = save(name, device, described, rows, options.output)
-    print("saved", path)
+    asked = described(options, "only_prove") | {"dtype": str(options.dtype), "backend": choose(device)}
+    print("saved", save(name, asked, rows, options.output, device))
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from common import arguments, save
-from distill import TOLERANCE, materialised_loss, prove
+from common import CPU, TOLERANCE, arguments, described, in_memory, parsed, save, shown
+from distill import materialised_loss, prove
 from torch import Tensor
 
 from seergate import GateBank
@@ -60,11 +60,10 @@ VOCABULARY = 256
 SHORT = 256
 """Tokens of the pack that comes before the one that is measured."""
 TARGET_GB = 0.6
-"""Of extra memory per layer at 32k tokens and blocks of 64."""
+"""Limit of the extra memory per layer at 32k tokens and blocks of 64."""
 BUSY = 0.1
 """Cores used by other programs from which on a row counts as loaded."""
 GB = 1e9
-CPU = torch.device("cpu")
 
 
 class Resident:
@@ -73,13 +72,9 @@ class Resident:
     def __init__(self) -> None:
         self.most = 0
 
-    def now(self) -> int:
-        """At this moment."""
-        return self._read("VmRSS")
-
     def peak(self) -> int:
         """The most since the last `restart`; also kept in ``most``, which no restart forgets."""
-        peak = self._read("VmHWM")
+        peak = in_memory("VmHWM")
         self.most = max(self.most, peak)
         return peak
 
@@ -87,12 +82,7 @@ class Resident:
         """Begin a new peak; returns where it begins."""
         self.peak()
         Path("/proc/self/clear_refs").write_text("5")
-        return self.now()
-
-    @staticmethod
-    def _read(field: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+        return in_memory("VmRSS")
 
 
 class Materialising(teacher_forward.BlockLoss):
@@ -104,9 +94,9 @@ class Materialising(teacher_forward.BlockLoss):
         query, key = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
         begin = int(len(query) * self.options["row_start"])
         with torch.enable_grad():
-            positions, _, entries = self.places(query.device)
-            queries = gate.queries(call.q_pre_BHSD, positions)[0].transpose(0, 1)
-            keys = self._keys(gate, call.k_pre_BKSD, entries)
+            places = self.places(query.device)
+            queries = gate.queries(call.q_pre_BHSD, places.positions)[0].transpose(0, 1)
+            keys = gate.keys(gate.pool(call.k_pre_BKSD[:, :, places.pooled]), places.entries)[0].transpose(0, 1)
             self.losses.append(materialised_loss(query, key, queries, keys, self.bank.config.block_size, begin))
         heads = key.shape[1]
         nothing = torch.zeros(len(self.options["recall_budgets"]), heads)  # the published code does not report it
@@ -233,10 +223,8 @@ def measure(way: str, layers: int, length: int, folder: Path, options: argparse.
 
 
 def compare(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each kind of pack, what distillation adds for a layer; and how the published data flow compares.
-
-    Raises:
-        SystemExit: if the two do not agree on the loss.
+    """For each kind of pack, what distillation adds for a layer; and how the published data flow compares, which must
+    have the same loss.
     """
     cells = {(row["length"], row["sample_tokens"], row["layers"], row["way"]): row for row in rows}
     table = []
@@ -282,7 +270,7 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the frozen model")
     parser.add_argument("--layers", type=int, choices=(1, 2), nargs="+", default=[1, 2])
     parser.add_argument("--add", action="store_true", help="keep the cells of an earlier call on the same machine")
-    options = parser.parse_args()
+    options = parsed(parser)
     if min(options.lengths) < 2 * options.block_size:
         parser.error(f"--lengths has {min(options.lengths)}; each must be at least two blocks")
     if options.sample_tokens and "materialised" in options.ways and options.materialised_up_to > options.sample_tokens:
@@ -295,13 +283,12 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     """Prove, measure, compare, print, save."""
     options = command_line()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     shape = {"group": 4, "head_dim": 128, "gate_dim": 128}
     prove(options.block_size, SimpleNamespace(device="cpu", dtype=getattr(torch, options.dtype), **shape))
     print("proven", flush=True)
     longest = {"frozen": options.frozen_up_to, "materialised": options.materialised_up_to}
-    described = {key: value for key, value in vars(options).items() if key != "output"}
+    asked = described(options)
     name, rows = f"distill_model-cpu-{options.dtype}-{options.threads}t", []
     if options.add:
         table = json.loads((options.output / f"{name}.json").read_text())["rows"]
@@ -317,11 +304,10 @@ def main() -> None:
                     for layers in (n for n in options.layers if n == 1 or length <= options.two_layers_up_to):
                         folder = Path(scratch) / str(layers)
                         rows.append(pool.submit(measure, way, layers, length, folder, options).result())
-                        print("  ".join(f"{field} {value}" for field, value in rows[-1].items()), flush=True)
-                        described["loaded"] = any(row["loaded"] for row in rows)
-                        path = save(name, CPU, described, rows + compare(rows, options), options.output)
-    for row in compare(rows, options):
-        print("  ".join(f"{field} {value}" for field, value in row.items()))
+                        print(shown(rows[-1]), flush=True)
+                        asked["loaded"] = any(row["loaded"] for row in rows)
+                        path = save(name, asked, rows + compare(rows, options), options.output)
+    print(*map(shown, compare(rows, options)), sep="\n")
     print("saved", path)
 
 

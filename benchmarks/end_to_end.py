@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import arguments, random_model, resident, save, version
+from common import arguments, parsed, random_model, resident, save, version
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -43,7 +43,7 @@ from seergate.inference_mode import outside_inference_mode
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Rows of a batch are these shares of its length, in turn."""
 SLOW_TOKENS, SLOW_ROUNDS = 3, 2
-"""What the way that copies its cache at each token is asked for."""
+"""Tokens and rounds of the way that copies its cache at each token."""
 CHUNK = 2048
 """Tokens that a cache is filled with at a time."""
 
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace) -> PreTrainedModel:
 def ways(
     model: PreTrainedModel, options: argparse.Namespace, budget: int, bank: GateBank | None = None
 ) -> dict[str, Way]:
-    """What is compared; with random gates unless some are given."""
+    """The ways that are compared; with random gates unless some are given."""
     bank = bank or GateBank.for_model(model, GateConfig(options.block_size)).to(options.device, options.dtype)
     gate = methods.Gate(bank=bank, token_budget=budget)
     quest = methods.Quest(token_budget=budget, block_size=options.block_size, dense_layers=())
@@ -128,6 +128,16 @@ def generate(
     return out, [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
 
 
+def answered(
+    model: PreTrainedModel, way: Way, ids: Tensor, mask: Tensor, new: int, room: int
+) -> tuple[Tensor, list[float]]:
+    """`generate` in one way on an empty cache; where it is offloaded, ``room`` of its tokens are in memory."""
+    way.offload = room_for(model, room) if way.memory_share is not None else None
+    cache = StaticCache(model.config, max_cache_len=ids.shape[1] + new) if way.static else None
+    with way.attached(model):
+        return generate(model, ids, mask, new, cache)
+
+
 def prove(model: PreTrainedModel, options: argparse.Namespace) -> None:
     """End the run if, with a budget for everything, a way gives other tokens than the plain model."""
     ids = torch.randint(1, 1024, (2, 3 * options.block_size), device=options.device)
@@ -135,10 +145,7 @@ def prove(model: PreTrainedModel, options: argparse.Namespace) -> None:
     mask[1, : options.block_size // 2] = 0
     want = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8)
     for name, way in ways(model, options, 8 * options.block_size).items():
-        way.offload = room_for(model, 2 * ids.numel() * 8) if way.memory_share is not None else None
-        cache = StaticCache(model.config, max_cache_len=ids.shape[1] + 8) if way.static else None
-        with way.attached(model):
-            got, _ = generate(model, ids, mask, 8, cache)
+        got, _ = answered(model, way, ids, mask, 8, room=2 * ids.numel() * 8)
         if not torch.equal(got, want):
             sys.exit(f"{name} with a budget for everything gives other tokens than the plain model")
 
@@ -243,7 +250,7 @@ def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.N
 
 
 def add_ceilings(rows: list[dict[str, Any]], budget: int) -> None:
-    """What reading no more than the budget could gain at batch 1, if a context of just that length was measured."""
+    """Add the largest gain that the budget allows at batch 1, where a context as long as it was measured."""
     dense = {row["lengths"][0]: row["ways"][row["best_dense"]]["token_median_ms"] for row in rows if row["batch"] == 1}
     for row in rows:
         if row["batch"] == 1 and budget in dense:
@@ -256,10 +263,7 @@ def first_token(model: PreTrainedModel, options: argparse.Namespace) -> dict[str
     seconds: dict[str, list[float]] = {}
     for _ in range(3):
         for name, way in ways(model, options, options.budget).items():
-            way.offload = room_for(model, 2 * options.budget) if way.memory_share is not None else None
-            cache = StaticCache(model.config, max_cache_len=options.prompt + 1) if way.static else None
-            with way.attached(model):
-                _, times = generate(model, ids, torch.ones_like(ids), 1, cache)
+            _, times = answered(model, way, ids, torch.ones_like(ids), 1, room=2 * options.budget)
             seconds.setdefault(name, []).append(times[0] / 1e3)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
@@ -281,7 +285,7 @@ def break_even(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """What `build` and `ways` ask for: two layers of the attention of Qwen3-8B, and the gates' blocks and budget."""
+    """Options of `build` and `ways`: two layers of the attention of Qwen3-8B, and the gates' blocks and budget."""
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -305,7 +309,7 @@ def command_line() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=8, help="of each way per round")
-    options = parser.parse_args()
+    options = parsed(parser)
     on_gpu = torch.device(options.device).type == "cuda"
     options.dtype = getattr(torch, options.dtype or ("bfloat16" if on_gpu else "float32"))
     return options
@@ -314,7 +318,6 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     """Prove, measure, print, save."""
     options = command_line()
-    torch.set_num_threads(options.threads)
     rows = []
     with torch.inference_mode():
         model = build(options)
@@ -337,7 +340,7 @@ def main() -> None:
     said = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds, "break_even": even}
     said |= {"transformers": version("transformers")}
     name = f"end_to_end-{device.type}-{dtype}" + f"-{options.threads}t" * (device.type == "cpu")
-    print("saved", save(name, device, said, rows, options.output))
+    print("saved", save(name, said, rows, options.output, device))
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ RATES = {
     "elementwise operations, bytes/s": 3e12,
     "integer operations, 1/s": 33e12,
 }
-"""What an H100 is taken to sustain."""
+"""Rates that an H100 is assumed to sustain."""
 
 LAUNCHES = {"dense": 2, "gate": 5}
-"""Of a layer's attention in a decode step inside vLLM; `tests/vllm/test_gpu_parts.py` counts those with a gate."""
+"""Launches of a layer's attention in a step inside vLLM; `tests/vllm/test_gpu_parts.py` counts those with a gate."""
 BLOCK, BUDGET, FREE = 64, 4096, 0.9
 """Tokens of a block, tokens read, and the share of the memory that vLLM may use."""
 PACK, BUDGETS, BITS = 32768, 3, 32
@@ -69,11 +69,7 @@ PLANS = (
 
 
 class Shape:
-    """Numbers of weights of a dense model with grouped queries and a gated MLP, and of its gates.
-
-    Args:
-        name: of a preset.
-    """
+    """Numbers of weights of a preset's model, dense with grouped queries and a gated MLP, and of its gates."""
 
     def __init__(self, name: str) -> None:
         known = json.loads((ROOT / f"configs/architectures/{name}.json").read_text())
@@ -194,7 +190,7 @@ def pack_seconds(shape: Shape, samples: Sequence[int], block: int, row_start: fl
 
 
 FROZEN = 3
-"""Of these parts, how many the frozen model has without gates."""
+"""Number of these parts that the frozen model has without gates."""
 PACKS = {f"{PACK // n} x {n // 1024}k": [n] * (PACK // n) for n in (4096, 8192, PACK)}
 
 

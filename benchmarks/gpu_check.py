@@ -33,10 +33,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, timed, timed_rotated
+from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, relative, timed, timed_rotated
 from torch import Tensor
 
 from seergate import ops
@@ -50,7 +50,7 @@ Row = dict[str, Any]
 
 
 def sizes(full: Any, tiny: Any) -> Any:
-    """What a GPU gets, and what the interpreter does."""
+    """The first on a GPU, the second in the interpreter."""
     return full if ON_GPU else tiny
 
 
@@ -58,7 +58,7 @@ EIGHT_B: Row = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "k
 EIGHT_B |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
 """Qwen3-8B's shape, with fewer words."""
 LESSON_BYTES = 0.7e9
-"""What one layer's gate may take at 32k tokens while it learns, beside the model."""
+"""Limit of the bytes of one layer's gate at 32k tokens while it learns, beside the model."""
 
 KL_LIMIT = 5e-3
 """Relative, of the KL of a step on the GPU, its model in bfloat16, against float32 on the CPU: six times what bfloat16
@@ -72,7 +72,7 @@ def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
 def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) -> Row:
     """Relative error of a result. 0 as the limit asks for equality."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
-    error = float((got - want).norm() / want.norm().clamp(min=1e-30))
+    error = relative(got, want)
     right = torch.equal(got, want) if limit == 0 else error < limit  # NaN is not
     return {"kernel": kernel, "case": case, "error": error, "limit": limit, "right": right}
 
@@ -246,16 +246,21 @@ def right_teacher() -> Iterator[Row]:
                 yield compared("gate_kl", f"{case}, {which}", a, b, limit)
 
 
-def large() -> Iterator[Row]:
-    """Long packs: their last rows in float64, two runs to the last bit; and offsets beyond 2^31."""
+def lesson(length: int, block: int) -> Any:
+    """A pack of one layer of 8B's shape, its gate in fp32."""
     import distill
 
+    shape = sizes((8, 4, 128, 128), (2, 2, 16, 16))
+    named = dict(zip(("kv_heads", "group", "head_dim", "gate_dim"), shape, strict=True))
+    case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **named))
+    case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+    return case
+
+
+def large() -> Iterator[Row]:
+    """Long packs: their last rows in float64, two runs to the last bit; and offsets beyond 2^31."""
     for length, block in sizes(((32768, 64), (131072, 16)), ((96, 16),)):
-        shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
-        if not ON_GPU:
-            shape = {"kv_heads": 1, "group": 2, "head_dim": 16, "gate_dim": 16}
-        case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
-        case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+        case = lesson(length, block)
         for name, error in case.errors().items():
             fact = {"case": f"{length} tokens, block {block}, {name}", "error": error, "limit": 1e-4}
             yield {"kernel": "gate_kl", **fact, "right": error < 1e-4}
@@ -489,11 +494,7 @@ def lesson_times() -> Iterator[Row]:
     from seergate.models import families
 
     length, block = sizes((32768, 64), (64, 16))
-    shape = {"kv_heads": 8, "group": 4, "head_dim": 128, "gate_dim": 128}
-    if not ON_GPU:
-        shape = {"kv_heads": 2, "group": 2, "head_dim": 16, "gate_dim": 16}
-    case = distill.Case(length, block, argparse.Namespace(device=str(DEVICE), dtype=NARROW, **shape))
-    case.qg, case.kg = (x.detach().float().requires_grad_() for x in (case.qg, case.kg))
+    case = lesson(length, block)
     rate, budgets = product_rate(), sizes((1024, 2048, 4096), (32,))
     recalls = {"": {}, ", recall": {"recall_budgets": budgets}}
     for name, options in recalls.items():
@@ -551,8 +552,7 @@ def train() -> Iterator[Row]:
 
     def frozen(borders: Tensor) -> None:
         def attend(call: TeacherCall) -> Tensor:
-            q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-            return ops.packed_attention(q, k, v, borders, call.sm_scale).output[None]
+            return call.attention(borders).output[None]
 
         with intercepted_attention(model, {}, attend), torch.no_grad():
             places = positions_of(borders).to(DEVICE)[None]
@@ -727,36 +727,30 @@ def launched(run: Callable[[], Any]) -> int:
 # ------------------------------------------------------------------------------------------------- running the steps
 
 
-class Step(NamedTuple):
-    """What runs, and after how many seconds it is stopped."""
-
-    run: Callable[[], Iterator[Row]]
-    seconds: int
-
-
 STEPS = {
-    "machine": Step(machine, 60),
-    "right": Step(right, 150),
-    "large": Step(large, 90),
-    "sanitizer": Step(sanitizer, 120),
-    "generation": Step(generation, 180),
-    "gate_times": Step(gate_times, 60),
-    "decode_times": Step(decode_times, 180),
-    "teacher_times": Step(teacher_times, 90),
-    "lesson_times": Step(lesson_times, 90),
-    "train": Step(train, 300),
-    "model_times": Step(model_times, 180),
-    "serving_times": Step(serving_times, 300),
+    machine: 60,
+    right: 150,
+    large: 90,
+    sanitizer: 120,
+    generation: 180,
+    gate_times: 60,
+    decode_times: 180,
+    teacher_times: 90,
+    lesson_times: 90,
+    train: 300,
+    model_times: 180,
+    serving_times: 300,
 }
+"""Step -> seconds after which it is stopped."""
+NAMED = {step.__name__: step for step in (*STEPS, tiny)}
 
 
 def child(name: str, path: Path) -> None:
     """Run one step here; a line of JSON for each row as it comes, so that nothing is lost when the step is stopped."""
-    step = tiny if name == "tiny" else STEPS[name].run
     torch.manual_seed(0)
     with path.open("w") as file:
         try:
-            for row in step():
+            for row in NAMED[name]():
                 file.write(json.dumps(row, default=str) + "\n")
                 file.flush()
         except BaseException as problem:
@@ -811,15 +805,16 @@ def verdict(steps: dict[str, Row]) -> dict[str, str]:
 def main() -> None:
     """Run the steps in order, save after each, print the verdict."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=STEPS, default=list(STEPS))
+    names = [step.__name__ for step in STEPS]
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
     parser.add_argument("--minutes", type=float, default=10.0, help="no step begins after these")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true", help="name the steps and their deadlines")
-    parser.add_argument("--step", choices=[*STEPS, "tiny"], help=argparse.SUPPRESS)
+    parser.add_argument("--step", choices=NAMED, help=argparse.SUPPRESS)
     parser.add_argument("--rows", type=Path, default=Path(os.devnull), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
-        print("\n".join(f"{name:15} {step.seconds:4} s  {step.run.__doc__}" for name, step in STEPS.items()))
+        print("\n".join(f"{step.__name__:15} {seconds:4} s  {step.__doc__}" for step, seconds in STEPS.items()))
         return
     if options.step:
         child(options.step, options.rows)
@@ -833,7 +828,7 @@ def main() -> None:
             steps[name] = {"ended": "not begun", "seconds": 0.0, "rows": []}
             continue
         # In the interpreter a step takes as long as it takes: the deadlines are those of a GPU.
-        steps[name] = perform(name, min(left, STEPS[name].seconds) if ON_GPU else left, options.output)
+        steps[name] = perform(name, min(left, STEPS[NAMED[name]]) if ON_GPU else left, options.output)
         record = {"machine": provenance(DEVICE), "interpreted": not ON_GPU, "steps": steps, "verdict": verdict(steps)}
         path.write_text(json.dumps(record, indent=1) + "\n")
         print(f"{name}: ended {steps[name]['ended']}, {steps[name]['seconds']:.0f} s", flush=True)

@@ -38,7 +38,7 @@ def _plain(n: int, lost: int) -> tuple[float, float]:
 
 
 def _covered(intervals: list[tuple[float, float]], n: int) -> float:
-    """Of a loss that is lost in no other way, the lowest coverage over `LOSSES`."""
+    """The lowest coverage over `LOSSES` where problems are lost and none is won."""
     return min(
         sum(binom.pmf(lost, n, loss) for lost, (low, high) in enumerate(intervals) if low <= -loss <= high)
         for loss in LOSSES
@@ -88,8 +88,7 @@ def several(n: int, samples: int, loss: float, repeats: int, rng: np.random.Gene
 
 def main() -> None:
     """Parse the command line, compute, print, save."""
-    import torch
-    from common import RESULTS, save
+    from common import RESULTS, save, shown
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=4000, help="of the simulated cases")
@@ -105,8 +104,8 @@ def main() -> None:
     for n, samples in ((5, 16), (16, 8), (30, 64)):
         rows += [several(n, samples, loss, options.repeats, rng) for loss in (0.0, 0.05)]
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    print("saved", save("interval_coverage", torch.device("cpu"), {"repeats": options.repeats}, rows, options.output))
+        print(shown(row), flush=True)
+    print("saved", save("interval_coverage", {"repeats": options.repeats}, rows, options.output))
 
 
 if __name__ == "__main__":

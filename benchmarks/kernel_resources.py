@@ -20,9 +20,8 @@ import sys
 import time
 from typing import Any
 
-import torch
 import triton
-from common import RESULTS, provenance
+from common import CPU, RESULTS, provenance
 from kernels.ahead_of_time import Launch, compiled, fingerprint, shipped
 from kernels.data_sheets import GPUS, KnownGpu
 from kernels.examples import Example
@@ -52,9 +51,7 @@ def write(rows: list[dict[str, Any]]) -> None:
     rows = rows + [row for row in saved() if (row["triton"], row["gpu"]) not in done]
     rows.sort(key=lambda row: (row["triton"], NAMES.index(row["gpu"])))
     lines = ",\n".join(json.dumps(row) for row in rows)
-    note, machine = (
-        json.dumps(x) for x in ("compiled ahead of time, not run on a GPU", provenance(torch.device("cpu")))
-    )
+    note, machine = map(json.dumps, ("compiled ahead of time, not run on a GPU", provenance(CPU)))
     TABLE.write_text(f'{{"note": {note}, "machine": {machine}, "rows": [\n{lines}\n]}}\n')
 
 

@@ -16,13 +16,15 @@ a few tokens each; times are medians over rounds of a round's mean.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from common import arguments, save
+from common import arguments, described, parsed, save
 from end_to_end import Way, add_model_options, build, fill, generate
 from transformers import PreTrainedModel
 
@@ -37,7 +39,7 @@ TINY = "checkpoints/tiny-reasoner"
 ACCEPTANCES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 
-def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
+def kept_share(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Part one: one row per selector and budget."""
     model, tokenizer = load_base(TINY), load_tokenizer(TINY)
     model.generation_config.do_sample = False
@@ -50,7 +52,6 @@ def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
         prompts.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
     new = {"max_new_tokens": options.new_tokens}
     dense = [model.generate(ids, **new) for ids in prompts]
-    rows = []
     for budget in options.tiny_budgets:
         shared = {"token_budget": budget}
         plain = {"block_size": bank.config.block_size, **shared}
@@ -66,17 +67,13 @@ def kept_share(options: argparse.Namespace) -> list[dict[str, Any]]:
                         sys.exit(f"{method.name} with a budget of {budget} says something else than the dense model")
                 stats = handle.stats()
             names = ("acceptance", "draft_tokens", "tokens_per_dense_pass")
-            rows.append(
-                {
-                    "part": "acceptance",
-                    "method": method.name,
-                    "budget": budget,
-                    "density": stats["density"],
-                    **{name: stats["lossless"][name] for name in names},
-                }
-            )
-            print({key: round(value, 3) if isinstance(value, float) else value for key, value in rows[-1].items()})
-    return rows
+            yield {
+                "part": "acceptance",
+                "method": method.name,
+                "budget": budget,
+                "density": stats["density"],
+                **{name: stats["lossless"][name] for name in names},
+            }
 
 
 def pass_times(model: PreTrainedModel, length: int, draft: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +130,7 @@ def command_line() -> argparse.Namespace:
     add_model_options(parser)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=12, help="of each way per round")
-    options = parser.parse_args()
+    options = parsed(parser)
     options.device, options.dtype = "cpu", torch.float32
     return options
 
@@ -141,16 +138,16 @@ def command_line() -> argparse.Namespace:
 def main() -> None:
     """Measure, print, save."""
     options = command_line()
-    torch.set_num_threads(options.threads)
     with torch.inference_mode():
-        rows = kept_share(options)
+        rows = []
+        for row in kept_share(options):
+            rows.append(row)
+            print(row)
         model = build(options)
-        for length in options.lengths:
-            for draft in options.drafts:
-                rows.append(pass_times(model, length, draft, options))
-                print(rows[-1])
-    asked = {name: value for name, value in vars(options).items() if name not in ("output", "dtype")}
-    print(save("lossless", torch.device("cpu"), asked, rows, options.output))
+        for length, draft in itertools.product(options.lengths, options.drafts):
+            rows.append(pass_times(model, length, draft, options))
+            print(rows[-1])
+    print("saved", save("lossless", described(options, "dtype"), rows, options.output))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
-from common import arguments, random_model, save
+from common import arguments, described, parsed, random_model, save
 from transformers import DynamicCache
 
 from seergate.cache.argument import CACHE
@@ -61,11 +62,7 @@ def make_text(options: argparse.Namespace, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]], prompt: int) -> dict[str, Any]:
-    """Let rows say their texts side by side.
-
-    Returns:
-        Seconds of the decode steps, and what the handle has counted.
-    """
+    """Let rows say their texts side by side: seconds of the decode steps, and what the handle has counted."""
     ids, cache = torch.tensor(texts), DynamicCache()
     with attached(model, method, storage=paging) as handle:
         model(input_ids=ids[:, :prompt], **{CACHE: cache})
@@ -73,17 +70,6 @@ def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]
         for at in range(prompt, ids.shape[1]):
             model(input_ids=ids[:, at : at + 1], **{CACHE: cache})
         return {"seconds": time.perf_counter() - began, **handle.stats()}
-
-
-def most_rows(run: Callable[[int], Any], least: int) -> int:
-    """The largest number of rows that fit, counted up from one that does."""
-    rows = least
-    while True:
-        try:
-            run(rows + 1)
-        except OutOfBlocks:
-            return rows
-        rows += 1
 
 
 def main() -> None:
@@ -100,11 +86,10 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of the measurement of a step")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     shape = {"hidden_size": options.width, "layers": options.layers, "heads": 8, "kv_heads": 2}
     shape["head_dim"] = options.width // 8
-    model, device = random_model(VOCABULARY, **shape), torch.device("cpu")
+    model = random_model(VOCABULARY, **shape)
     texts = [make_text(options, seed) for seed in range(options.requests)]
     cap = options.rows * -(-options.length // options.page)
 
@@ -122,15 +107,13 @@ def main() -> None:
 
     found: dict[str, dict[str, Any]] = {}
     for name in ("dense", "reason_cache"):
-        counted: dict[int, dict[str, Any]] = {}
-
-        def fits(rows: int, name: str = name, counted: dict[int, dict[str, Any]] = counted) -> None:
-            chosen = [texts[i % len(texts)] for i in range(rows)]
-            counted[rows] = wave(name, chosen).get("sharing", {})
-
-        rows = most_rows(fits, options.rows - 1)
-        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": counted[rows]}
-        print(f"{name}: {rows} rows fit, AMSR {counted[rows].get('amsr', 0.0):.3f}", flush=True)
+        rows, sharing = options.rows - 1, dict[str, Any]()
+        with suppress(OutOfBlocks):
+            while True:
+                sharing = wave(name, [texts[i % len(texts)] for i in range(rows + 1)]).get("sharing", {})
+                rows += 1
+        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": sharing}
+        print(f"{name}: {rows} rows fit, AMSR {sharing.get('amsr', 0.0):.3f}", flush=True)
     left = {name: list(texts) for name in ("dense", "reason_cache")}
     while any(left.values()):
         for name, waiting in left.items():
@@ -161,15 +144,17 @@ def main() -> None:
     print(f"{shared['rows'] / dense['rows']:.2f}x rows, ", end="")
     print(f"{shared['tokens_per_second'] / dense['tokens_per_second']:.2f}x tokens per second under the cap")
     print(", ".join(f"{name} {value:.2f} ms per step" for name, value in ms.items()))
-    record = {**{k: v for k, v in vars(options).items() if k != "output"}, "max_blocks": cap, "ms_per_step": ms}
-    ratios = {
+    record = {
+        **described(options),
+        "max_blocks": cap,
+        "ms_per_step": ms,
         "rows_ratio": shared["rows"] / dense["rows"],
         "tokens_per_second_ratio": shared["tokens_per_second"] / dense["tokens_per_second"],
         "pages_over_buffer": ms["pages"] / ms["one buffer per layer"],
         "sharing_over_pages": ms["pages, sharing on a thread"] / ms["pages"],
     }
     rows_ = [{"method": name, **counts} for name, counts in found.items()]
-    print(f"saved to {save('reason_cache', device, {**record, **ratios}, rows_, options.output)}")
+    print("saved", save("reason_cache", record, rows_, options.output))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import random
 from typing import Any
 
 import torch
-from common import arguments, save
+from common import arguments, described, parsed, save
 from transformers import AutoTokenizer, DynamicCache
 
 from seergate.cache.argument import CACHE
@@ -31,10 +31,8 @@ from seergate.paths import shipped
 def looping_reasoning(
     tokenizer: Any, variables: int, every: int, rounds: int, seed: int
 ) -> tuple[list[int], list[int], list[bool]]:
-    """A problem's prompt and its reasoning, interrupted after every few steps by going through the first ones again.
-
-    Returns:
-        Ids of the prompt, ids of the reasoning, and which of the latter are values that a new step recalls.
+    """Ids of a problem's prompt, ids of its reasoning, which goes through its first steps again after every few, and
+    which of the latter are values that a new step recalls.
     """
     problem = make_problem(variables, random.Random(seed))
     chat = tokenizer.apply_chat_template(
@@ -101,8 +99,7 @@ def main() -> None:
     parser.add_argument("--page", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=8)
     parser.add_argument("--budget", type=int, default=128, help="tokens that the gates read")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     path = shipped("checkpoints/tiny-reasoner")
     model, tokenizer = load_base(path), AutoTokenizer.from_pretrained(path)
     given = {
@@ -137,8 +134,7 @@ def main() -> None:
                 f"{rounds} rounds, {name}: {share:.3f} of {found['values']} recalled values, "
                 f"{found['other']:.3f} of other tokens, AMSR {found.get('amsr', 0.0):.3f}"
             )
-    record = {k: v for k, v in vars(options).items() if k != "output"}
-    print(f"saved to {save('reason_cache_accuracy', torch.device('cpu'), record, rows, options.output)}")
+    print("saved", save("reason_cache_accuracy", described(options), rows, options.output))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from common import arguments, save
+from common import arguments, described, parsed, save
 from torch import Tensor, nn
 
 from seergate import ops
@@ -91,17 +91,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norms, blocks of 32": NORMS | {"block_size": 32},
     "the paper's start and target, blocks of 32": NORMS | {"block_size": 32, "sink_blocks": 0, "init": "random"},
 }
-"""What differs from the recommended recipe."""
+"""Options in which a variant differs from the recommended recipe."""
 BASELINES = {
-    f"{name}, blocks of {size}": (method, size)
+    f"{name}, blocks of {size}": (kind, method, size)
     for size in (16, 32)
-    for name, method in (("oracle", "oracle"), ("Quest", "quest"), ("window", ""))
+    for name, kind, method in (
+        ("oracle", MethodSpec, "oracle"),
+        ("Quest", MethodSpec, "quest"),
+        ("window", NewestBlocks, "oracle"),
+    )
 }
 
 
 @dataclass
 class Pack:
-    """What gates learn from: of each layer the queries ``[1, H, R, D]`` of the rows, the pooled keys
+    """Input of training: of each layer the queries ``[1, H, R, D]`` of the rows, the pooled keys
     ``[1, K, N, 3 D]`` and the targets' logs ``[K, R, N]``, ``N`` blocks of `FINEST` tokens; and the rows ``[R]``.
     """
 
@@ -117,9 +121,7 @@ def capture(model: Any, ids: Tensor, rows: Tensor) -> Pack:
     gated = dict(families.full_attention_modules(model))
 
     def attend(call: TeacherCall) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        extras: dict[str, Any] = {"window": call.window, "sinks": call.sinks, "softcap": call.softcap}
-        out, lse_TH = ops.packed_attention(q, k, v, cu_seqlens, call.sm_scale, **extras)
+        out, lse_TH = call.attention(cu_seqlens)
         if call.layer in gated:
             assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
             pack.queries[call.layer] = call.q_pre_BHSD[:, :, rows]
@@ -230,13 +232,12 @@ def main() -> None:
     parser.add_argument("--needle-length", type=int, default=3500, help="their tokens [%(default)s]")
     parser.add_argument("--budget", type=int, default=512, help="tokens per KV head [%(default)s]")
     parser.add_argument("--only", nargs="*", choices=[*VARIANTS, *BASELINES], help="[all]")
-    options = parser.parse_args()
+    options = parsed(parser)
     for name in ("packs", "epochs", "row_stride", "texts", "needles"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be at least 1")
     if options.length % 32 or options.length < 512:
         parser.error(f"--length is {options.length}; it must be a multiple of 32, at least 512")
-    torch.set_num_threads(options.threads)
     steps = options.packs * options.epochs
     asked = {"recipe": "recommended", "max_steps": steps, "warmup_steps": min(10, steps - 1), "row_stride": 1}
     config = load_train_config(options.model, asked)
@@ -263,16 +264,10 @@ def main() -> None:
     texts = TeacherForcing.of(model, tokenizer, task)
     problems = needles(tokenizer, options.needles, options.needle_length)
     sinks, rows = {"sink_blocks": 1}, []
-    settings: dict[str, tuple[MethodSpec, GateBank | None]] = {
-        name: (
-            MethodSpec(method, options.budget, size, (), sinks)
-            if method
-            else NewestBlocks("oracle", options.budget, size, (), sinks),
-            None,
-        )
-        for name, (method, size) in BASELINES.items()
-        if name in names
-    }
+    settings = dict[str, tuple[MethodSpec, GateBank | None]]()
+    for name in (name for name in BASELINES if name in names):
+        kind, method, size = BASELINES[name]
+        settings[name] = kind(method, options.budget, size, (), sinks), None
     for m in members:
         settings[m.name] = MethodSpec("gate", options.budget, m.bank.config.block_size, (), sinks), m.bank
     settings["dense"] = MethodSpec("dense"), None
@@ -281,9 +276,8 @@ def main() -> None:
         rows.append({"variant": name, **decode(model, texts, problems, spec, bank), **trained})
         figures = (f"{key} {rows[-1][key]:.4f}" for key in ("kl", "kl_median", "kl_p99", "needle_logprob"))
         print(name, *figures, f"found {rows[-1]['found']} of {options.needles}", sep="  ", flush=True)
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "only")}
-    described |= {key: described[key].name for key in ("data", "held_out")}
-    print("saved to", save("recipe", torch.device("cpu"), described, rows, options.output))
+    asked = described(options, "only") | {"data": options.data.name, "held_out": options.held_out.name}
+    print("saved", save("recipe", asked, rows, options.output))
 
 
 if __name__ == "__main__":

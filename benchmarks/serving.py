@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, save, version
+from common import arguments, save, version
 from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
 from transformers import PreTrainedModel
 
@@ -73,7 +73,7 @@ def model_of(options: argparse.Namespace) -> PreTrainedModel:
 
 
 def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
-    """Its gates: random ones, or a real model's as training with ``init: model`` would begin with them."""
+    """The model's gates: random ones, or a real model's as training with ``init: model`` would begin with them."""
     if options.model is None:
         return GateBank.for_model(model, GateConfig(options.block_size))
     config = GateConfig(options.block_size, gate_dim=model.config.head_dim, qk_norm=False)
@@ -97,15 +97,7 @@ def row_lengths(length: int, batch: int, options: argparse.Namespace) -> list[in
 
 
 class VLLMWay:
-    """An engine of vLLM.
-
-    Args:
-        directory: of the model; its gates are beside it.
-        options: of the command line.
-        budget: 0 for vLLM as it is.
-        anchors: layers that choose for those above them.
-        engine: options of vLLM in place of those of this benchmark.
-    """
+    """An engine of vLLM with a directory's model and gates; without gates if the budget is 0."""
 
     def __init__(
         self, directory: str, options: argparse.Namespace, budget: int, anchors: Sequence[int] = (), **engine: Any
@@ -204,7 +196,7 @@ def start(name: str, directory: str, options: argparse.Namespace) -> tuple[Conne
 
 
 def ask(pipe: Connection, *asked: Any) -> Any:
-    """One thing of one process."""
+    """Ask a process for one thing."""
     pipe.send(asked)
     return pipe.recv()
 
@@ -229,7 +221,7 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
 
 
 def add_floor(rows: list[dict[str, Any]]) -> None:
-    """What gates cost above dense vLLM at a context of the budget, where it was measured."""
+    """Add the cost of gates above dense vLLM at a context of the budget, where it was measured."""
     floors = {row["batch"]: row["step_median_ms"]["vllm_dense"] for row in rows if row["length"] == row["budget"]}
     for row in rows:
         if row["batch"] in floors:
@@ -238,18 +230,16 @@ def add_floor(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Prove, measure, print, save."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = arguments(__doc__)
     parser.add_argument("--model", help="directory with weights in safetensors; instead of two layers")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384, 32768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     add_model_options(parser)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=10, help="of each way per round")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that are timed [all]")
     parser.add_argument("--anchors", nargs="+", default=[], metavar="I+J", help="time vLLM with these anchors, too")
     parser.add_argument("--transformers-python", default=TRANSFORMERS_PYTHON, help="of the ways hf_*")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     if parser.parse_known_args()[0].model is not None:
         parser.set_defaults(**REAL_MODEL)
     options = parser.parse_args()
@@ -291,7 +281,7 @@ def main() -> None:
         said |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
     name = "_".join(["serving", *["model"] * bool(options.model), *["anchors"] * bool(options.anchors)])
     name += f"-cpu-float32-{options.threads}t"
-    print("saved", save(name, torch.device("cpu"), said, rows, options.output))
+    print("saved", save(name, said, rows, options.output))
 
 
 if __name__ == "__main__":

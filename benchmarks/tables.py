@@ -61,13 +61,7 @@ def code(name: str) -> str:
 
 
 def by_budget(rows: list[Row], cell: Callable[[Row], str], *beside: str) -> list[Sequence[str]]:
-    """A figure of each method at each budget.
-
-    Args:
-        rows: of a file of results.
-        cell: writes the figure.
-        beside: of `BESIDE`, at the budget in the middle or without one.
-    """
+    """A figure of each method at each budget, and those of `BESIDE` at the budget in the middle or without one."""
     found = by_method(rows)
     dense, columns = found["dense"][0], sorted({row["budget"] for row in rows if row["budget"] is not None})
     middle = columns[len(columns) // 2]
@@ -203,11 +197,7 @@ def markdown(name: str) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its tables made again.
-
-    Raises:
-        KeyError: if it has a marker of a table that is unknown.
-    """
+    """The page with its tables made again."""
     return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", lambda found: markdown(found[1]), page, flags=re.DOTALL)
 
 

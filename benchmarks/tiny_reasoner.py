@@ -17,11 +17,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from collect import rows_of
-from common import arguments, save
+from common import arguments, described, parsed, save, shown
 
-from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_gates, load_model
+from seergate import GateBank
+from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_model
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.settings import grid
 from seergate.hf.loading import load_tokenizer
@@ -34,7 +34,7 @@ def measure(
     part: str, variables: int, problems: int, methods: list[str], budgets: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One size of problems under some methods."""
-    bank, model, tokenizer = load_gates(TINY_GATES), load_model(TINY_MODEL), load_tokenizer(TINY_MODEL)
+    bank, model, tokenizer = GateBank.from_pretrained(TINY_GATES), load_model(TINY_MODEL), load_tokenizer(TINY_MODEL)
     task = make_task("chain_sum", problems=problems, variables=variables)
     specs = grid(methods, budgets, bank.config.block_size)
     out = options.runs / f"{part}-{variables}"
@@ -43,7 +43,7 @@ def measure(
     (found,) = load_sweeps(out)
     rows = [{"part": part, "variables": variables, **row} for row in rows_of(found)]
     for row in rows:
-        print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+        print(shown(row), flush=True)
     return rows
 
 
@@ -59,15 +59,13 @@ def main() -> None:
     parser.add_argument("--medium-budgets", type=int, nargs="*", default=[16, 32, 64, 128])
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--runs", type=Path, default=Path("runs/tiny-reasoner-results"), help="folder of the answers")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     rows = []
     for variables in options.lengths:
         rows += measure("lengths", variables, options.length_problems, ["dense"], [], options)
     if options.medium_budgets:
         rows += measure("medium", options.medium, options.medium_problems, METHODS, options.medium_budgets, options)
-    described = {key: value for key, value in vars(options).items() if key not in ("output", "runs")}
-    print("saved to", save("tiny_reasoner", torch.device("cpu"), described, rows, options.output))
+    print("saved", save("tiny_reasoner", described(options, "runs"), rows, options.output))
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ def main() -> None:
     options = parser.parse_args()
     for name, figure in (("trade-off", draw(options.results)), ("anchors", draw_anchors(options.results))):
         figure.savefig(options.output / f"{name}.png", dpi=DPI, facecolor="white")
-        print("saved to", options.output / f"{name}.png")
+        print("saved", options.output / f"{name}.png")
 
 
 if __name__ == "__main__":

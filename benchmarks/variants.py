@@ -13,7 +13,7 @@ import sys
 import time
 
 import torch
-from common import arguments, random_model, save
+from common import arguments, described, parsed, random_model, save
 
 from seergate import GateBank, GateConfig
 from seergate.hf.distill_loss import DistillSpec
@@ -28,8 +28,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     for name, size in {"hidden-size": 1024, "layers": 2, "heads": 16, "kv-heads": 8, "head-dim": 128}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="of the model [Qwen3-0.6B's; two layers]")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    options = parsed(parser)
     shape = {name: getattr(options, name) for name in ("hidden_size", "layers", "heads", "kv_heads", "head_dim")}
     model, ids = random_model(**shape), torch.arange(options.length)[None] * 37 % 1024
     banks = []
@@ -59,9 +58,8 @@ def main() -> None:
     one = min(seconds[1])
     rows = [{"variants": n, "seconds": round(min(x), 6), "ratio": round(min(x) / one, 2)} for n, x in seconds.items()]
     print(*rows, sep="\n")
-    described = {key: value for key, value in vars(options).items() if key != "output"}
     name = f"variants-cpu-float32-{options.threads}t"
-    print("saved", save(name, torch.device("cpu"), described, rows, options.output))
+    print("saved", save(name, described(options), rows, options.output))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from papers.kept import KeptTokens, kept_tokens, seen_layer
+from seergate.cli.models import load_model, model_path
 from seergate.errors import SeergateError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from seergate.eval.engine import Limit
-    from seergate.eval.task import Task
+from seergate.eval import Limit, RunOptions, Task
+from seergate.eval.calibration import Calibrator, check_auto, evenly_chosen_prompts
+from seergate.eval.engine import end_ids
+from seergate.eval.recurrence import Recurrence, measure_recurrence
+from seergate.eval.settings import grid
+from seergate.eval.store import write_json, write_text
+from seergate.hf.loading import base_config, load_tokenizer, skeleton
+from seergate.methods import EvictingMethod
+from seergate.models.families import kv_heads
+from seergate.report.plots import pyplot, save
+from seergate.report.tables import markdown
 
 TINY_KEPT = [
     "raas",
@@ -26,21 +37,12 @@ REAL_KEPT = ["raas", "rpc:interval=1024", "h2o:interval=64", "snapkv", "lazy_evi
 TINY_BUDGET, REAL_BUDGET = 128, 1024
 BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Cache sizes of the milestone statistics, as parts of the longest context."""
+KINDS = {"lasting": "#009E73", "milestone": "#56B4E9", "phoenix": "#D55E00", "idle": "#DDDDDD"}
+"""RaaS's kinds of tokens (`Recurrence.kinds`) -> colour."""
 
 
 def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
     """Draw the tokens that each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
-    from papers.attention_plots import kept_plot
-    from papers.kept import kept_tokens, seen_layer
-    from seergate.cli.models import model_path
-    from seergate.eval.calibration import Calibrator, check_auto, evenly_chosen_prompts
-    from seergate.eval.settings import grid
-    from seergate.eval.store import write_text
-    from seergate.hf.loading import base_config, skeleton
-    from seergate.methods import EvictingMethod
-    from seergate.models.families import kv_heads
-    from seergate.report.tables import markdown
-
     budget = options.budget or (TINY_BUDGET if tiny else REAL_BUDGET)
     specs = grid(options.method or (TINY_KEPT if tiny else REAL_KEPT), [budget], None)
     check_auto(specs)
@@ -64,7 +66,7 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
         survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
         rows.append([spec.label, str(tokens.tokens), f"{mean:.0f}", f"{100 * survivors:.0f}"])
         print(f"{spec.label}: {tokens.tokens - tokens.prompt} tokens answered", flush=True)
-    kept_plot(found, out / "figure-kept.png", layer=layer, head=head)
+    kept_plot(found, out / "figure-kept.png", layer, head)
     table = markdown(["method", "tokens seen", "resident, mean", "of the prompt at the end %"], rows)
     text = (
         f"# What stays: {options.model}, one problem of {task.name}, layer {layer}, KV head {head}\n\n"
@@ -75,14 +77,25 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     return out / "figure-kept.md"
 
 
+def kept_plot(kept: dict[str, KeptTokens], path: Path, layer: int, head: int) -> None:
+    """One panel per method: a row per decode step, a column per token, dark where the token was resident."""
+    size = (3.2 * len(kept), 3.4)
+    figure, panels = pyplot().subplots(1, len(kept), squeeze=False, figsize=size, layout="constrained")
+    for axes, (name, tokens) in zip(panels[0], kept.items(), strict=True):
+        resident = tokens.resident(layer, head)
+        axes.imshow(resident, aspect="auto", cmap="Greys", interpolation="none", vmin=0, vmax=1)
+        axes.axvline(tokens.prompt - 0.5, color="#D55E00", linewidth=1)
+        axes.tick_params(labelsize=8)
+        share = resident.sum(1).mean() / (np.arange(tokens.prompt, tokens.tokens) + 1).mean() if len(resident) else 1.0
+        axes.set_title(f"{name} ({100 * share:.0f} % resident)", fontsize=9)
+        axes.set_xlabel("token; the prompt ends at the line", fontsize=8)
+    figure.axes[0].set_ylabel("decode step")
+    figure.suptitle(f"What stays, layer {layer}, KV head {head}", fontsize=10)
+    save(figure, path)
+
+
 def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
     """Draw when attention returns to tokens (LazyEviction, Figure 3c) and the shares of RaaS's kinds of tokens."""
-    from papers.attention_plots import KINDS, kinds_plot, recurrence_plot
-    from seergate.eval.calibration import evenly_chosen_prompts
-    from seergate.eval.recurrence import measure_recurrence
-    from seergate.eval.store import write_json, write_text
-    from seergate.report.tables import markdown
-
     model, tokenizer, limit, run = _loaded(options, task)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems or 4)
     longest = max(map(len, prompts))
@@ -114,15 +127,49 @@ def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
     return out / "figure-recurrence.md"
 
 
+def recurrence_plot(name: str, found: Recurrence, path: Path) -> None:
+    """Share of a task's tokens whose maximum recurrence interval is at most x, and the window."""
+    figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
+    intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
+    window = found.window()
+    (line,) = axes.step(intervals, 100 * counts.cumsum() / counts.sum(), where="post", label=f"{name}: {window}")
+    axes.axvline(window, color=line.get_color(), linestyle=":", linewidth=1)
+    axes.axhline(80, color="#7F7F7F", linewidth=0.8)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylim(0, 104)
+    axes.set_xlabel("maximum recurrence interval (decode steps)")
+    axes.set_ylabel("share of tokens (%)")
+    axes.legend(title="window at 80 %", fontsize=8)
+    save(figure, path)
+
+
+def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> None:
+    """Shares of lasting, milestone, phoenix and idle tokens by cache size, of the prompt and of what was generated.
+
+    The RaaS paper reads these statistics off attention maps (its section 3.1 and Figure 3). A phoenix token is needed
+    again after a cache that evicts the least recently used token has lost it.
+    """
+    figure, panels = pyplot().subplots(1, 2, sharey=True, figsize=(8.0, 3.4), layout="constrained")
+    kinds = {budget: found.kinds(budget) for budget in budgets}
+    for axes, part in zip(panels, ("prompt", "generated"), strict=True):
+        bottom = np.zeros(len(budgets))
+        for kind, colour in KINDS.items():
+            shares = np.array([100 * kinds[budget][part][kind] for budget in budgets])
+            axes.bar([str(budget) for budget in budgets], shares, bottom=bottom, color=colour, label=kind)
+            bottom += shares
+        axes.set_title(f"tokens of the {'prompt' if part == 'prompt' else 'answer'}", fontsize=10)
+        axes.set_xlabel("cache size (tokens)")
+    figure.axes[0].set_ylabel("share (%)")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    save(figure, path)
+
+
 def _loaded(
     options: argparse.Namespace, task: Task
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Limit, dict[str, Any]]:
     """The model, its tokenizer, the limit of answers, and how tokens are chosen and answers end."""
-    from seergate.cli.models import load_model, model_path
-    from seergate.eval import RunOptions
-    from seergate.eval.engine import end_ids
-    from seergate.hf.loading import load_tokenizer
-
     path = model_path(options.model)
     model, tokenizer = load_model(path), load_tokenizer(path)
     run = RunOptions(max_new_tokens=options.max_new_tokens)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from papers.figures import FIGURES, TRAINED
-from seergate.cli.arguments import words
+from seergate.checks import check_counts
+from seergate.cli.arguments import given, words
 from seergate.cli.models import named_gates
 from seergate.errors import SeergateError, did_you_mean
 
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.cli.models import TINY, check_writable, is_tiny
     from seergate.report.plots import pyplot
@@ -97,22 +98,23 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
     if options.name == "table2":
         check_writable(out)
-        return _table2(options, out)
+        _table2(options, out)
+        return
     run: dict[str, Any] = {}
     if options.name in FIGURES:
         run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
-    given = {"problems": options.problems, "variables": options.variables, "source": options.task_source}
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
     if task == run.get("task"):
         defaults = run.get("task_options", {})
-    task_options = defaults | {name: value for name, value in given.items() if value is not None}
+    source = {} if options.task_source is None else {"source": options.task_source}
+    task_options = defaults | given(options, "problems", "variables") | source
     if options.name in ATTENTION:
-        return _attention(options, task, task_options, out, tiny)
-    asked = {name: getattr(options, name) for name in ("samples", "max_new_tokens", "batch_size")}
+        _attention(options, task, task_options, out, tiny)
+        return
     values: dict[str, Any] = {
         **run,
-        **{name: value for name, value in asked.items() if value is not None},
+        **given(options, "samples", "max_new_tokens", "batch_size"),
         "model": options.model,
         "task": task,
         "task_options": task_options,
@@ -132,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     if options.name == TRAINED:
         values["gates"] = options.gates
         if tiny and not options.gates:
-            values["gates"], more = _each_scorer(TINY, options.max_steps, out / "gates")
+            values["gates"], more = _each_scorer(TINY, given(options, "max_steps"), out / "gates")
         values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
     elif "gate" in plan.method:
         values["gates"] = _gates(options, plan.block_size, tiny, out)
@@ -140,7 +142,6 @@ def run(options: argparse.Namespace) -> int:
         run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
     page = _write(options.name, out, label, more)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
-    return 0
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -159,7 +160,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _attention(
     options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
-) -> int:
+) -> None:
     """Make one of the figures of attention."""
     from papers.attention import kept, recurrence
     from seergate.cli.models import check_writable
@@ -167,10 +168,7 @@ def _attention(
 
     if options.alpha is not None and not 0 < options.alpha <= 1:
         raise ValueError(f"alpha is {options.alpha}; it must be greater than 0 and at most 1")
-    for name in ("budget", "max_new_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; it must be a positive number")
+    check_counts(options, optional=True, budget=1, max_new_tokens=1)
     task = make_task(task_name, **task_options)
     check_writable(out)
     options.head = options.head or 0
@@ -178,39 +176,38 @@ def _attention(
     began = time.monotonic()
     page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
-    return 0
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
     """The named gates, if any; for the tiny reasoner, gates of each block size: shipped or distilled here."""
     if options.gates is not None or not tiny or not sizes:
         return options.gates  # type: ignore[no-any-return]
-    from seergate.cli.models import TINY_GATES, load_gates
+    from seergate.cli.models import TINY_GATES
+    from seergate.hf.bank import GateBank
     from seergate.paths import shipped
 
     own = str(shipped(TINY_GATES))
-    known = load_gates(own).config.block_size
+    known = GateBank.from_pretrained(own).config.block_size
     return {size: own if size == known else str(_distilled(options, size, out)) for size in sizes}
 
 
 def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
     """The methods that decode with the given gates."""
-    from seergate.cli.models import load_gates
+    from seergate.hf.bank import GateBank
 
     sources = gates.values() if isinstance(gates, dict) else [gates]
-    configs = [load_gates(source).config for source in sources if source]
+    configs = [GateBank.from_pretrained(source).config for source in sources if source]
     interval = ":interval=16" if tiny else ""  # every 128 tokens, the default, is rarely in answers of 250
     methods = [config.scorer + interval if config.retention else "gate" for config in configs] or ["gate"]
     return list(dict.fromkeys(methods))
 
 
-def _each_scorer(model: str, max_steps: int | None, out: Path) -> tuple[dict[str, str], list[str]]:
+def _each_scorer(model: str, steps: dict[str, int], out: Path) -> tuple[dict[str, str], list[str]]:
     """Gates of every scorer, trained together unless they exist, and Markdown about the training."""
     from seergate.config import SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
     study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in SCORERS})
-    steps = {} if max_steps is None else {"max_steps": max_steps}
     configs = variant_configs(study, model, {"output_dir": str(out), **steps})
     (outcomes,) = run_studies([(study, configs)])
     gates = {name: str(config.run_dir) for name, config in configs.items()}
@@ -225,8 +222,8 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     directory = out / f"gates-b{block_size}"
     if (directory / CONFIG_FILE).is_file():
         return directory
-    steps = {} if options.max_steps is None else {"max_steps": options.max_steps}
-    config = load_train_config(options.model, {"output_dir": str(directory), "block_size": block_size, **steps})
+    asked = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
+    config = load_train_config(options.model, asked)
     print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 
@@ -266,23 +263,23 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     return out / f"{label}.md"
 
 
-def _table2(options: argparse.Namespace, out: Path) -> int:
+def _table2(options: argparse.Namespace, out: Path) -> None:
     """Table 2, the cost of distillation: distil, and measure."""
     import torch
 
     from papers.figures import GPU_HOURS, STEPS, TOKENS
-    from seergate.cli.models import load_gates
     from seergate.distill import load_train_config, run_distillation
     from seergate.eval.environment import processor
     from seergate.eval.store import write_text
+    from seergate.hf.bank import GateBank
     from seergate.report.tables import markdown
 
-    overrides = {"output_dir": str(out / time.strftime("gates-%Y%m%d-%H%M%S")), "max_steps": options.max_steps}
-    config = load_train_config(options.model, {name: value for name, value in overrides.items() if value is not None})
+    directory = str(out / time.strftime("gates-%Y%m%d-%H%M%S"))
+    config = load_train_config(options.model, {"output_dir": directory, **given(options, "max_steps")})
     began = time.monotonic()
     gates = run_distillation(config)
     hours = (time.monotonic() - began) / 3600
-    tokens = load_gates(str(gates)).training_record["tokens_seen"]
+    tokens = GateBank.from_pretrained(gates).training_record["tokens_seen"]
     where = (
         torch.cuda.get_device_name()
         if torch.cuda.is_available()
@@ -296,4 +293,3 @@ def _table2(options: argparse.Namespace, out: Path) -> int:
     note = "Ours is one device's wall-clock time for everything from loading the model to the saved adapter."
     write_text(out / "table2.md", f"# Table 2 of SeerAttention-R: what distillation takes\n\n{table}\n\n{note}\n")
     print(f"\n{table}\n\n{out / 'table2.md'}")
-    return 0

@@ -45,11 +45,11 @@ GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
 """Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
 
 STEPS, TOKENS = 800, "0.4B"
-"""Of the runs of `GPU_HOURS`, section 5.5."""
+"""Steps and training tokens of the runs of `GPU_HOURS` (section 5.5)."""
 
 TINY_BUDGETS = [32, 64, 128]
 PROMPT_AND_ANSWER = [128, 256, 512, 768]
-"""Of which the prompt of 30 variables, about 420 tokens, fills the first two."""
+"""Budgets that count the prompt: that of 30 variables, about 420 tokens, fills the first two."""
 
 QUEST = "quest:block_size=16:group_reduction=separate"
 TINY_RAAS = ["dense", "quest:block_size=8:group_reduction=separate", "streaming_llm:interval=8", "h2o:interval=8"]
@@ -67,7 +67,7 @@ TINY_RIVALS = ["dense", "raas:block_size=8", "h2o:interval=8", "tova:interval=8"
 SCRIPT_BUDGET = "The budget is that of the authors' script for this model and task; the paper's tables name a ratio."
 
 SHARING = "border=next:block_size=4:warm_up=4"
-"""Of the tiny reasoner's text, whose steps begin with that word."""
+"""Options of sharing for the tiny reasoner's text, whose steps begin with the word "next"."""
 CONTROL = ["dense", "reason_cache", "random_sharing"]
 COSINE = "reason_cache:percentile=100:structural_check=false"
 R1_32B, PHI = "r1-distill-qwen-32b", "phi-4-reasoning-plus"

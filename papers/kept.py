@@ -20,14 +20,7 @@ from seergate.stats import DecodeStats
 
 def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:
     """The layer to look at: the requested one, or else the first from layer 1 on, or layer 0 if there is no other.
-
-    Args:
-        kv_heads: layer -> number of KV heads of the model (`seergate.models.families.kv_heads`).
-        layer: the requested layer; ``None`` for a default.
-        head: the KV head to look at.
-
-    Raises:
-        ValueError: if the model has no such layer or head, or methods do not act on that layer.
+    Refuses a layer or KV head that a model with these `seergate.models.families.kv_heads` lacks.
     """
     if layer is None:
         layer = next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
@@ -72,11 +65,7 @@ class KeptTokens(DecodeStats):
         self._held[layer] = np.take_along_axis(held, stays, axis=1)
 
     def lifetimes(self, layer: int, head: int) -> np.ndarray:
-        """Per token, the number of tokens seen when it left a KV head's cache; ``tokens + 1`` if it never left.
-
-        Raises:
-            ValueError: if there is no such layer or head.
-        """
+        """Per token, the number of tokens seen when it left a KV head's cache; ``tokens + 1`` if it never left."""
         seen_layer(self._kv_heads, layer, head)
         left = np.full(self.tokens, self.tokens + 1)
         for (of, token), when in self._left[layer].items():
@@ -100,14 +89,7 @@ def kept_tokens(
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
 ) -> KeptTokens:
-    """Answer one prompt and record which tokens are kept.
-
-    Args:
-        model: in eval mode, nothing attached.
-        max_new_tokens: limit for the answer.
-        sampling: how tokens are chosen; greedy if ``None``.
-        ends: ids of the tokens that end an answer.
-    """
+    """Answer one prompt, greedily without a ``sampling``, and record which tokens are kept."""
     with attached(model, method) as handle:
         heads = families.kv_heads(model)
         kept = handle.count_with(lambda layers: KeptTokens(heads))

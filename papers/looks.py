@@ -247,10 +247,6 @@ def _repeats_table(sweep: Sweep) -> str:
     return markdown(header, [[sweep.model, sweep.task, str(len(_texts(sweep))), str(steps), share]])
 
 
-def _read_repeats(sweep: Sweep) -> list[str]:
-    return [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."]
-
-
 def _read_limit(sweep: Sweep) -> list[str]:
     return [
         f"{s.label}: {100 * s.metrics['truncation_rate']:.1f} % of the answers hit the length limit and count with it."
@@ -332,10 +328,6 @@ def _read_thresholds(sweep: Sweep) -> list[str]:
             line += f"; {early:.0f} tokens read near a context of {first:.0f}, {late:.0f} near {last:.0f}"
         lines.append(f"{line}.")
     return lines
-
-
-def _proxies_table(sweep: Sweep) -> str:
-    return proxy_table(sweep) or accuracy_table(sweep)
 
 
 PREDICTORS = {
@@ -435,28 +427,24 @@ def _trained(sweep: Sweep, path: Path) -> Path:
     return save(figure, path)
 
 
-def _trained_table(sweep: Sweep) -> str:
-    return table(sweep, CORE | {"recall %": COST["recall %"]})
-
-
-def _cost_and_accuracy(sweep: Sweep) -> str:
-    return f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}"
-
-
 LOOKS = {
     "by_budget": Look(accuracy_plot, accuracy_table, findings),
     "spread": Look(accuracy_plot, accuracy_table, _read_spread),
     "by_block_size": Look(_block_sizes, accuracy_table, _read_spread),
     "by_threshold": Look(_threshold_and_budget, accuracy_table, _read_thresholds),
-    "costs": Look(None, _cost_and_accuracy, findings),
+    "costs": Look(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
     "lengths": Look(length_plot, length_table, _read_lengths),
     "length_table": Look(None, length_table, _read_lengths),
     "length_statistics": Look(None, _lengths_table, _read_limit),
     "held": Look(_held, cost_table, _read_held),
     "entropy": Look(_entropy, _entropy_table, _read_entropy),
-    "repeats": Look(None, _repeats_table, _read_repeats),
-    "trained": Look(_trained, _trained_table, findings),
-    "proxies": Look(_proxies, _proxies_table, _read_proxies),
+    "repeats": Look(
+        None,
+        _repeats_table,
+        lambda _: [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."],
+    ),
+    "trained": Look(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
+    "proxies": Look(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}

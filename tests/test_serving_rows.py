@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,16 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seergate import GateConfig
+from seergate import GateBank, GateConfig, SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.torch_impl.selection import best_blocks, candidates_of
+from seergate.serving.checks import check_keys
 from seergate.serving.rope import Unrotation
 from seergate.serving.rows import Rows, divided
 from seergate.serving.scoring import GateScores
 from seergate.vllm.attention import Counts, Plan, SparseAttention
 from seergate.vllm.pages import FlashPages
-from tests.models import geometry
+from tests.models import geometry, tiny_model
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
@@ -81,6 +83,14 @@ def test_rows_are_divided_in_order_and_compute_once() -> None:
     assert all(part.kept == rows.kept for part in parts)
 
 
+@pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
+def test_gates_without_a_key_per_block_are_refused(scorer: str) -> None:
+    model, config = tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16)
+    check_keys(GateBank.for_model(model, config))
+    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}'; a server's cache keeps all"):
+        check_keys(GateBank.for_model(model, replace(config, scorer=scorer)))
+
+
 class Tables(FlashPages):
     """Pages that note the block tables that they are to attend to."""
 
@@ -125,7 +135,16 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
 
     def step(caches: list[Tensor]) -> list[int]:
         """One step of layers with these caches: how many operators each runs."""
-        plan = Plan(none[:, None], none, torch.arange(2), Rows(lengths, table, 6), torch.arange(2), None, 419, 0)
+        plan = Plan(
+            closed_Cr=none[:, None],
+            starts_C=none,
+            tokens_R=torch.arange(2),
+            rows=Rows(lengths, table, 6),
+            sparse_B=torch.arange(2),
+            dense=None,
+            held=419,
+            read_all=0,
+        )
         found = []
         for cache in caches:
             paged = cache.as_strided((2 * BLOCKS, K, SIZE, 2 * D), (numbers, SIZE * 2 * D, 2 * D, 1))

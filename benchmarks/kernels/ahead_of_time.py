@@ -45,7 +45,7 @@ def shipped(gpu: Gpu) -> Iterator[tuple[Example, Launch]]:
 
 
 def launches(call: Callable[[], Any], gpu: Gpu) -> list[Launch]:
-    """What a call on meta tensors would launch on ``gpu``; nothing runs."""
+    """Launches of a call on meta tensors on ``gpu``; nothing runs."""
     with assuming(gpu), _intercepted() as seen:
         call()
     return seen
@@ -86,7 +86,7 @@ def fingerprint(launch: Launch) -> str:
 
 
 def _text(kernel: JITFunction) -> str:
-    """Its source, and that of what it calls. (Triton's own hash also has line numbers, which change nothing.)"""
+    """The source of a kernel and of what it calls. (Triton's own hash also has line numbers, which change nothing.)"""
     found = kernel.src
     for name in sorted(kernel.fn.__code__.co_names):
         value = kernel.fn.__globals__.get(name)
@@ -98,7 +98,7 @@ def _text(kernel: JITFunction) -> str:
 
 
 def specialisation(launch: Launch) -> tuple[Any, ...]:
-    """What Triton tells launches apart by: those with the same one share a compiled kernel."""
+    """The key by which Triton tells launches apart: those with the same key share a compiled kernel."""
     key: list[Any] = [launch.kernel.__name__, *sorted(launch.options.items())]
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
@@ -114,7 +114,7 @@ def specialisation(launch: Launch) -> tuple[Any, ...]:
 
 
 def _source(launch: Launch) -> ASTSource:
-    """With arguments specialised as in the example, also those that a launch does not specialise.
+    """A kernel with arguments specialised as in the example, also those that a launch does not specialise.
 
     There are few of them (numbers of tiles and tokens, the turn, a weight's address), and no stride among them.
     """

@@ -46,7 +46,7 @@ class Example:
     one_stage: tuple[str, ...] = ()
 
     def required(self, kernel: str) -> dict[str, bool]:
-        """What `machine_code.faults` is to hold one of its kernels to."""
+        """Requirements on one of its kernels, as arguments of `machine_code.faults`."""
         products = kernel in self.products
         ahead = products and kernel not in self.one_stage
         return {"products": products, "wide": kernel in self.wide, "ahead": ahead}
@@ -58,7 +58,7 @@ def meta(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def short(dtype: torch.dtype) -> str:
-    """Its name in tables."""
+    """A dtype's name in tables."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -75,7 +75,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def examples() -> Iterator[Example]:
-    """Of all ops."""
+    """The examples of all ops."""
     for of_op in (
         compressions,
         dense_decodes,
@@ -181,11 +181,11 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     (torch.bfloat16, torch.bfloat16, 256, 4, 64, 131072, 1024, True),
     (torch.float32, torch.float32, 128, 4, 16, 32768, 1024, False),
 )
-"""What is compiled ahead of time. The teacher's kernels depend on the group, but not on the gate's dtype; the gate's
-kernels the other way round."""
+"""Configurations to compile. The teacher's kernels depend on the group and not on the gate's dtype, the gate's kernels
+the other way round."""
 
 KV_HEADS = 8
-"""Of the examples. Any number but one makes the same kernels: Triton makes an argument that is 1 a constant."""
+"""Of the examples. Any number but one makes the same kernels, as Triton makes an argument that is 1 a constant."""
 
 
 def lessons() -> Iterator[Example]:
@@ -247,7 +247,7 @@ def gate_kl_example(
 
 
 def packed_attentions() -> Iterator[Example]:
-    """What PyTorch's kernels leave over: soft caps (Gemma 2), and on AMD everything, here with GPT-OSS' window."""
+    """Attention without a kernel of PyTorch's: soft caps (Gemma 2), and on AMD all, here with GPT-OSS' window."""
     for dim, group, window, softcap in (
         (256, 2, None, 50.0),
         (256, 2, 4096, 50.0),
@@ -268,7 +268,7 @@ def packed_attentions() -> Iterator[Example]:
 
 
 def paged_steps() -> Iterator[Example]:
-    """What a decode step launches inside vLLM before attention: head dimensions, and blocks of one page and of two."""
+    """Launches of a decode step inside vLLM before attention: head dimensions, and blocks of one page and of two."""
     for dtype, dim, block_size, page in (
         (torch.bfloat16, 128, 64, 64),
         (torch.bfloat16, 64, 64, 64),
@@ -441,7 +441,7 @@ TEACHERS: tuple[tuple[torch.dtype, int, int, int, dict[str, Any]], ...] = (
     (torch.bfloat16, 256, 128, 8, {}),
     (torch.float32, 128, 64, 4, {}),
 )
-"""What is compiled ahead of time: every head dimension, block size and dtype, every way to pack a group."""
+"""Configurations to compile: every head dimension, block size and dtype, every way to pack a group."""
 
 
 def teachers() -> Iterator[Example]:
@@ -471,7 +471,7 @@ def teachers() -> Iterator[Example]:
 
 
 def _from_lse(pack: Pack, block_size: int) -> None:
-    """What `gate_kl` does when the log-sum-exp is known: an example."""
+    """Block targets as `gate_kl` computes them when the log-sum-exp is known."""
     q, side = pack.q, teacher.Teacher(pack, block_size)
     pieces = packs.whole_segments(packs.segments(pack.cu_seqlens, len(q)))
     (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)

@@ -1,4 +1,4 @@
-"""What compiled machine code says about a kernel: registers, spills, instructions. NVIDIA's SASS and AMD's GCN
+"""Facts about a kernel from its machine code: registers, spills, instructions. NVIDIA's SASS and AMD's GCN
 assembly.
 """
 
@@ -30,7 +30,7 @@ WAIT = re.compile(r"DEPBAR\.LE SB0, (0x[0-9a-f]+)")
 
 
 class Resources(NamedTuple):
-    """What one kernel needs.
+    """Resources and instructions of one kernel.
 
     Attributes:
         registers: per thread; of vectors and accumulators on AMD.
@@ -62,7 +62,7 @@ class Resources(NamedTuple):
 
 
 def resources(kernel: Any, gpu: KnownGpu) -> Resources:
-    """Of what `ahead_of_time.compiled` returns."""
+    """The resources of a kernel that `ahead_of_time.compiled` returns."""
     if gpu.backend == "cuda":
         usage, text = _sass(kernel.asm["cubin"])
         registers = _number(r"REG:(\d+)", usage)
@@ -97,7 +97,7 @@ def resources(kernel: Any, gpu: KnownGpu) -> Resources:
 
 
 def _sass(cubin: bytes) -> tuple[str, str]:
-    """What Triton's copies of NVIDIA's tools say: resource usage, and the code with labels."""
+    """Output of Triton's copies of NVIDIA's tools: resource usage, and the code with labels."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
@@ -152,11 +152,11 @@ def _main_loop(lines: list[str]) -> list[str]:
 
 
 def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool, ahead: bool) -> list[str]:
-    """What the interpreter hides and a GPU would punish.
+    """Faults of a kernel that the interpreter hides and a GPU would punish.
 
     Args:
-        used: of one kernel.
-        gpu: that it was compiled for.
+        used: the kernel's.
+        gpu: the target.
         products: it must use tensor cores.
         wide: it must load 16 bytes at a time.
         ahead: its main loop must load while it multiplies. (Only NVIDIA's code says so.)

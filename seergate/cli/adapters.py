@@ -92,13 +92,10 @@ def _say(facts: dict[str, Any]) -> None:
         _table(facts[title])
     training = dict(facts["training"])
     options = training.pop("config", None)
-    flat = {**{key: value for key, value in training.items() if not isinstance(value, (dict, list))}}
+    flat = {key: value for key, value in training.items() if not isinstance(value, (dict, list))}
     if isinstance(options, dict):
-        flat |= {
-            key: options[key]
-            for key in ("data", "max_steps", "packs_per_step", "learning_rate", "seed")
-            if key in options
-        }
+        shown = ("data", "max_steps", "packs_per_step", "learning_rate", "seed")
+        flat |= {key: options[key] for key in shown if key in options}
     print("training" if flat else "training: not recorded")
     _table(flat)
     print("results" if facts["results"] else "results: none recorded")

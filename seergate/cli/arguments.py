@@ -50,6 +50,11 @@ def decoding_args(parser: argparse._ActionsContainer, method: str, budget: str) 
     parser.add_argument("--seed", type=int, default=0, help="of the sampling [%(default)s]")
 
 
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of the named options that are given."""
+    return {name: value for name in names if (value := getattr(options, name)) is not None}
+
+
 def _listed(kind: Callable[[str], Any], what: str, least: int = 1) -> Callable[[str], list[Any]]:
     """The type of an argument that holds values of a kind, separated by commas."""
 

@@ -6,6 +6,8 @@ import argparse
 import time
 from pathlib import Path
 
+from seergate.cli.arguments import given
+
 HELP = (
     "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
     "Take the frozen tiny reasoner that ships with seergate, distil gates for it from its own attention, save them\n"
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Distil, save, load, evaluate, report."""
-    from seergate.cli.models import TINY, check_writable, load_gates, model_path
+    from seergate.cli.models import TINY, check_writable, model_path
     from seergate.cli.running import checked_task, run_plan
     from seergate.eval.plan import SweepPlan
 
@@ -60,10 +62,10 @@ def run(options: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from seergate.distill import load_train_config, run_distillation
+    from seergate.hf.bank import GateBank
 
     logging.disable_progress_bar()  # loading the tiny reasoner takes no time
-    overrides = {"output_dir": plan.gates, "max_steps": options.max_steps}
-    config = load_train_config(TINY, {name: value for name, value in overrides.items() if value is not None})
+    config = load_train_config(TINY, {"output_dir": plan.gates, **given(options, "max_steps")})
     print(
         f"1. Distilling gates from the attention of the frozen model in {model_path(TINY)} ({config.max_steps} steps)"
     )
@@ -71,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
 
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
     print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back")
-    bank = load_gates(str(adapter))
+    bank = GateBank.from_pretrained(adapter)
     length = 27 * options.variables
     print(
         f"\n3. Answering {options.problems} fresh problems of about {length} tokens, each method reading at most "

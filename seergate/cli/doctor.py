@@ -51,10 +51,8 @@ def run(options: argparse.Namespace) -> None:
             _line(f"cuda:{i}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB")
     else:
         _line("cuda", "no device")
-    for name, verdict in _backends().items():
-        _line(f"ops {name}", verdict)
-    for name, verdict in _checkpoints().items():
-        _line(name, verdict)
+    _try_backends()
+    _find_checkpoints()
     if options.model is not None:
         _judge(options.model)
 
@@ -63,50 +61,45 @@ def _line(name: str, value: str) -> None:
     print(f"{name:<{WIDTH}} {value}")
 
 
-def _backends() -> dict[str, str]:
-    """Each backend of the ops, tried on a small problem."""
+def _try_backends() -> None:
+    """Try each backend of the ops on a small problem."""
     import torch
 
     from seergate import ops
     from seergate.ops.backend import ENV_VAR
 
-    found = dict[str, str]()
-    before = os.environ.get("SEERGATE_BACKEND")
+    before = os.environ.get(ENV_VAR)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = torch.randn(1, 2, 16, device=device), torch.randn(1, 1, 64, 16, device=device)
     indices = torch.tensor([[[0, 3]]], dtype=torch.int32, device=device)
     lengths = torch.tensor([64], device=device)
     for name in ("reference", "torch", "triton"):
         if name == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            found[name] = "not usable: no GPU here"
+            _line(f"ops {name}", "not usable: no GPU here")
             continue
         try:
-            os.environ["SEERGATE_BACKEND"] = name
+            os.environ[ENV_VAR] = name
             ops.sparse_decode(q, k, k, indices, lengths, 16)
-            found[name] = f"works on {device}"
+            _line(f"ops {name}", f"works on {device}")
         except Exception as error:  # whatever it is, the point of this command is to say so
             said = " ".join(str(error).split()) or type(error).__name__
-            found[name] = f"not usable: {said.removeprefix(f'{ENV_VAR} is {name!r} and ')}"
+            _line(f"ops {name}", f"not usable: {said.removeprefix(f'{ENV_VAR} is {name!r} and ')}")
         finally:
-            if before is None:
-                os.environ.pop("SEERGATE_BACKEND", None)
-            else:
-                os.environ["SEERGATE_BACKEND"] = before
-    return found
+            os.environ.pop(ENV_VAR)
+    if before is not None:
+        os.environ[ENV_VAR] = before
 
 
-def _checkpoints() -> dict[str, str]:
-    """The shipped model and gates."""
+def _find_checkpoints() -> None:
+    """Name the places of the shipped model and gates."""
     from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL
     from seergate.paths import shipped
 
-    found = {}
     for name, place in ((TINY, TINY_MODEL), ("its gates", TINY_GATES)):
         try:
-            found[name] = str(shipped(place))
+            _line(name, str(shipped(place)))
         except FileNotFoundError:
-            found[name] = "missing from this installation"
-    return found
+            _line(name, "missing from this installation")
 
 
 def _judge(name: str) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from seergate.cli import runs
-from seergate.cli.arguments import Command, integers, numbers, run_args, some_integers, words
+from seergate.cli.arguments import Command, given, integers, numbers, run_args, some_integers, words
 from seergate.cli.models import named_gates
 
 HELP = (
@@ -36,7 +35,6 @@ SUBCOMMANDS = {"show": runs.SHOW, "livecodebench": runs.LIVECODEBENCH}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options, by the names of `SweepPlan`; an option that is not given keeps the plan's default."""
-    parser.set_defaults(no_report=False)
     what = parser.add_argument_group("what is compared")
     what.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) [tiny-reasoner]")
     what.add_argument(
@@ -106,20 +104,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source")
 
 
-def plan_values(options: argparse.Namespace) -> dict[str, Any]:
-    """The given options, by the names of `SweepPlan`."""
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    given.pop("no_report", None)
-    task = {name.removeprefix("task_"): given.pop(name) for name in TASK_OPTIONS if name in given}
-    return {**given, **({"task_options": task} if task else {})}
-
-
 def run(options: argparse.Namespace) -> None:
     """Run the plan that the options describe."""
     from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
-    run_and_report(SweepPlan.of(plan_values(options), "the command line"), report=not options.no_report)
+    values = given(options, *vars(options))
+    report = not values.pop("no_report")
+    task = {name.removeprefix("task_"): values.pop(name) for name in TASK_OPTIONS if name in values}
+    run_and_report(SweepPlan.of({**values, "task_options": task}, "the command line"), report)
 
 
 SWEEP_HELP = (
@@ -158,11 +151,10 @@ def _sweep(options: argparse.Namespace) -> None:
     from seergate.cli.running import run_and_report
     from seergate.eval.plan import SweepPlan
 
-    given = {name: getattr(options, name) for name in ("model", "gates", "out", "match")}
-    plan = replace(SweepPlan.read(options.file), **{name: value for name, value in given.items() if value is not None})
+    plan = replace(SweepPlan.read(options.file), **given(options, "model", "gates", "out", "match"))
     if options.problems is not None:
         plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
-    run_and_report(plan, report=not options.no_report)
+    run_and_report(plan, not options.no_report)
 
 
 SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep, TAKES_METHODS=True, REPORTS=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import Command, model_args, run_args
+from seergate.cli.arguments import Command, given, model_args, run_args
+from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,12 +27,16 @@ def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) 
 
 def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
-    from seergate.cli.models import bank_or_refuse, model_path, new_directory
+    from seergate.cli.models import bank_for, check_writable, model_path
     from seergate.methods import Gate
 
     check_counts(options, count=1)
-    bank = bank_or_refuse(options.model, options.gates)
-    out = new_directory(options.out, f"{Path(options.model).name}-{command}-{options.count}")
+    if (bank := bank_for(options.model, options.gates)) is None:
+        raise SeergateError("there are no gates beside the model; give their directory or Hub id with --gates")
+    out = options.out or Path("runs") / f"{Path(options.model).name}-{command}-{options.count}"
+    check_writable(out)
+    if any(out.iterdir()):
+        raise SeergateError(f"{out} is not empty; name a new directory with --out")
     method = Gate.with_gates(bank, **({} if options.budget is None else {"token_budget": options.budget}))
     return bank, method, model_path(options.model), out
 
@@ -70,8 +75,8 @@ def _anchors(options: argparse.Namespace) -> None:
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _asked(options, "anchors")
-    given = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
-    config = load_train_config(options.model, given | ({"data": options.data} if options.data else {}))
+    data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
+    config = load_train_config(options.model, data | given(options, "data"))
     samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
     longest = samples.lengths.argsort()[::-1][: options.texts]
     model = load_model(path, options.dtype, options.device)

@@ -57,41 +57,25 @@ def named_gates(text: str) -> str | dict[str, str]:
     return named
 
 
-def load_gates(source: str) -> GateBank:
-    """Read an adapter."""
-    from seergate.hf.bank import GateBank
-
-    return GateBank.from_pretrained(source)
-
-
 def bank_for(model: str, gates: str | None) -> GateBank | None:
     """Read the adapter of `gates_for`, if there is one."""
+    from seergate.hf.bank import GateBank
+
     source = gates_for(model, gates)
-    return None if source is None else load_gates(source)
-
-
-def bank_or_refuse(model: str, gates: str | None) -> GateBank:
-    """Read the adapter of `gates_for`; there must be one."""
-    if (bank := bank_for(model, gates)) is None:
-        raise SeergateError("there are no gates beside the model; give their directory or Hub id with --gates")
-    return bank
+    return None if source is None else GateBank.from_pretrained(source)
 
 
 def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
     """The gates of an evaluation: `bank_for` a model, or several by name."""
+    from seergate.hf.bank import GateBank
+
     if isinstance(gates, Mapping):
-        return {name: load_gates(source) for name, source in gates.items()}
+        return {name: GateBank.from_pretrained(source) for name, source in gates.items()}
     return bank_for(model, gates)
 
 
 def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a model for generation.
-
-    Args:
-        path: directory, GGUF file or Hub id.
-        dtype: ``auto`` is the precision it was saved in.
-        device: ``auto`` is the GPU if there is one.
-    """
+    """Load a model for generation; ``auto`` is the precision it was saved in, and the GPU if there is one."""
     import torch
     from transformers.utils import logging
 
@@ -127,12 +111,3 @@ def check_writable(out: Path) -> None:
         raise SeergateError(f"the output {out} cannot be made: {sentence(error)}") from error
     if not os.access(out, os.W_OK):
         raise SeergateError(f"{out} cannot be written to")
-
-
-def new_directory(out: Path | None, name: str) -> Path:
-    """The output directory, ``runs/NAME`` unless given, which must be empty."""
-    out = out or Path("runs") / name
-    check_writable(out)
-    if any(out.iterdir()):
-        raise SeergateError(f"{out} is not empty; name a new directory with --out")
-    return out

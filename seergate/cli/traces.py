@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seergate.cli.arguments import decoding_args, model_args, run_args
+from seergate.cli.arguments import decoding_args, given, model_args, run_args
 from seergate.errors import SeergateError
 
 HELP = (
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check, load, let it answer."""
-    from seergate.cli.models import check_file_served, gates_for, load_gates, load_model, model_path
+    from seergate.cli.models import check_file_served, gates_for, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
@@ -73,21 +73,21 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.store import write_yaml
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
+    from seergate.hf.bank import GateBank
     from seergate.hf.loading import load_tokenizer
 
     spec = method_spec(options.method, options.budget)
     served = options.engine in SERVERS
     engine = engine_version(options.engine) if served else options.engine
-    data = {"data": options.prompts, "data_limit": options.limit}
-    longest = {} if options.max_length is None else {"max_length": options.max_length}  # the preset's is the default
-    ((config, _), *others) = load_train_config(options.model, data | longest).sources
+    data = {"data": options.prompts, "data_limit": options.limit, **given(options, "max_length")}
+    ((config, _), *others) = load_train_config(options.model, data).sources
     if others:
         raise SeergateError(f"--prompts is {options.prompts!r}; it must be one source")
     path = model_path(options.model)
     if served:
         check_file_served(path, options.engine)
     gates = gates_for(options.model, options.gates) if spec.has_gates else None
-    bank = None if gates is None else load_gates(gates)
+    bank = None if gates is None else GateBank.from_pretrained(gates)
     if served:
         check_served(options.engine, spec, bank)
     method = spec.method(bank)

@@ -81,26 +81,21 @@ def resolve(options: dict[str, Any]) -> TrainConfig:
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command, by the arguments of the process if ``argv`` is ``None``; returns the exit code (`guarded`)."""
     work: list[Callable[[], None]] = []
-
-    def parse() -> None:
-        parser = train_parser(prog, *HELP[1:])
-        parser.add_argument(
-            "--variants",
-            nargs="+",
-            metavar="STUDY",
-            help="train the variants of these studies at once (seergate ablate)",
-        )
-        options = vars(parser.parse_args(argv))
-        variants, dry_run = options.pop("variants", None), bool(options.get("dry_run"))
-        if variants:
-            values = given_options(options)
-            work.append(lambda: _compare(variants, values, dry_run))
-        else:
-            config = resolve(options)
-            work.append(lambda: _train(config, dry_run))
-
     # The processes of a machine find the same fault in the options, before they know of each other.
-    return guarded(parse, partial(_tell, tells=_number("LOCAL_RANK") == 0), INTERRUPT) or _worked(lambda: work[0]())
+    tell = partial(_tell, tells=_number("LOCAL_RANK") == 0)
+    return guarded(lambda: work.append(_asked(argv, prog)), tell, INTERRUPT) or _worked(work[0])
+
+
+def _asked(argv: Sequence[str] | None, prog: str | None) -> Callable[[], None]:
+    """Parse and check the options; returns what does the work."""
+    parser = train_parser(prog, *HELP[1:])
+    says = "train the variants of these studies at once (seergate ablate)"
+    parser.add_argument("--variants", nargs="+", metavar="STUDY", help=says)
+    options = vars(parser.parse_args(argv))
+    variants, dry_run = options.pop("variants", None), options.pop("dry_run")
+    if variants:
+        return partial(_compare, variants, given_options(options), dry_run)
+    return partial(_train, resolve(options), dry_run)
 
 
 def _train(config: TrainConfig, dry_run: bool) -> None:

@@ -208,14 +208,8 @@ class Decision:
 
 
 def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
-    """Divide the hours given by the user.
-
-    Args:
-        spent: seconds of them used so far.
-        packs, held_out, budgets: numbers of packs to train on, of held-out texts, and of budgets that are compared.
-
-    Raises:
-        SeergateError: if they are too few, saying how many they must be.
+    """Divide the hours given by the user, of which some seconds are spent, between so many packs to train on, and
+    held-out texts under so many budgets; refuse too few hours.
     """
     left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
     steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))

@@ -1,4 +1,4 @@
-"""What a server's model must be like, which is checked before it loads any weights."""
+"""Checks of a server's model and gates before it loads any weights."""
 
 from __future__ import annotations
 
@@ -40,20 +40,17 @@ def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> 
         )
 
 
-def has_block_keys(bank: Gates) -> bool:
-    """Whether gates, which are not for retention, keep one key per block: all that there is room for in a server."""
-    return next(iter(bank))[1].entry_tokens == bank.config.block_size
+def check_keys(bank: Gates) -> None:
+    """Refuse gates that do not keep one key per block and KV head."""
+    if bank.config.retention or next(iter(bank))[1].entry_tokens != bank.config.block_size:
+        raise SeergateError(
+            f"these gates have the scorer {bank.config.scorer!r}; a server's cache keeps all tokens and has room for "
+            "one compressed key per block and KV head: train gates with --scorer attn_gate"
+        )
 
 
 def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:
-    """Layer with full attention -> how its cached keys come from those before RoPE.
-
-    Args:
-        model: without weights.
-
-    Raises:
-        SeergateError: if the family is not supported, no layer has full attention, or there are attention sinks.
-    """
+    """Layer with full attention -> how its cached keys come from those before RoPE; refuses attention sinks."""
     modules = full_attention_modules(model)
     if any(getattr(attention, "sinks", None) is not None for _, attention in modules):
         raise SeergateError(

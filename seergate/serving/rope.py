@@ -30,10 +30,8 @@ class Angles(NamedTuple):
 
 
 class Unrotation:
-    """Undoes a layer's rotary embedding, whatever scaling it has: its own table of cosines and sines is inverted.
-
-    Args:
-        rotary: the server's module; ``None`` for a layer without RoPE.
+    """Undoes the server's rotary embedding of a layer, if it has one, whatever its scaling: its own table of cosines
+    and sines is inverted.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -68,10 +66,5 @@ class Unrotation:
         return torch.cat((angles.rotate(x[..., :width]).div_(square), x[..., width:]), -1)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [..., D]`` before RoPE, in float32.
-
-        Args:
-            x: after RoPE.
-            positions: int64, broadcast to ``x.shape[:-1]``.
-        """
+        """``x [..., D]`` before RoPE, in float32; positions are int64, broadcast to ``x.shape[:-1]``."""
         return self.undo(x, self.at(positions))

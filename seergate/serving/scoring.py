@@ -1,4 +1,4 @@
-"""What each method keeps per block of the cache, and how it scores blocks with it.
+"""Each method's summary of a block of the cache, and how it scores blocks with it.
 
 Shape suffixes: R rows (decoding requests), N blocks, H query heads, K KV heads, G query heads per KV head, S tokens of
 a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
@@ -46,7 +46,7 @@ class Scores(ABC):
         """The scores of a method in one layer.
 
         Args:
-            method: the method.
+            method: the method that names this class.
             attention: the server's module, or what of it is read: ``head_size``, ``kv_cache_torch_dtype``, ``impl``.
             gate, unrotate: of this layer, with this rank's heads; ``None`` for a method without gates.
         """
@@ -65,12 +65,7 @@ class Scores(ABC):
 
 
 class GateScores(Scores):
-    """The learned gate: a block's summary is its compressed key.
-
-    Args:
-        gate: of this layer, with this rank's heads.
-        unrotate: of this layer.
-    """
+    """The learned gate: a block's summary is its compressed key."""
 
     def __init__(self, gate: Scorer, unrotate: Unrotation) -> None:
         self.gate, self.unrotate = gate, unrotate
@@ -153,13 +148,7 @@ def gate_angles(rows: Rows, inv_freq: Tensor, attention_scaling: float) -> Angle
 
 
 class QuestScores(Scores):
-    """Quest's upper bound: a block's summary is the largest and the smallest key per channel.
-
-    Args:
-        head_dim: D.
-        dtype: of the cache.
-        group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
-    """
+    """Quest's upper bound: a block's summary is the largest and the smallest key per channel."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str) -> None:
         self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
@@ -180,11 +169,6 @@ class QuestScores(Scores):
 class OracleScores(Scores):
     """The blocks that dense attention weighs most: the largest log-probability that a query head of the group gives to
     a key of the block. It reads all keys, so it measures and does not save.
-
-    Args:
-        size: tokens per block.
-        head_dim: D.
-        scale, softcap: of the layer's attention; 0 for no cap.
     """
 
     width, dtype = 0, torch.float32

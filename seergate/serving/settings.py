@@ -16,11 +16,7 @@ RULES = (*RULE_OPTIONS, "dense_layers", "anchors")
 
 
 def check_served(method: str, *others: str) -> None:
-    """Refuse a method that does not run inside a server; ``others`` may be asked for where the caller serves them.
-
-    Raises:
-        SeergateError: naming those that do.
-    """
+    """Refuse a method that does not run inside a server; ``others`` may be asked for where the caller serves them."""
     if not isinstance(method, str):
         raise SeergateError(f"seergate.method is {method!r}; it must be the name of a method")
     if method not in others and method_class(method).serving_scores is None:
@@ -30,7 +26,7 @@ def check_served(method: str, *others: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Which blocks are read, and what chooses them.
+    """The method that chooses blocks, and its rule.
 
     Attributes:
         gates: adapter directory or Hub repository; for a method with gates and no other.
@@ -78,11 +74,7 @@ class Settings:
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:
-        """The settings under "seergate" in a configuration, such as vLLM's `additional_config`; ``None`` without any.
-
-        Raises:
-            SeergateError: for a key that does not exist, with the nearest one that does, or a value out of range.
-        """
+        """The settings under "seergate" in a configuration such as vLLM's `additional_config`; ``None`` without."""
         if not isinstance(additional_config, dict) or KEY not in additional_config:
             return None
         values = additional_config[KEY]
@@ -103,15 +95,7 @@ class Settings:
         return GateBank.from_pretrained(self.gates, revision=self.revision)
 
     def selector(self, bank: Gates | None, page: int) -> SelectingMethod:
-        """The method, whose rule turns scores into blocks.
-
-        Args:
-            bank: as `bank` gave it.
-            page: tokens per page of the server's cache: the block of a method without gates.
-
-        Raises:
-            ValueError: for a rule that is out of range.
-        """
+        """The method, which decodes with the gates of `bank`, or has the server's page of so many tokens as block."""
         given = {name: getattr(self, name) for name in RULES if getattr(self, name) is not None}
         if bank is None:
             given["block_size"] = page

@@ -1,4 +1,4 @@
-"""What a server's plugin tells about decoding, in the same form for every server."""
+"""Statistics of decoding inside a server, in the same form for every server."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from typing import Any
 
 
 def statistics(counts: Iterable[tuple[int, Iterable[int]]], summary_bytes: int) -> dict[str, Any]:
-    """What decoding has read since the start.
-
-    Args:
-        counts: for each sparse layer, its number, and the tokens that were read and held by all KV heads and steps.
-        summary_bytes: memory of the blocks' summaries.
-
-    Returns:
-        ``layers``: for each sparse layer, ``tokens_read`` and ``tokens_held``, and ``density``, their quotient.
-        ``summary_bytes``: as given.
+    """The bytes of the blocks' summaries; and for each sparse layer the tokens read and held by all KV heads and steps
+    since the start, and ``density``, their quotient.
     """
     layers = {
         layer: {"tokens_read": read, "tokens_held": held, "density": read / held if held else 1.0}

@@ -35,7 +35,7 @@ from seergate.sglang.checks import settings_of
 
 @dataclass
 class Plan:
-    """What a step does in every sparse layer.
+    """The work of a step, the same in every sparse layer.
 
     Attributes:
         lengths_R: tokens of each request, the new ones included; ``table_RNr`` the pages of its blocks.
@@ -61,9 +61,6 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         counts: of each sparse layer, tokens read and held so far.
         scores, summaries: of each sparse layer that chooses: what scores blocks, and what is kept of them
             (``[pages, K, W]``).
-
-    Raises:
-        SeergateError: for a model that the options of the server do not tell to be unfit.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -110,7 +107,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
 
     def seergate_stats(self) -> dict[str, Any]:
-        """What decoding has read since the start, see `seergate.serving.statistics`."""
+        """`statistics` of this engine."""
         counts = ((layer, both.tolist()) for layer, both in self.counts.items())
         return statistics(counts, sum(summary.nbytes for summary in self.summaries.values()))
 

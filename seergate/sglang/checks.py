@@ -1,4 +1,4 @@
-"""What is checked before SGLang starts a process or loads weights."""
+"""Checks before SGLang starts a process or loads weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.serving.checks import check_model, has_block_keys
+from seergate.serving.checks import check_keys, check_model
 from seergate.serving.settings import Settings
 from seergate.sglang import NAME
 
@@ -18,14 +18,7 @@ def settings_of(hf_config: Any) -> Settings | None:
 
 
 def check_arguments(server_args: Any) -> None:
-    """Refuse options of an engine with seergate that do not fit; others are not looked at.
-
-    Args:
-        server_args: SGLang's, worked out.
-
-    Raises:
-        SeergateError: naming what does not fit.
-    """
+    """Refuse resolved options of an engine with seergate that do not fit; other engines are not looked at."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view
 
     args, config = resolved_view(server_args), model_config_of(server_args).hf_config
@@ -54,11 +47,7 @@ def check_page(bank: Gates | None, page: int) -> None:
         if page < 8:
             raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
         return
-    if bank.config.retention or not has_block_keys(bank):
-        raise SeergateError(
-            f"these gates have the scorer {bank.config.scorer!r}; inside SGLang there is room for one compressed key "
-            "per block: train gates with --scorer attn_gate"
-        )
+    check_keys(bank)
     if bank.config.block_size % page or page == 1:
         raise SeergateError(
             f"--page-size is {page}; it must be the gates' block of {bank.config.block_size} tokens, or divide it"
@@ -66,12 +55,7 @@ def check_page(bank: Gates | None, page: int) -> None:
 
 
 def check_server(args: Any, text_config: Any) -> None:
-    """Refuse what the plugin was not written for.
-
-    Args:
-        args: SGLang's options.
-        text_config: transformers' configuration of the language model.
-    """
+    """Refuse options and language models that the plugin was not written for."""
     refusals = {
         f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
         "SGLang is told of no CPU: export SGLANG_USE_CPU_ENGINE=1": os.environ.get("SGLANG_USE_CPU_ENGINE") != "1",

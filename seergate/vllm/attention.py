@@ -29,7 +29,7 @@ from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
 
 SCORED_BYTES = 256 << 20
-"""What the scores of a step may take beside the cache at a time: vLLM's plan of the memory does not know of it."""
+"""Limit of the bytes of scores at a time, which vLLM's plan of the memory does not count."""
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """vLLM's names of the layouts that are read, best first: layers, pages (B), heads, tokens (N), channels."""
 
@@ -47,9 +47,27 @@ class Counts:
     held: Tensor
 
 
-@dataclass
-class Plan:
-    """What a step does beyond attention.
+@dataclass(kw_only=True)
+class Step:
+    """State that layers share in a step; all that is planned where kernels read vLLM's own lengths and tables.
+
+    Attributes:
+        held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
+        shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
+        counted: the statistics that have this step already.
+        chosen: the last layer that chose -> its choice, for the layers above that read it (`SparseAttention.anchor`).
+    """
+
+    held: int | Tensor
+    read_all: int | Tensor
+    shared: tuple[Tensor, Any] | None = None
+    counted: list[Counts] = field(default_factory=list)
+    chosen: dict[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Plan(Step):
+    """The work of a step beyond attention.
 
     Attributes:
         closed_Cr: pages of the blocks that it completes; ``starts_C`` the positions of their first tokens.
@@ -57,10 +75,6 @@ class Plan:
         sparse_B: the requests that have no other tokens.
         dense: vLLM's metadata for the other requests, in which those of ``sparse_B`` are as long as their new tokens;
             ``None`` if there are no others.
-        held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
-        shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
-        counted: the statistics that have this step already.
-        chosen: the last layer that chose -> its choice, for the layers above that read it (`SparseAttention.anchor`).
     """
 
     closed_Cr: Tensor
@@ -69,40 +83,13 @@ class Plan:
     rows: Rows
     sparse_B: Tensor
     dense: Any
-    held: int | Tensor
-    read_all: int | Tensor
-    shared: tuple[Tensor, Any] | None = None
-    counted: list[Counts] = field(default_factory=list)
-    chosen: dict[Any, Any] = field(default_factory=dict)
-
-
-@dataclass
-class DecodePlan:
-    """The same for a step in which all rows decode, where kernels read vLLM's own lengths and tables.
-
-    Attributes:
-        lengths_R: tokens so far, 0 in rows that pad a graph; ``table_RP`` the rows' pages.
-        held, read_all, shared, counted, chosen: see `Plan`.
-    """
-
-    lengths_R: Tensor
-    table_RP: Tensor
-    held: Tensor
-    read_all: Tensor
-    shared: tuple[Tensor, Any] | None = None
-    counted: list[Counts] = field(default_factory=list)
-    chosen: dict[Any, Any] = field(default_factory=dict)
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, drafts: int = 0) -> Plan:
-    """What a step is to do.
+    """Plan a step, with vLLM's metadata for the layers' kernel and for all kernels.
 
-    Args:
-        metadata: vLLM's for the layers' kernel.
-        common: vLLM's for all kernels.
-        method: its rule says which rows are short enough to be read as a whole.
-        page: tokens per page.
-        drafts: how many tokens are drafted at most. A request that has more to compute is recomputed, like a prompt.
+    Rows that the method's rule covers are read as a whole. A request with more new tokens than one and the most that
+    are drafted is recomputed, like a prompt.
     """
     from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -141,17 +128,12 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
 
 
 def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
-    """What a step is to do in which every row decodes. Shapes follow from the number of rows, and nothing is read back
+    """Plan a step in which every row decodes. Shapes follow from the number of rows, and nothing is read back
     by the host, so a CUDA graph can hold it.
 
     Rows that the budget covers select all of their blocks. vLLM's first page is nobody's: a row whose newest block is
     still open writes its summary there, because the last page of that block may not be the row's yet. Rows of no
     tokens are a graph's padding and use that page too.
-
-    Args:
-        metadata: vLLM's for the layers' kernel.
-        method: with a budget, of tokens or as a share.
-        page: tokens per page.
     """
     size = method.block_size
     lengths_R = metadata.seq_lens.long()
@@ -174,11 +156,10 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     )
 
 
-def plan_in_kernels(metadata: Any) -> DecodePlan:
-    """What `plan_of_decodes` says, left to the kernels."""
-    lengths_R = metadata.seq_lens
-    padding = (lengths_R == 0).sum()  # their one token each is counted as read
-    return DecodePlan(lengths_R, metadata.block_table, held=lengths_R.sum(), read_all=-padding)
+def step_in_kernels(metadata: Any) -> Step:
+    """Plan a step in which every row decodes and kernels do what a `Plan` says."""
+    padding = (metadata.seq_lens == 0).sum()  # their one token each is counted as read
+    return Step(held=metadata.seq_lens.sum(), read_all=-padding)
 
 
 def by_block(table_RP: Tensor, blocks: int, run: int) -> Tensor:
@@ -251,9 +232,6 @@ class SparseAttention:
     """Mixed into vLLM's attention of a layer, which does what is not read sparsely.
 
     Attributes:
-        kind: makes `Pages` of the layer's cache.
-        method: turns scores into blocks.
-        scoring: makes summaries of blocks, and scores them.
         counts: statistics of this layer and of those that read as much.
         anchor: the layer whose choice of blocks this one reads (`DecodeConfig.anchors`), mostly itself.
         pages: the layer's cache -> its `Pages`. It keeps no cache alive that vLLM has replaced.
@@ -288,24 +266,25 @@ class SparseAttention:
         **named: Any,
     ) -> Tensor:
         """Attend, as `AttentionImpl.forward` of vLLM; the new keys and values are in the cache already."""
+        given = layer, query, key, value, cache
         if metadata is None:
-            return self._dense(layer, query, key, value, cache, metadata, output, *scales, **named)
+            return super().forward(*given, metadata, output, *scales, **named)  # type: ignore[misc,no-any-return]
         pages = self.pages.get(cache)
         if pages is None:
             pages = self.pages[cache] = self.kind(self, layer, cache, self.scoring.width)
         if metadata.plan is None and self.method.budget is not None and self.scoring.in_kernels(cache.device):
-            metadata.plan = plan_in_kernels(metadata)
+            metadata.plan = step_in_kernels(metadata)
         elif metadata.plan is None:
             metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
         plan = metadata.plan
-        if isinstance(plan, DecodePlan):
-            self._in_kernels(pages, plan, query, output)
+        if not isinstance(plan, Plan):
+            self._in_kernels(pages, metadata, query, output)
             return output
         if len(plan.starts_C) and self.anchor is self:
             keys_CKSD = self._keys(pages, plan.closed_Cr)
             pages.summary_PKW[plan.closed_Cr[:, -1]] = self.scoring.summary(keys_CKSD, plan.starts_C)
         if plan.dense is not None:
-            self._dense(layer, query, key, value, cache, plan.dense, output, *scales, **named)
+            super().forward(*given, plan.dense, output, *scales, **named)  # type: ignore[misc]
         rows = len(plan.tokens_R)
         if not rows:
             self._count(plan, pages, None)
@@ -318,17 +297,14 @@ class SparseAttention:
             output[plan.tokens_R] = attended_RHD.view(rows, *output.shape[1:])
         return output
 
-    def _dense(self, *args: Any, **named: Any) -> Tensor:
-        """What vLLM does without seergate."""
-        return super().forward(*args, **named)  # type: ignore[misc]
-
-    def _in_kernels(self, pages: Pages, plan: DecodePlan, query: Tensor, output: Tensor) -> None:
+    def _in_kernels(self, pages: Pages, metadata: Any, query: Tensor, output: Tensor) -> None:
         """A step in which all rows decode: three launches, and those of attention."""
         from seergate.ops.triton_impl.paged import chosen_places
 
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
-        rows, size, rule = len(plan.lengths_R), self.method.block_size, (self.method.budget, self.method.sink_blocks)
-        given = plan.table_RP, plan.lengths_R, size
+        plan, lengths_R, size = metadata.plan, metadata.seq_lens, self.method.block_size
+        rows, rule = len(lengths_R), (self.method.budget, self.method.sink_blocks)
+        given = metadata.block_table, lengths_R, size
         if self.anchor is self:
             self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
             scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
@@ -343,7 +319,7 @@ class SparseAttention:
         self._count(plan, pages, lengths_Q)
         pages.attend(query_QGD, table_QX, lengths_Q, schedule, output[:rows].view_as(query_QGD))
 
-    def _count(self, plan: Plan | DecodePlan, pages: Pages, lengths_Q: Tensor | None) -> None:
+    def _count(self, plan: Step, pages: Pages, lengths_Q: Tensor | None) -> None:
         if self.counts in plan.counted:
             return
         plan.counted.append(self.counts)
@@ -364,14 +340,13 @@ class SparseAttention:
             plan.chosen = {self: (pages.table(rows, indices_RKX), counts)}
         table_QX, counts = plan.chosen[self.anchor]
         query_QGD = query_RHD.contiguous().view(len(table_QX), -1, pages.dim)
-        if plan.shared is None:
+        shared = plan.shared
+        if shared is None:
             current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens of the block still open, or just closed
             lengths_Q = ((counts - 1) * size + current_R1).expand(-1, pages.heads).flatten().int()
             shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
             if same_in_all_layers(self.method):
                 plan.shared = shared
-        else:
-            shared = plan.shared
         lengths_Q, schedule = shared
         self._count(plan, pages, lengths_Q)
         pages.attend(query_QGD, table_QX, lengths_Q, schedule, output_RHD.view_as(query_QGD))

@@ -1,4 +1,4 @@
-"""What is checked before vLLM loads any weights, and what of its configuration follows from the gates."""
+"""Checks before vLLM loads any weights, and the options of vLLM that follow from the gates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.serving.checks import check_model, has_block_keys
+from seergate.serving.checks import check_keys, check_model
 from seergate.serving.settings import Settings
 
 SUPPORTED = ("0.32", "0.33")
@@ -23,15 +23,8 @@ READABLE = ("auto", "float32", "float16", "bfloat16")
 
 
 def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) -> Any:
-    """The configuration for an engine with gates.
-
-    Args:
-        settings: what the user asked for.
-        engine_args: vLLM's; its block size is set here unless the user did.
-        create: makes the configuration of them.
-
-    Raises:
-        SeergateError: naming what does not fit.
+    """The configuration that ``create`` makes of vLLM's ``engine_args``, whose block size is set here unless the user
+    did; refuses what does not fit.
     """
     import vllm
 
@@ -86,15 +79,10 @@ def default_page() -> int | None:
 
 def check_page(bank: Gates | None, page: int | None) -> None:
     """Refuse gates that keep more than a key per block, or whose block is not one page of the cache, or several."""
-    if bank is not None and bank.config.retention:
-        raise SeergateError(f"these gates are for {bank.config.scorer!r}, which evicts; vLLM's cache keeps all tokens")
-    if bank is not None and not has_block_keys(bank):
-        raise SeergateError(
-            f"these gates have the scorer {bank.config.scorer!r}, which keeps a key per token, made of all KV heads; "
-            "inside vLLM there is room for one per block and KV head: train gates with --scorer attn_gate"
-        )
     from vllm.platforms import current_platform
 
+    if bank is not None:
+        check_keys(bank)
     unit = 32 if current_platform.is_cpu() else 16
     if bank is not None and bank.config.block_size % unit:
         raise SeergateError(
@@ -108,7 +96,7 @@ def check_page(bank: Gates | None, page: int | None) -> None:
 
 
 def check_engine(config: Any) -> None:
-    """Refuse what would change the cache behind the gates' back."""
+    """Refuse options of an engine and models with which gates would not see the whole cache as it is."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import uses_fa4_hd256_kernel
 

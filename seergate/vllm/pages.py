@@ -33,15 +33,12 @@ class Pages(ABC):
         width: W; 0 without summaries.
 
     Attributes:
-        heads, size, dim: how many KV heads there are, S and D.
+        heads, size, dim: K, S and D.
         page_step, head_step: see above.
         unit, places: the distance of neighbouring places, in numbers, and how many places there are.
         summary_PKW: summaries of blocks, in the cache's memory, behind the keys and values of each page.
         summary_rows, summary_steps: the same memory as rows of W numbers, and its steps from page to page and from
             head to head.
-
-    Raises:
-        SeergateError: if the places cannot be counted in int32, as the kernels' block tables do.
     """
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
@@ -65,6 +62,9 @@ class Pages(ABC):
         self.summary_steps = page // unit, width // unit
         rows = (pages - 1) * self.summary_steps[0] + (self.heads - 1) * self.summary_steps[1] + 1
         self.summary_rows = cache.as_strided((rows, width), (unit, 1), start)
+        shape, strides, apart = self.layout()
+        offset = cache.storage_offset()
+        self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, apart))
 
     def read_summaries(self, rows: Rows) -> Tensor:
         """The summaries ``[R, K, N, W]`` of rows' blocks."""
@@ -78,12 +78,16 @@ class Pages(ABC):
         return chosen_RKXr.view(len(rows) * self.heads, -1)
 
     @abstractmethod
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Shape and strides of all places' keys, as the kernel takes them, and how far behind them values begin."""
+
+    @abstractmethod
     def read(self, pages_N: Tensor) -> Tensor:
         """The keys ``[N, K, S, D]`` of some pages."""
 
     @abstractmethod
     def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> Any:
-        """What the kernel wants to know of sequences with one query each; layers of equal lengths share it."""
+        """The kernel's schedule for sequences with one query each; layers of equal lengths share it."""
 
     @abstractmethod
     def attend(
@@ -107,13 +111,9 @@ def last_places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tenso
 class CPUPages(Pages):
     """The cache of vLLM's CPU backend: within a page, keys are packed for the processor."""
 
-    def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
-        super().__init__(impl, layer, cache, width)
-        shape, strides = (self.places, 1, self.size, self.dim), (self.unit, 2 * self.size * self.dim, self.dim, 1)
-        offset = cache.storage_offset()
-        self.keys, self.values = (
-            cache.as_strided(shape, strides, offset + part) for part in (0, self.size * self.dim)
-        )
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        numbers = self.size * self.dim
+        return (self.places, 1, self.size, self.dim), (self.unit, 2 * numbers, self.dim, 1), numbers
 
     def read(self, pages_N: Tensor) -> Tensor:
         packed = self.cache.flatten(2)[..., : self.size * self.dim][pages_N]
@@ -197,12 +197,8 @@ def packed_order(size: int, dim: int, dtype: torch.dtype, isa: str) -> Tensor:
 class FlashPages(Pages):
     """The cache of vLLM's FlashAttention backend, in whatever order in memory. Not run on a GPU."""
 
-    def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
-        super().__init__(impl, layer, cache, width)
-        strides = (self.unit, cache.stride(2), self.dim, 1)
-        shape = (self.places, self.size, 1, self.dim)
-        offset = cache.storage_offset()
-        self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, self.dim))
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        return (self.places, self.size, 1, self.dim), (self.unit, self.cache.stride(2), self.dim, 1), self.dim
 
     def read(self, pages_N: Tensor) -> Tensor:
         return self.cache[..., : self.dim][pages_N]

@@ -21,7 +21,7 @@ from seergate.serving.scoring import Scores
 from seergate.serving.settings import Settings
 from seergate.serving.statistics import statistics
 from seergate.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
-from seergate.vllm.checks import READABLE
+from seergate.vllm.checks import READABLE, WORKERS
 from seergate.vllm.pages import PAGES
 
 
@@ -64,15 +64,7 @@ class Gated:
 
 
 def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
-    """Make the layers of a model sparse.
-
-    Args:
-        model: vLLM's, of this rank.
-        vllm_config: has the key "seergate".
-
-    Returns:
-        Layer -> vLLM's module of its attention.
-    """
+    """Make the layers of this rank's model sparse; returns layer -> vLLM's module of its attention."""
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
@@ -137,14 +129,7 @@ def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores, counts
 
 
 def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dtype) -> Scorer:
-    """The part of a gate that belongs to this rank's KV heads.
-
-    Args:
-        gate: of the whole layer.
-        kv_heads: of this rank.
-        device: where this rank computes.
-        dtype: of the cache, where compressed keys lie.
-    """
+    """The part of a layer's gate that belongs to this rank's KV heads, in the dtype of the cache."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -162,14 +147,8 @@ def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dt
 
 def __getattr__(name: str) -> Any:
     """`CPUWorker` and `GPUWorker`, made when vLLM asks for one: the other's module may not be importable here."""
-    from importlib import import_module
-
-    bases = {
-        "CPUWorker": ("vllm.v1.worker.cpu_worker", "CPUWorker"),
-        "GPUWorker": ("vllm.v1.worker.gpu_worker", "Worker"),
-    }
-    if name not in bases:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, stock = bases[name]
-    globals()[name] = made = type(name, (Gated, getattr(import_module(module), stock)), {"__module__": __name__})
-    return made
+    for stock, ours in WORKERS.items():
+        if ours == f"{__name__}.{name}":
+            globals()[name] = made = type(name, (Gated, resolve_name(stock)), {"__module__": __name__})
+            return made
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
