@@ -18,15 +18,8 @@ from seergate.eval.judge import GradingPool
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run.
-
-    Attributes:
-        label: name of the setting.
-        done, total: graded samples, and all.
-        correct: how many of them are right; ``None`` where nothing is graded.
-        made: samples generated since the run was started or resumed.
-        tokens: generated since then.
-        seconds: since then.
+    """Progress of a setting: samples that are ``done``, those of them that are ``correct`` (``None`` where nothing is
+    graded), and the samples, tokens and seconds that were made since the run was started or resumed.
     """
 
     label: str
@@ -54,10 +47,8 @@ class Collector:
     and the others are left to the next run.
 
     Args:
-        grader: a key of `seergate.eval.grading.GRADERS`.
         golds: problem id -> right answer.
         samples: earlier samples of the run.
-        judges: the grading processes; each grades one sample at a time.
         on_progress: called after every grade, from a thread that grades; one call at a time.
     """
 

@@ -41,14 +41,8 @@ from seergate.stats import DecodeStats
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to be generated.
-
-    Attributes:
-        key: identifies it to the caller.
-        prompt: text, special tokens included.
-        ids: the prompt's token ids.
-        seed: seed of the sample's random numbers.
-        reply: tokens of a right answer, whose log-probability is measured; none if empty.
+    """One sample to be generated: its prompt as text and as tokens, and the seed of its random numbers. ``key``
+    identifies it to the caller; ``reply`` holds the tokens of a right answer, whose log-probability is measured.
     """
 
     key: Any
@@ -95,13 +89,11 @@ class Generation:
     """A finished sample.
 
     Attributes:
-        request: the request.
-        completion: the generated text, without end and padding tokens.
+        completion: the generated text, without the end token.
         token_ids: the generated tokens, the end token included if there is one.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
         seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
-        costs: bytes and tokens read and held (`RowStats.of`; empty of a server), and ``reply_logprob`` if the request
-            has a reply.
+        costs: `RowStats.of`, empty if a server generated; and ``reply_logprob`` if the request has a reply.
     """
 
     request: Request
@@ -133,11 +125,7 @@ class Generation:
 
 
 class Batch:
-    """Rows that decode together: their cache, and the forward passes.
-
-    Args:
-        model: a model in eval mode; it may have a method attached.
-    """
+    """Rows that decode together, under the method that is attached to the model: their cache and forward passes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
@@ -189,11 +177,8 @@ class Batch:
         return logits
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
-        """Decode a given reply after each row, and sum up the log-probabilities of its tokens.
-
-        Args:
-            logits: ``[rows, V]`` of the first token.
-            replies: token ids for each row; 0 is the sum of none.
+        """Decode a given reply after each row, and sum up the log-probabilities of its tokens; ``logits [rows, V]``
+        are those of the first token.
         """
         sums = [0.0] * len(replies)
         for i in range(longest := max(map(len, replies))):
@@ -255,12 +240,8 @@ class Batch:
 
 @torch.inference_mode()
 def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) -> float:
-    """Peak bytes of a sample under the attached method: keys, values and the method's state.
-
-    Args:
-        model: a model in eval mode, with a method attached.
-        prompt: token ids; they are read to measure the bytes.
-        longest: tokens of prompt and answer.
+    """Peak bytes of a sample of ``longest`` tokens under the attached method: keys, values and the method's state. The
+    prompt is read to measure them.
     """
     batch, total = Batch(model), 0.0
     batch.add([prompt])
@@ -329,14 +310,12 @@ class Engine:
         self._start_anew()
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Generate all samples. Requests are taken one by one, as there is room.
+        """Generate all samples, once. Requests are taken one by one, as there is room.
 
         Raises:
             SeergateError: if not even one sample fits into memory.
         """
         source = iter(requests)
-        self.again.clear()
-        self._start_anew()
         try:
             while self.step(source):
                 pass
@@ -450,7 +429,12 @@ class Engine:
     def _retire(self, ended: set[int]) -> None:
         if not ended:
             return
-        finished = [self._generation(i) for i in sorted(ended)]
+        finished = []
+        for i in sorted(ended):
+            row = self.rows[i]
+            reply = {} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob}
+            costs = self.stats.of(i) | reply
+            finished.append(Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs))
         kept = [i for i in range(len(self.rows)) if i not in ended]
         # Dropping rows copies the others, for which a device that is nearly full may have no room. By then a
         # finished sample must be no row any more: it would be made, and handed over, again.
@@ -467,11 +451,6 @@ class Engine:
             if is_out_of_memory(error):  # nothing that a smaller batch mends, and backing off would lose the sample
                 raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
             raise
-
-    def _generation(self, index: int) -> Generation:
-        row = self.rows[index]
-        costs = self.stats.of(index) | ({} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob})
-        return Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:

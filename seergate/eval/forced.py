@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.costs import RowStats
-from seergate.eval.proxies import compare
+from seergate.eval.proxies import compare, dense_logits
 from seergate.eval.retrieval import SETTLING, beginning
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Task
@@ -63,9 +63,7 @@ class TeacherForcing:
     def dense(self, number: int) -> Tensor:
         """Dense attention's logits ``[steps, V]`` of a text; those of the first texts are kept."""
         if (found := self._dense.get(number)) is None:
-            found = self.model(
-                input_ids=self.ids[number : number + 1, :-1], use_cache=False, logits_to_keep=self.steps
-            ).logits[0]
+            found = dense_logits(self.model, self.ids[number : number + 1], self.steps)
             if (len(self._dense) + 1) * found.nbytes <= KEPT_BYTES:
                 self._dense[number] = found
         return found

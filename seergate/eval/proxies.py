@@ -126,8 +126,9 @@ def measure_proxies(
     try:
         for first in range(0, len(windows), ROWS):
             for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
-                targets = torch.tensor(window.tokens[1:], device=sparse.device)
-                found.append(compare(_dense(model, window), sparse, targets))
+                ids = torch.tensor([window.context + window.tokens], device=model.get_input_embeddings().weight.device)
+                dense, targets = dense_logits(model, ids, WINDOW_TOKENS), ids[0, -WINDOW_TOKENS:].to(sparse.device)
+                found.append(compare(dense, sparse, targets))
         stats = handle.stats()
     finally:
         handle.measure_recall = before
@@ -173,10 +174,9 @@ def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> li
     return list(zip(running, torch.stack(steps, dim=1), strict=True))
 
 
-def _dense(model: PreTrainedModel, window: Window) -> Tensor:
-    """Dense attention's logits after each token of a window, from a forward pass without a cache."""
-    ids = torch.tensor([window.context + window.tokens[:-1]], device=model.get_input_embeddings().weight.device)
-    return model(input_ids=ids, use_cache=False, logits_to_keep=WINDOW_TOKENS).logits[0]
+def dense_logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """Dense attention's logits ``[count, V]`` of the last tokens of a text ``[1, S]``, from a pass without a cache."""
+    return model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=count).logits[0]
 
 
 def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:

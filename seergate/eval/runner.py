@@ -69,11 +69,11 @@ def sweep(
         SeergateError: before any work, if a setting is wrong or if two describe the same run.
     """
     task, labels = task.bound(tokenizer), [spec.label for spec in specs]
-    twice = {label for label in labels if labels.count(label) > 1}
-    if twice:
+    if twice := {label for label in labels if labels.count(label) > 1}:
         raise SeergateError(f"the setting {min(twice)!r} is given twice")
     check_count("workers", workers)
-    if (workers or ray_address) and loader is None:
+    several = bool(workers or ray_address)
+    if several and loader is None:
         raise SeergateError("workers need a loader, which makes their models")
 
     _check_distinct(specs, gates)
@@ -81,7 +81,6 @@ def sweep(
     measured = options.measure_recall and forced is None
     reference = reference_in(out_dir, model, tokenizer, task) if measured else None
     results = {}
-    several = loader is not None and (workers or ray_address)
     with Cluster(loader, workers, ray_address) if loader is not None and several else nullcontext() as cluster:
         for spec in specs:
             directory = out_dir / spec.label
@@ -148,7 +147,7 @@ def evaluate(
     cluster: Cluster | None = None,
     forced: TeacherForcing | None = None,
 ) -> dict[str, Any]:
-    """Evaluate one setting, continuing whatever ``out_dir`` holds.
+    """Evaluate one setting, continuing what ``out_dir`` holds.
 
     Args:
         model: a model in eval mode, nothing attached.
@@ -180,7 +179,7 @@ def evaluate(
         if task.scored is not None:
             if missing:
                 forced = forced or TeacherForcing.of(model, tokenizer, task)
-                _score_texts(forced, spec, bank, list(wanted), samples, log, options.on_progress)
+                _score_texts(forced, spec, bank, list(wanted), made, log, options.on_progress)
             return write_metrics(out_dir)
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
         if missing or unmeasured:
@@ -218,14 +217,14 @@ def _score_texts(
     spec: MethodSpec,
     bank: GateBank | None,
     wanted: list[store.Key],
-    samples: list[dict[str, Any]],
+    made: set[store.Key],
     log: store.SampleLog,
     on_progress: Callable[[Progress], None] | None,
 ) -> None:
     """Score the texts that have no sample yet."""
-    done, began = {store.key_of(sample) for sample in samples}, time.monotonic()
+    began = time.monotonic()
     for number, key in enumerate(wanted):
-        if key in done:
+        if key in made:
             continue
         found = forced.measure(spec, bank, number)
         log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found)
@@ -273,17 +272,9 @@ def _requests(
     """Requests for the missing samples, longest prompts first: a lack of memory shows at once."""
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
     replies = {
-        problem.problem_id: reply_ids(tokenizer, encoded[problem.problem_id][0], problem.reply)
-        for problem in missing.values()
-        if problem.reply
+        p.problem_id: reply_ids(tokenizer, encoded[p.problem_id][0], p.reply) for p in missing.values() if p.reply
     }
     requests = [
-        Request(
-            key,
-            *encoded[problem.problem_id],
-            sample_seed(seed, problem.problem_id, key[2]),
-            replies.get(problem.problem_id, ()),
-        )
-        for key, problem in missing.items()
+        Request(key, *encoded[key[1]], sample_seed(seed, *key[1:]), replies.get(key[1], ())) for key in missing
     ]
     return sorted(requests, key=lambda request: -len(request.ids))
