@@ -75,7 +75,7 @@ class Generator:
         self.loader = loader
         self.job: Job | None = None
         self.handle: Handle | None = None
-        self.waiting, self.finished = deque[Request](), list[Generation]()
+        self.finished = list[Generation]()
 
     def load(self) -> tuple[str, str]:
         """Load the model; the weights' fingerprint, and the node that this runs on."""
@@ -96,22 +96,18 @@ class Generator:
         """
         if job != self.job:
             self._begin(job, neighbours)
-        self.waiting.extend(requests)
-        self.finished = []
-        while not self.finished and self.engine.step(
-            iter(lambda: self.waiting.popleft() if self.waiting else None, None)
-        ):
+        self.engine.waiting.extend(requests)
+        self.finished.clear()
+        while not self.finished and self.engine.step():
             pass
-        return self.finished, self.engine.batch_size
+        return list(self.finished), self.engine.batch_size
 
     def _begin(self, job: Job, neighbours: int) -> None:
         if self.handle is not None:
             self.handle.detach()
         method = job.spec.method(job.spec.bank(self.gates))
         self.handle = attach(self.model, method, correction=job.spec.correction)
-        self.engine = job.engine(
-            self.handle, self.tokenizer, lambda generation: self.finished.append(generation), neighbours
-        )
+        self.engine = job.engine(self.handle, self.tokenizer, self.finished.append, neighbours)
         self.job = job
 
 

@@ -16,7 +16,7 @@ import copy
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -305,29 +305,30 @@ class Engine:
         self.on_finished = on_finished
         self.choose = TokenChooser(sampling)
         self.ends = end_ids(handle.model, tokenizer)
-        self.again = deque[_Row]()  # samples that ran out of memory and start anew
+        self.waiting = deque[Request]()
         self.rows = list[_Row]()
         self._start_anew()
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Generate all samples, once. Requests are taken one by one, as there is room.
+        """Generate all samples.
 
         Raises:
             SeergateError: if not even one sample fits into memory.
         """
-        source = iter(requests)
+        self.waiting.extend(requests)
         try:
-            while self.step(source):
+            while self.step():
                 pass
         finally:
             self.handle.reset_stats()
 
     @torch.inference_mode()
-    def step(self, source: Iterator[Request]) -> bool:
-        """Prefill new samples if there is room, or else decode one token of all samples; false if there was nothing
-        to do. Another source of new samples may be given at the next step.
-        """
-        arriving = self._arriving(source)
+    def step(self) -> bool:
+        """Prefill waiting samples if there is room, or else decode one token of all; false if there are none."""
+        arriving = list[_Row]()
+        while self.waiting and self.batch.joinable and len(self.rows) + len(arriving) < self.batch_size:
+            request = self.waiting.popleft()
+            arriving.append(_Row(request, self.limit.of(len(request.ids))))
         together = len(self.rows) + len(arriving)
         if not together:
             return False
@@ -341,26 +342,14 @@ class Engine:
         self._back_off(together)
         return True
 
-    def _arriving(self, source: Iterator[Request]) -> list[_Row]:
-        """New rows that fit into the batch; interrupted ones come first."""
-        rows: list[_Row] = []
-        while self.batch.joinable and len(self.rows) + len(rows) < self.batch_size:
-            if self.again:
-                rows.append(self.again.popleft())
-            elif (request := next(source, None)) is not None:
-                rows.append(_Row(request, self.limit.of(len(request.ids))))
-            else:
-                break
-        return rows
-
     def _back_off(self, together: int) -> None:
-        """Memory ran out on so many rows: continue with half as many; the others start anew."""
+        """Memory ran out on so many rows: continue with half as many. The others start anew, before waiting ones."""
         if together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)
         rows, count = self.rows, self._kept_on()
-        self.again.extendleft(_Row(row.request, row.limit) for row in reversed(rows[count:]))
+        self.waiting.extendleft(row.request for row in reversed(rows[count:]))
         self.rows = rows[:count]
 
     def _kept_on(self) -> int:
