@@ -33,7 +33,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
-    """The prompts and right answers of a task, whose problems must say answers of two tokens or more."""
+    """The prompts and right answers of a task; each answer must have two tokens or more."""
     found = list[Text]()
     for problem in task.bound(tokenizer).problems():
         prompt = prompt_text(tokenizer, problem)

@@ -37,12 +37,8 @@ def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
 
 
 class TeacherForcing:
-    """Compares settings on the same texts.
-
-    Args:
-        model: a model in eval mode, nothing attached.
-        ids: ``[N, S]``, one text per row.
-        prompt: number of tokens of each that are read at once.
+    """Compares settings of a model, with nothing attached, on the same texts ``ids [N, S]``, of each of which
+    ``prompt`` tokens are read at once.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, prompt: int) -> None:

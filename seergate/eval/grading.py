@@ -171,12 +171,8 @@ def _answer(grader: str, text: str) -> str | None:
 
 
 def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> Grade:
-    """Grade one completion.
-
-    Args:
-        grader: a key of `GRADERS`.
-        gold: the right answer; where it is empty (a problem that is graded elsewhere), nothing is right.
-        equivalent: decides on mathematical equivalence, for the grader that asks.
+    """Grade one completion by a grader of `GRADERS`. With an empty gold answer (a problem that is graded elsewhere),
+    nothing is right.
     """
     answer = last_boxed(completion)
     if boxed := answer is not None or grader in BOXED:

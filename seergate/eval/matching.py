@@ -163,12 +163,13 @@ def match(
     banks: Banks,
     say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
-    """Settings whose bytes are equal on a replayed answer, and a record of the matches. Settings are calibrated by
-    ``prepare``, and the matches of each method said in one line.
+    """Settings whose bytes are equal on a replayed answer, and a record of the matches.
 
     Args:
         specs: one per method; their token budgets are ignored.
         budgets: budgets in tokens of the dense cache.
+        prepare: calibrates a setting.
+        say: gets the matches of each method, as one line.
 
     Returns:
         The settings, without repetition, and one record per target and method: ``target`` (its name),

@@ -40,11 +40,7 @@ def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], 
 
 
 def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dict[str, Any]:
-    """All figures of one run.
-
-    Args:
-        samples: the run's samples, at least one.
-        proxies: contents of `proxies.json`, if they were measured.
+    """All figures of one run, from its samples, at least one, and the contents of `proxies.json`.
 
     Returns:
         Where texts were scored, `of_texts`. Otherwise:
@@ -102,10 +98,7 @@ def _or_none(estimate: Estimate) -> float | None:
 
 
 def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """All figures of one run that scored texts.
-
-    Args:
-        texts: the run's samples, as `seergate.eval.forced.TeacherForcing.measure` makes them.
+    """All figures of one run that scored texts (`seergate.eval.forced.TeacherForcing.measure`).
 
     Returns:
         ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and

@@ -72,13 +72,9 @@ def contexts_hash(windows: Sequence[Window]) -> str:
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
-    """Places in reference generations that together cover all positions evenly.
-
-    Window ``i`` of ``n`` begins a fraction ``(i + 1/2) / n`` into the ``i``-th reference.
-
-    Args:
-        reference: samples (``prompt``, ``completion``); the first ones that are longer than a window are used. Of an
-            answer that is shorter, the window is the end of prompt and answer.
+    """Windows of the first reference samples, which together cover all positions evenly: window ``i`` of ``n`` begins
+    a fraction ``(i + 1/2) / n`` into the ``i``-th answer. Of an answer shorter than a window, it is the end of prompt
+    and answer; samples in which both together are shorter are left out.
     """
     traces = []
     for sample in reference:
@@ -153,17 +149,14 @@ def measure_proxies(
 
 
 def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> list[tuple[Window, Tensor]]:
-    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last.
-
-    Args:
-        windows: decoded together, if the cache allows.
-        replayed: maximum tokens of the answer before a window that are decoded one by one too.
+    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last. At most
+    ``replayed`` tokens of the answer before a window are decoded one by one too.
     """
     waiting = sorted(windows, key=lambda window: -window.forced(replayed))
     batch, running = Batch(model), list[Window]()
     for left in range(waiting[0].forced(replayed), -1, -1):  # so many steps before all are at their windows
         arriving = [window for window in waiting if window.forced(replayed) == left]
-        if arriving and not batch.joinable:  # rows that cannot begin at different times go one after the other
+        if arriving and not batch.joinable:  # rows cannot begin at different times: one after the other
             return [pair for window in windows for pair in _decoded(model, [window], replayed)]
         if arriving:
             batch.add([window.context[: len(window.context) - left] for window in arriving])

@@ -110,7 +110,7 @@ class MethodSpec:
         return fingerprint(bank) if self.has_gates and bank is not None else None
 
     def takes(self, gates: GateBank) -> bool:
-        """True if gates are for this method: retention gates for that of their scorer's name, others by block size."""
+        """True if gates fit this method: retention gates the method of their scorer's name, others by block size."""
         if gates.config.retention or is_retention(self.name):
             return gates.config.scorer == self.name
         return gates.config.block_size == self.block_size
