@@ -11,61 +11,19 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.engine import Engine, Generation, Limit, Request, sample_bytes
-from seergate.eval.memory import estimated_batch
-from seergate.eval.sampling import Sampling
-from seergate.eval.settings import Banks, MethodSpec
+from seergate.eval.engine import Engine, Generation, Job, Request
+from seergate.eval.settings import Banks
 from seergate.fingerprint import fingerprint
 from seergate.hf.attach import Handle, attach
 
 Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]]
 """``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
 by name."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """One setting.
-
-    Attributes:
-        batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
-        prompt, longest: tokens of the longest prompt, and number of tokens of the longest sample, prompt included, to
-            estimate memory.
-    """
-
-    spec: MethodSpec
-    batch_size: int | None
-    prompt: tuple[int, ...]
-    longest: int
-    limit: Limit
-    sampling: Sampling
-
-    def engine(
-        self,
-        handle: Handle,
-        tokenizer: PreTrainedTokenizerBase,
-        on_finished: Callable[[Generation], None],
-        sharing: int = 1,
-    ) -> Engine:
-        """The engine, in one of ``sharing`` processes that share a device's memory."""
-        batch_size = self.batch_size
-        if batch_size is None:
-            each = sample_bytes(handle.model, self.prompt, self.longest)
-            batch_size = estimated_batch(handle.model.device, each, sharing)
-        return Engine(
-            handle,
-            tokenizer,
-            batch_size=batch_size,
-            limit=self.limit,
-            sampling=self.sampling,
-            on_finished=on_finished,
-        )
 
 
 class Generator:
@@ -91,7 +49,7 @@ class Generator:
             self.handle.detach()
         method = job.spec.method(job.spec.bank(self.gates))
         self.handle = attach(self.model, method, correction=job.spec.correction)
-        self.engine = job.engine(self.handle, self.tokenizer, self.finished.append, neighbours)
+        self.engine = Engine(self.handle, self.tokenizer, job, self.finished.append, neighbours)
         return self.engine.batch_size
 
     def work(self, requests: list[Request]) -> tuple[list[Generation], int]:

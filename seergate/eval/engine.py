@@ -31,8 +31,9 @@ from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count, check_counts
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
-from seergate.eval.memory import is_out_of_memory
+from seergate.eval.memory import estimated_batch, is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
 from seergate.methods.evicting import CompressingMethod, CompressingState
@@ -273,37 +274,57 @@ class _Row(SampledRow):
         return len(self.tokens) >= self.limit
 
 
+@dataclass(frozen=True)
+class Job:
+    """One setting, and how its samples are generated.
+
+    Attributes:
+        batch_size: samples that a process makes together; as many as fit into its memory if ``None``.
+        prompt, longest: tokens of the longest prompt, and number of tokens of the longest sample, prompt included, to
+            estimate memory.
+    """
+
+    spec: MethodSpec
+    batch_size: int | None
+    prompt: tuple[int, ...]
+    longest: int
+    limit: Limit
+    sampling: Sampling
+
+
 class Engine:
-    """Generates samples.
+    """Generates samples. The batch size is halved whenever memory runs out. Where the failed forward pass can be
+    undone (`Batch.take_back`), half of the samples continue, or all of them if only new samples did not fit. The
+    others start anew, random numbers included: a dense pass over their tokens would give other keys and values than
+    the sparse steps did.
 
     Args:
-        handle: the method, attached to a model in eval mode.
-        batch_size: maximum number of samples that run together; halved whenever memory runs out. Where the failed
-            forward pass can be undone (`Batch.take_back`), half of the samples continue, or all of them if only new
-            samples did not fit. The others start anew, random numbers included: a dense pass over their tokens would
-            give other keys and values than the sparse steps did.
+        handle: the job's method, attached to a model in eval mode.
         on_finished: called with every sample when it ends.
+        sharing: processes that share the device's memory.
     """
 
     def __init__(
         self,
         handle: Handle,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        batch_size: int,
-        limit: Limit,
-        sampling: Sampling,
+        job: Job,
         on_finished: Callable[[Generation], None],
+        sharing: int = 1,
     ) -> None:
-        check_count("batch_size", batch_size, 1)
         if handle.passes.phase == "dense":
             raise SeergateError(
                 f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
                 "evaluate 'dense' instead"
             )
-        self.handle, self.tokenizer, self.batch_size, self.limit = handle, tokenizer, batch_size, limit
-        self.on_finished = on_finished
-        self.choose = TokenChooser(sampling)
+        if job.batch_size is None:
+            each = sample_bytes(handle.model, job.prompt, job.longest)
+            self.batch_size = estimated_batch(handle.model.device, each, sharing)
+        else:
+            check_count("batch_size", job.batch_size, 1)
+            self.batch_size = job.batch_size
+        self.handle, self.tokenizer, self.limit, self.on_finished = handle, tokenizer, job.limit, on_finished
+        self.choose = TokenChooser(job.sampling)
         self.ends = end_ids(handle.model, tokenizer)
         self.waiting = deque[Request]()
         self.rows = list[_Row]()

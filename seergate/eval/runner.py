@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.cluster import Cluster, Job, Loader
+from seergate.eval.cluster import Cluster, Loader
 from seergate.eval.collector import Collector, Progress
-from seergate.eval.engine import Limit, Request, encode, prompt_text, reply_ids
+from seergate.eval.engine import Engine, Job, Limit, Request, encode, prompt_text, reply_ids
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import derive
@@ -203,7 +203,7 @@ def evaluate(
                             elif options.engine in SERVERS:
                                 generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
                             else:
-                                job.engine(handle, tokenizer, sink.take).run(requests)
+                                Engine(handle, tokenizer, job, sink.take).run(requests)
                 if unmeasured:
                     reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
                     proxies = measure_proxies(model, tokenizer, handle, reference.samples)

@@ -25,8 +25,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval.cluster import Job
-from seergate.eval.engine import Generation, Request, end_ids
+from seergate.eval.engine import Generation, Job, Request, end_ids
 from seergate.eval.settings import MethodSpec
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
