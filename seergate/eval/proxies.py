@@ -96,13 +96,10 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str,
 
 @torch.inference_mode()
 def measure_proxies(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, handle: Handle, reference: Sequence[dict[str, Any]]
+    handle: Handle, tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Decode windows of reference generations under the attached method and compare with dense attention.
-
-    Args:
-        model: with the method attached.
-        reference: see `windows_of`.
+    """Decode windows of reference generations (`windows_of`) under the attached method and compare with dense
+    attention.
 
     Returns:
         ``next_token_kl``, ``next_token_kl_p99``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``,
@@ -115,10 +112,9 @@ def measure_proxies(
         warnings.warn("no recall was measured: prompts and answers are shorter than a window", stacklevel=2)
         return None
     replayed = REPLAYED_TOKENS if handle.storage.lossy or isinstance(handle.method, CompressingMethod) else 0
-    weighed = isinstance(handle.method, SelectingMethod)
-    before, handle.measure_recall = handle.measure_recall, weighed
+    before, handle.measure_recall = handle.measure_recall, isinstance(handle.method, SelectingMethod)
     handle.reset_stats()
-    found = list[Tensor]()
+    model, found = handle.model, list[Tensor]()
     try:
         for first in range(0, len(windows), ROWS):
             for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
@@ -131,7 +127,7 @@ def measure_proxies(
         handle.reset_stats()
     each = torch.cat(found, dim=1)
     kl, loss, dense_loss, agreement = each.mean(1).tolist()
-    per_layer = stats.get("recall_per_layer") if weighed else None
+    per_layer = stats.get("recall_per_layer")
     known = [value for value in per_layer or [] if value is not None]
     return {
         "next_token_kl": kl,

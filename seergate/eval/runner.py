@@ -206,7 +206,7 @@ def evaluate(
                                 Engine(handle, tokenizer, job, sink.take).run(requests)
                 if unmeasured:
                     reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
-                    proxies = measure_proxies(model, tokenizer, handle, reference.samples)
+                    proxies = measure_proxies(handle, tokenizer, reference.samples)
                     if proxies is not None:
                         store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
     return write_metrics(out_dir)
