@@ -65,13 +65,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_counts(self, top_k=0)
-        for name, right, must_be in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "a positive number"),
-        ):
-            check(name, getattr(self, name), right, must_be)
+        finite = 0 <= self.temperature < float("inf")
+        check("temperature", self.temperature, finite, "0 (greedy) or a positive number")
+        check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        check("min_p", self.min_p, 0 <= self.min_p < 1, "in [0, 1)")
+        check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "a positive number")
 
     @property
     def greedy(self) -> bool:
