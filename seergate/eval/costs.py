@@ -40,7 +40,7 @@ class RowStats(DecodeStats):
         self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
 
     def begin_step(self) -> None:
-        """Mark the begin of a step, which `take_back` may undo."""
+        """Mark the beginning of a step, which `take_back` may undo."""
         figures = {name: figure.copy() for name, figure in self.figures.items()}
         self.before = figures, dict(self.blocks), self.decode_steps.copy(), [len(curve) for curve in self.curves]
 

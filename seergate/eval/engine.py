@@ -359,7 +359,7 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Out here nothing holds on to the frames of the failed forward pass and their tensors.
+        # Outside of the except block nothing holds on to the frames of the failed forward pass and their tensors.
         self._back_off(together)
         return True
 

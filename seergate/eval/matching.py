@@ -36,7 +36,7 @@ EVERYTHING = 2**30
 """A token budget that stands for all budgets of a method."""
 
 TOKEN = "a token of the dense cache"
-"""Placeholder key: bytes of one dense cache token."""
+"""Key of `Replay.known` for the bytes of one token of the dense cache."""
 
 CLOSE, FAR = 0.01, 0.10
 """Relative distances to a target: at the first the search ends; beyond the second a setting is not run."""

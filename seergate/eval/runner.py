@@ -182,33 +182,34 @@ def evaluate(
                 _score_texts(forced, spec, bank, list(wanted), made, log, options.on_progress)
             return write_metrics(out_dir)
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
-        if missing or unmeasured:
-            golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
-            with attached(model, spec.method(bank), correction=spec.correction) as handle:
-                if missing:
-                    kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
-                    unmade = {key: problem for key, problem in missing.items() if key not in kept}
-                    with (
-                        GradingPool(processes) as judges,
-                        Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
-                    ):
-                        sink.report()
-                        sink.take_kept([kept[key] for key in missing if key in kept])
-                        if unmade:
-                            requests = _requests(tokenizer, unmade, limit, options.seed)
-                            longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
-                            job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
-                            if cluster is not None:
-                                cluster.generate(job, fingerprint(model), requests, sink.take)
-                            elif options.engine in SERVERS:
-                                generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
-                            else:
-                                Engine(handle, tokenizer, job, sink.take).run(requests)
-                if unmeasured:
-                    reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
-                    proxies = measure_proxies(handle, tokenizer, reference.samples)
-                    if proxies is not None:
-                        store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
+        if not missing and not unmeasured:
+            return write_metrics(out_dir)
+        golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
+        with attached(model, spec.method(bank), correction=spec.correction) as handle:
+            if missing:
+                kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
+                unmade = {key: problem for key, problem in missing.items() if key not in kept}
+                with (
+                    GradingPool(processes) as judges,
+                    Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
+                ):
+                    sink.report()
+                    sink.take_kept([kept[key] for key in missing if key in kept])
+                    if unmade:
+                        requests = _requests(tokenizer, unmade, limit, options.seed)
+                        longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
+                        job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
+                        if cluster is not None:
+                            cluster.generate(job, fingerprint(model), requests, sink.take)
+                        elif options.engine in SERVERS:
+                            generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
+                        else:
+                            Engine(handle, tokenizer, job, sink.take).run(requests)
+            if unmeasured:
+                reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
+                proxies = measure_proxies(handle, tokenizer, reference.samples)
+                if proxies is not None:
+                    store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
     return write_metrics(out_dir)
 
 
