@@ -62,7 +62,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             raise SeergateError(
                 f"{directory / store.SAMPLES} has a sample without {missing!r}; remove its line to have it made again"
             )
-        before = clustered(by_problem(samples, lambda s: s["correct"])).mean
+        before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
         changed = []
@@ -72,7 +72,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             new = _verdict(grade.correct, grade.pred, grade.reason)
             if old != new:
                 changed.append((str(sample["problem_id"]), int(sample["sample_idx"]), old, new))
-        after = clustered(by_problem(samples, lambda s: s["correct"])).mean
+        after = clustered(by_problem(samples, "correct")).mean
         if not dry_run:
             now = _graded_by(name, config)
             if changed:

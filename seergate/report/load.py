@@ -235,7 +235,7 @@ class Sweep:
         ]
         if not common[0]:
             return Difference(math.nan, math.nan, 0)
-        return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
+        return paired(*(by_problem(side, "correct") for side in common))
 
     def share(self, setting: Setting, metric: str) -> float:
         """A metric in percent of the first setting's, which is dense attention's where there is a dense run."""
