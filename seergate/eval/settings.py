@@ -61,7 +61,7 @@ class MethodSpec:
             raise SeergateError(f"the method {self.name!r} needs a token budget")
         if "block_size" not in known and not self.has_gates:
             object.__setattr__(self, "block_size", None)
-        self.correction  # noqa: B018  (checks its options)
+        correction_of(**self._correction_options)  # checks them
 
     @property
     def has_gates(self) -> bool:
