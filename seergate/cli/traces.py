@@ -65,8 +65,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.eval import Limit, Problem, Sampling
-    from seergate.eval.cluster import Job
-    from seergate.eval.engine import Generation, Request, encode, prompt_text
+    from seergate.eval.engine import Engine, Generation, Job, Request, encode, prompt_text
     from seergate.eval.sampling import sample_seed
     from seergate.eval.served import SERVERS, check_served, engine_version, generate_by_server
     from seergate.eval.settings import method_spec
@@ -162,7 +161,7 @@ def run(options: argparse.Namespace) -> None:
                 generate_by_server(options.engine, model, tokenizer, requests, job, bank, take)
             else:
                 with attached(model, method, correction=spec.correction) as handle:
-                    job.engine(handle, tokenizer, take).run(requests)
+                    Engine(handle, tokenizer, job, take).run(requests)
     written = len(made) + len(requests) - (0 if options.keep_cut else cut)
     kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
     print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))

@@ -6,7 +6,6 @@ can make others, else on 1 % of the problems, as LazyEviction's authors do.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
@@ -37,10 +36,8 @@ FRESH = 4
 
 
 def check_auto(specs: Sequence[MethodSpec], matched: bool = False) -> None:
-    """Refuse ``auto`` for an option that cannot be measured.
-
-    Args:
-        matched: if the settings are made equal in bytes, which finds the options of `Method.searched_values`.
+    """Refuse ``auto`` for an option that cannot be measured. Those of `Method.searched_values` are found only where
+    settings are ``matched`` in bytes.
     """
     for spec in specs:
         searched = reading_class(spec.name).searched_values()
@@ -65,12 +62,11 @@ def calibrated_options() -> list[tuple[str, str]]:
 
 def calibration_of(kind: type[Method], option: str) -> type[Calibration]:
     """The measurement of an option of a method."""
-    found: type[Calibration] = resolve_name(kind.calibrates[option])
-    return found
+    return resolve_name(kind.calibrates[option])  # type: ignore[no-any-return]
 
 
 def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted: int | None) -> list[list[int]]:
-    """Token ids of some of a task's prompts, spread evenly; 1 % of them if ``wanted`` is ``None``."""
+    """Token ids of ``wanted`` of a task's prompts, spread evenly; of 1 % of them if ``None``."""
     problems = task.bound(tokenizer).problems()
     count = max(1, len(problems) // FRACTION) if wanted is None else min(wanted, len(problems))
     chosen = [problems[i * len(problems) // count] for i in range(count)]
@@ -89,7 +85,7 @@ def made_on(
     model: PreTrainedModel, task: Task, prompts: Prompts, max_new_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
     """Everything that a measurement depends on, as plain JSON types; kept with it and compared before it is reused."""
-    made = {
+    return {
         "model": fingerprint(model),
         "rope": rope_of(model),
         "task": task.name,
@@ -98,7 +94,6 @@ def made_on(
         "max_new_tokens": max_new_tokens,
         "sampling": asdict(sampling),
     }
-    return dict(json.loads(json.dumps(made, default=str)))
 
 
 class Calibration(ABC):
@@ -136,12 +131,8 @@ class Calibration(ABC):
 
 
 class Calibrator:
-    """Measures options that are ``"auto"``, each once, for one model and one task.
-
-    Args:
-        model: a model in eval mode, nothing attached.
-        task: the task that the settings will be evaluated on.
-        directory: directory of the results. A result made on the same model and prompts is used again.
+    """Measures options that are ``"auto"``, each once, for one model, with nothing attached, and the task that the
+    settings will be evaluated on. A result in ``directory`` that was made on the same model and prompts is used again.
     """
 
     def __init__(

@@ -11,16 +11,13 @@ import logging
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.engine import Engine, Generation, Limit, Request, sample_bytes
-from seergate.eval.memory import estimated_batch
-from seergate.eval.sampling import Sampling
-from seergate.eval.settings import Banks, MethodSpec
+from seergate.eval.engine import Engine, Generation, Job, Request
+from seergate.eval.settings import Banks
 from seergate.fingerprint import fingerprint
 from seergate.hf.attach import Handle, attach
 
@@ -29,53 +26,13 @@ Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]]
 by name."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One setting.
-
-    Attributes:
-        batch_size: samples that an actor makes together; as many as fit into its memory if ``None``.
-        prompt: tokens of the longest prompt, to estimate memory.
-        longest: tokens of the longest sample, prompt included, to estimate memory.
-    """
-
-    spec: MethodSpec
-    batch_size: int | None
-    prompt: tuple[int, ...]
-    longest: int
-    limit: Limit
-    sampling: Sampling
-
-    def engine(
-        self,
-        handle: Handle,
-        tokenizer: PreTrainedTokenizerBase,
-        on_finished: Callable[[Generation], None],
-        sharing: int = 1,
-    ) -> Engine:
-        """The engine, in one of ``sharing`` processes that share a device's memory."""
-        batch_size = self.batch_size
-        if batch_size is None:
-            each = sample_bytes(handle.model, self.prompt, self.longest)
-            batch_size = estimated_batch(handle.model.device, each, sharing)
-        return Engine(
-            handle,
-            tokenizer,
-            batch_size=batch_size,
-            limit=self.limit,
-            sampling=self.sampling,
-            on_finished=on_finished,
-        )
-
-
 class Generator:
     """The actor: makes the samples that it is given, with one model."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
-        self.job: Job | None = None
         self.handle: Handle | None = None
-        self.waiting, self.finished = deque[Request](), list[Generation]()
+        self.finished = list[Generation]()
 
     def load(self) -> tuple[str, str]:
         """Load the model; the weights' fingerprint, and the node that this runs on."""
@@ -84,35 +41,26 @@ class Generator:
         self.model, self.tokenizer, self.gates = self.loader()
         return fingerprint(self.model), ray.get_runtime_context().get_node_id()
 
-    def work(self, job: Job, neighbours: int, requests: list[Request]) -> tuple[list[Generation], int]:
-        """Take more requests and go on until a sample is finished.
-
-        Args:
-            job: if it is another than before, the method is exchanged.
-            neighbours: actors that share this device's memory, itself included.
-
-        Returns:
-            The finished samples, none if there is nothing to do; and how many samples are made together.
+    def begin(self, job: Job, neighbours: int) -> int:
+        """Attach the method of a job, in place of that of the job before; returns how many samples are made together.
+        ``neighbours`` actors share this device's memory, this one included.
         """
-        if job != self.job:
-            self._begin(job, neighbours)
-        self.waiting.extend(requests)
-        self.finished = []
-        while not self.finished and self.engine.step(
-            iter(lambda: self.waiting.popleft() if self.waiting else None, None)
-        ):
-            pass
-        return self.finished, self.engine.batch_size
-
-    def _begin(self, job: Job, neighbours: int) -> None:
         if self.handle is not None:
             self.handle.detach()
         method = job.spec.method(job.spec.bank(self.gates))
         self.handle = attach(self.model, method, correction=job.spec.correction)
-        self.engine = job.engine(
-            self.handle, self.tokenizer, lambda generation: self.finished.append(generation), neighbours
-        )
-        self.job = job
+        self.engine = Engine(self.handle, self.tokenizer, job, self.finished.append, neighbours)
+        return self.engine.batch_size
+
+    def work(self, requests: list[Request]) -> tuple[list[Generation], int]:
+        """Take more requests and go on until a sample is finished. Returns the finished samples, and how many samples
+        are made together from now on.
+        """
+        self.engine.waiting.extend(requests)
+        self.finished.clear()
+        while not self.finished and self.engine.step():
+            pass
+        return list(self.finished), self.engine.batch_size
 
 
 class Cluster:
@@ -165,16 +113,18 @@ class Cluster:
                 theirs, self.nodes[actor] = self._result(actor, loaded) or (weights, "")
                 if theirs != weights:
                     raise SeergateError(f"a worker has loaded other weights ({theirs}) than this process ({weights})")
-        share = -(-len(waiting) // len(self.actors))  # or one actor might take all
-        room, idle, running = dict.fromkeys(self.actors, 0), list(self.actors), dict[Any, Any]()
         beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
-        while waiting or any(lent.values()) or running:
+        begun = [(actor, actor.begin.remote(job, beside[self.nodes[actor]] or 1)) for actor in self.actors]
+        room = {actor: self._result(actor, task) for actor, task in begun}
+        share = -(-len(waiting) // len(self.actors))  # or one actor might take all
+        idle, running = list(self.actors), dict[Any, Any]()
+        while waiting or any(lent.values()):
             for actor in idle:
                 held = lent.setdefault(actor, {})
                 more = [waiting.popleft() for _ in range(min(len(waiting), min(share, room[actor]) - len(held)))]
                 held |= {request.key: request for request in more}
-                if held or not room[actor]:  # the first call only asks for the room
-                    running[actor.work.remote(job, beside[self.nodes[actor]] or 1, more)] = actor
+                if held:
+                    running[actor.work.remote(more)] = actor
             idle = [actor for actor in idle if actor not in running.values()]
             (done, *_), _ = ray.wait(list(running))
             actor = running.pop(done)

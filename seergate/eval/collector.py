@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +17,8 @@ from seergate.eval.judge import GradingPool
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a run.
-
-    Attributes:
-        label: name of the setting.
-        done, total: graded samples, and all.
-        correct: how many of them are right; ``None`` where nothing is graded.
-        made: samples generated since the run was started or resumed.
-        tokens: generated since then.
-        seconds: since then.
+    """Progress of a setting: samples that are ``done``, those of them that are ``correct`` (``None`` where nothing is
+    graded), and the samples, tokens and seconds that were made since the run was started or resumed.
     """
 
     label: str
@@ -54,10 +46,8 @@ class Collector:
     and the others are left to the next run.
 
     Args:
-        grader: a key of `seergate.eval.grading.GRADERS`.
         golds: problem id -> right answer.
         samples: earlier samples of the run.
-        judges: the grading processes; each grades one sample at a time.
         on_progress: called after every grade, from a thread that grades; one call at a time.
     """
 
@@ -68,17 +58,14 @@ class Collector:
         grader: str,
         golds: Mapping[str, str],
         log: store.SampleLog,
-        samples: Iterable[dict[str, Any]],
+        samples: Sequence[dict[str, Any]],
         judges: GradingPool,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.label, self.total, self.grader, self.golds = label, total, grader, golds
         self.log, self.judges, self.on_progress = log, judges, on_progress
-        self.outcomes: dict[str, list[bool]] = defaultdict(list)
-        self.seen: set[store.Key] = set()
-        for sample in samples:
-            self.outcomes[sample["problem_id"]].append(sample["correct"])
-            self.seen.add(store.key_of(sample))
+        self.seen = set(map(store.key_of, samples))
+        self.done, self.correct = len(samples), sum(sample["correct"] for sample in samples)
         self.made = self.tokens = self.waiting = 0
         self.error: BaseException | None = None
         self.abandoned = False
@@ -126,11 +113,9 @@ class Collector:
 
     def report(self) -> None:
         """Call the progress listener."""
-        if self.on_progress is None:
-            return
-        done, correct = (sum(map(count, self.outcomes.values())) for count in (len, sum))
-        spent = time.monotonic() - self.began
-        self.on_progress(Progress(self.label, done, self.total, correct, self.made, self.tokens, spent))
+        if self.on_progress is not None:
+            counts = self.done, self.total, self.correct, self.made, self.tokens
+            self.on_progress(Progress(self.label, *counts, time.monotonic() - self.began))
 
     def _ungraded(self, generation: Generation) -> dict[str, Any]:
         """A line of `samples.jsonl` without the grade."""
@@ -158,7 +143,8 @@ class Collector:
                     return
                 graded = {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason}
                 self.log.append({**sample, **graded})
-                self.outcomes[sample["problem_id"]].append(grade.correct)
+                self.done += 1
+                self.correct += grade.correct
                 self.waiting -= 1
                 if not self.waiting:
                     self.log.forget()

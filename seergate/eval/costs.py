@@ -6,6 +6,7 @@ them. The memory that is allocated does, because the longest row decides; it is 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,43 +16,12 @@ from torch import Tensor
 
 from seergate.stats import DecodeStats, RowBytes, StepRecord
 
-_SUMS = 8
-
 CURVE_STEPS = 32
 """Decode steps per point of a row's curve of tokens read."""
 
-
-class _LayerRows:
-    """Counters of one layer, one entry per row."""
-
-    def __init__(self) -> None:
-        # seen, read without a selection, in the cache (tokens per head), bytes scored; bytes allocated (sum over
-        # steps), their peak; the row's own bytes, their peak
-        self.sums = np.zeros((_SUMS, 0))
-        self.arriving: tuple[float, Any] = 0.0, 0.0  # bytes allocated, and own, of rows that have only read a prompt
-        self.blocks: Tensor | None = None  # selected, summed over KV heads; stays on the device until it is asked for
-        self.heads, self.bytes_per_token, self.block_size = 1, 0, 1
-        self.held = np.zeros(0)  # by the rows, at the last step
-
-    def add(self, rows: int) -> None:
-        """Add rows that have read their prompts; their peak is at least the bytes that they hold now."""
-        new = np.zeros((_SUMS, rows))
-        allocated, new[7] = self.arriving
-        new[5] = allocated / rows
-        self.sums, self.arriving = np.concatenate((self.sums, new), axis=1), (0.0, 0.0)
-        if self.blocks is not None:
-            self.blocks = torch.cat((self.blocks, self.blocks.new_zeros(rows)))
-
-    def keep(self, rows: list[int]) -> None:
-        """Drop all rows but these."""
-        self.sums = self.sums[:, rows]
-        if self.blocks is not None:
-            self.blocks = self.blocks[torch.tensor(rows, dtype=torch.int64, device=self.blocks.device)]
-
-    def tokens_read(self, row: int) -> float:
-        """Tokens that a row has read so far, mean over KV heads."""
-        selected = 0.0 if self.blocks is None else float(self.blocks[row]) * self.block_size / self.heads
-        return float(self.sums[1, row]) + selected
+FIGURES = ("seen", "read", "cached", "scored", "allocated", "allocated_peak", "own", "own_peak")
+"""Tokens of context, tokens read by steps without a selection, and tokens in the cache per head; bytes read to decide,
+the row's share of the bytes allocated, and the row's own bytes. Sums over steps, but for the two peaks."""
 
 
 class RowStats(DecodeStats):
@@ -59,73 +29,74 @@ class RowStats(DecodeStats):
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__(layers)
-        self.by_layer = {layer: _LayerRows() for layer in layers}
+        self.place = {layer: i for i, layer in enumerate(layers)}
+        self.figures = {name: np.zeros((len(layers), 0)) for name in FIGURES}  # [layers, rows]
+        self.blocks = dict[int, Tensor]()  # layer -> selected by each row, summed over KV heads; on the device
+        self.held = dict[int, Any]()  # layer -> bytes that each row held alone at the last step
+        self.arriving = dict[int, tuple[float, Any]]()  # layer -> bytes of new rows: allocated, own
         self.decode_steps = np.zeros(0)
         self.savings = np.zeros(0)  # of memory, by sharing blocks: ratios, summed over steps
         self.shares = False
-        self.before = self.decode_steps, list[int](), dict[int, Any]()
         self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
 
     def begin_step(self) -> None:
-        """Mark the begin of a step, which `take_back` may undo."""
-        self.before = self.decode_steps.copy(), [len(curve) for curve in self.curves], dict[int, Any]()
+        """Mark the beginning of a step, which `take_back` may undo."""
+        figures = {name: figure.copy() for name, figure in self.figures.items()}
+        self.before = figures, dict(self.blocks), self.decode_steps.copy(), [len(curve) for curve in self.curves]
 
     def take_back(self) -> None:
         """Forget what the step has counted since `begin_step`. Figures of all rows together keep it."""
-        self.decode_steps, lengths, layers = self.before
+        self.figures, self.blocks, self.decode_steps, lengths = self.before
         self.curves = [curve[:length] for curve, length in zip(self.curves, lengths, strict=True)]
-        for layer, (sums, blocks) in layers.items():
-            self.by_layer[layer].sums, self.by_layer[layer].blocks = sums, blocks
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
         """Count a prompt that was read. Its rows are those that `add_rows` is called for next."""
         super().saw_prompt(layer, resident_bytes, row_bytes)
-        self.by_layer[layer].arriving = float(resident_bytes), row_bytes()
+        self.arriving[layer] = float(resident_bytes), row_bytes()
 
     def add_rows(self, rows: int) -> None:
-        """Add rows at the end of the batch, whose prompts have been read."""
+        """Add rows at the end of the batch, whose prompts have been read: they count in the peaks."""
+        new = {name: np.zeros((len(self.layers), rows)) for name in FIGURES}
+        for layer, i in self.place.items():
+            allocated, own = self.arriving.pop(layer, (0.0, 0.0))
+            new["allocated_peak"][i], new["own_peak"][i] = allocated / rows, own
+        self.figures = {name: np.concatenate((figure, new[name]), axis=1) for name, figure in self.figures.items()}
+        self.blocks = {layer: torch.cat((n, n.new_zeros(rows))) for layer, n in self.blocks.items()}
         self.decode_steps, self.savings = (
             np.concatenate((counted, np.zeros(rows))) for counted in (self.decode_steps, self.savings)
         )
         self.curves += [[] for _ in range(rows)]
-        for counters in self.by_layer.values():
-            counters.add(rows)
 
     def keep_rows(self, rows: list[int]) -> None:
         """Drop all rows but these."""
+        self.figures = {name: figure[:, rows] for name, figure in self.figures.items()}
+        self.blocks = {layer: n[rows] for layer, n in self.blocks.items()}
         self.decode_steps, self.savings = self.decode_steps[rows], self.savings[rows]
         self.curves = [self.curves[row] for row in rows]
-        for counters in self.by_layer.values():
-            counters.keep(rows)
 
     def record(self, record: StepRecord) -> None:
         """Count one decode step, row by row too."""
         super().record(record)
-        layer, seen, selection, block_size = record.layer, record.total_tokens, record.selection, record.block_size
-        counters = self.by_layer[layer]
-        self.before[2][layer] = counters.sums.copy(), counters.blocks
-        counters.heads, counters.bytes_per_token = self.layers[layer].heads, self.layers[layer].bytes_per_token
-        counters.block_size = block_size
-        ends = np.array(record.step.ends)
-        seen_, read_, cached, scored, allocated, allocated_peak, own, own_peak = counters.sums
-        seen_ += seen
-        missing = -(-ends % block_size)  # the current block may not be full
-        read_ += np.array(record.read, dtype=float) if selection is None else missing
-        cached += ends
-        scored += record.scored
-        allocated += record.resident_bytes / len(seen)
-        np.maximum(allocated_peak, record.resident_bytes / len(seen), out=allocated_peak)
-        counters.held = held = record.row_bytes()
-        own += held
-        np.maximum(own_peak, held, out=own_peak)
+        layer, seen, selection = record.layer, record.total_tokens, record.selection
+        ends, allocated = np.array(record.step.ends), record.resident_bytes / len(seen)
+        of = {name: figure[self.place[layer]] for name, figure in self.figures.items()}
+        of["seen"] += seen
+        # of the blocks selected, which are counted below, the current one may not be full
+        of["read"] += np.array(record.read, dtype=float) if selection is None else -(-ends % record.block_size)
+        of["cached"] += ends
+        of["scored"] += record.scored
+        of["allocated"] += allocated
+        np.maximum(of["allocated_peak"], allocated, out=of["allocated_peak"])
+        self.held[layer] = held = record.row_bytes()
+        of["own"] += held
+        np.maximum(of["own_peak"], held, out=of["own_peak"])
         if selection is not None:
-            counts = selection.counts.sum(1)
-            counters.blocks = counts if counters.blocks is None else counters.blocks + counts
-        if layer == next(reversed(self.by_layer)):
+            self.blocks[layer] = self.blocks.get(layer, 0) + selection.counts.sum(1)
+        if layer == next(reversed(self.layers)):
             self.decode_steps += 1
             for row in np.flatnonzero(self.decode_steps % CURVE_STEPS == 0).tolist():
-                read_so_far = sum([each.tokens_read(row) for each in self.by_layer.values()]) / len(self.by_layer)
-                held_now = sum([float(each.held[row]) for each in self.by_layer.values()])
+                read_so_far = sum([self._tokens_read(each, row) for each in self.layers]) / len(self.layers)
+                held_now = sum([float(self.held[each][row]) for each in self.layers])
                 self.curves[row].append((seen[row], read_so_far, held_now))
 
     def note_savings(self, ratios: Sequence[float]) -> None:
@@ -146,34 +117,35 @@ class RowStats(DecodeStats):
             ``amsr``, the row's memory saving ratio, mean over its decode steps. Means are over decode steps; the
             prompt counts in the peaks. Empty if nothing was decoded.
         """
-        steps = float(self.decode_steps[row])
-        ran = [counters for counters in self.by_layer.values() if counters.sums[0, row] > 0]
+        steps, found = float(self.decode_steps[row]), defaultdict[str, float](float)
+        figures = {
+            layer: {name: float(f[i, row]) for name, f in self.figures.items()} for layer, i in self.place.items()
+        }
+        ran = {layer: of for layer, of in figures.items() if of["seen"]}
         if not steps or not ran:
             return {}
-        density = cached_tokens = read_bytes = 0.0
-        held = np.zeros(4)  # allocated and own: mean, peak
-        for counters in ran:
-            seen, _, cached, scored, *bytes_ = (float(value) for value in counters.sums[:, row])
-            read = counters.tokens_read(row)
-            density += read / seen / len(ran)
-            cached_tokens += cached / steps / len(ran)
-            read_bytes += (read * counters.heads * counters.bytes_per_token + scored) / steps
-            held += np.array(bytes_) / (steps, 1, steps, 1)
-        resident, resident_peak, own, own_peak = held.tolist()
-        shared = {"amsr": float(self.savings[row]) / steps} if self.shares else {}
+        if self.shares:
+            found["amsr"] = float(self.savings[row]) / steps
+        for layer, of in ran.items():
+            read = self._tokens_read(layer, row)
+            found["density"] += read / of["seen"] / len(ran)
+            found["cached_tokens"] += of["cached"] / steps / len(ran)
+            heads, width = self.layers[layer].heads, self.layers[layer].bytes_per_token
+            found["bytes_read_per_step"] += (read * heads * width + of["scored"]) / steps
+            found["own_bytes_mean"] += of["own"] / steps
+            found["own_bytes_peak"] += of["own_peak"]
+            found["resident_bytes_mean"] += of["allocated"] / steps
+            found["resident_bytes_peak"] += of["allocated_peak"]
+        curve = self.curves[row]
         return {
-            **shared,
-            "density": density,
-            "cached_tokens": cached_tokens,
-            "bytes_read_per_step": read_bytes,
-            "own_bytes_mean": own,
-            "own_bytes_peak": own_peak,
-            "resident_bytes_mean": resident,
-            "resident_bytes_peak": resident_peak,
+            **found,
             "read_curve": [
                 [length, round((read - before) / CURVE_STEPS, 2), held]
-                for (length, read, held), (_, before, _) in zip(
-                    self.curves[row], [(0, 0.0, 0.0), *self.curves[row]], strict=False
-                )
+                for (length, read, held), (_, before, _) in zip(curve, [(0, 0.0, 0.0), *curve], strict=False)
             ],
         }
+
+    def _tokens_read(self, layer: int, row: int) -> float:
+        """Tokens that a row has read so far in a layer, mean over KV heads."""
+        stats, blocks = self.layers[layer], float(self.blocks[layer][row]) if layer in self.blocks else 0.0
+        return float(self.figures["read"][self.place[layer], row]) + blocks * stats.block_size / stats.heads

@@ -14,8 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
 from seergate.cache.argument import CACHE
+from seergate.cache.call import Phase
 from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count
 from seergate.errors import SeergateError
@@ -31,7 +33,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
-    """The prompts and right answers of a task, whose problems must say answers of two tokens or more."""
+    """The prompts and right answers of a task; each answer must have two tokens or more."""
     found = list[Text]()
     for problem in task.bound(tokenizer).problems():
         prompt = prompt_text(tokenizer, problem)
@@ -49,39 +51,40 @@ def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
 def distances(
     model: PreTrainedModel, method: SelectingMethod, texts: Sequence[Text], plans: Sequence[tuple[int, ...]]
 ) -> Tensor:
-    """Distance from dense attention for several choices of dense layers.
+    """Distance from dense attention for several choices (``plans``) of dense layers.
 
     Args:
         model: in eval mode, nothing attached.
         method: chooses blocks; its own dense layers are left aside.
         texts: prompts, and what is decoded after them.
-        plans: the dense layers of each choice.
 
     Returns:
         float64 ``[len(plans), len(texts)]``: KL(dense || method) of the next token in nats, mean over the decoded
         tokens.
     """
+    method = replace(method, dense_layers=())
     found = torch.zeros(len(plans), len(texts), dtype=torch.float64)
     for column, (prompt, reply) in enumerate(texts):
         cache = DynamicCache(config=model.config)
         prompt_ids, given = (torch.tensor([list(ids)], device=model.device) for ids in (prompt, reply[:-1]))
         targets = torch.tensor(list(reply[1:]), device=model.device)
-        with attached(model, replace(method, dense_layers=())):
+        with attached(model, method):
             model(input_ids=prompt_ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        dense = Tensor()
-        for row, layers in enumerate([None, *plans], start=-1):
-            again = copy.deepcopy(cache)
-            with attached(model, replace(method, dense_layers=layers or ())) as handle:
-                for layer in again.layers:
-                    if isinstance(layer, GatedLayer):  # what it remembers does not depend on which layers are dense
-                        layer.method = handle.method
-                with handle.passes.forced("dense" if layers is None else "decode"):
-                    logits = model(input_ids=given, **{CACHE: again}, use_cache=True).logits[0]
-            if layers is None:
-                dense = logits
-            else:
-                found[row, column] = compare(dense, logits, targets)[0].mean()
+        dense = _decoded(model, method, cache, given, "dense")
+        for row, layers in enumerate(plans):
+            sparse = _decoded(model, replace(method, dense_layers=layers), cache, given, "decode")
+            found[row, column] = compare(dense, sparse, targets)[0].mean()
     return found
+
+
+def _decoded(model: PreTrainedModel, method: SelectingMethod, cache: Cache, ids: Tensor, phase: Phase) -> Tensor:
+    """Logits ``[S, V]`` of tokens ``[1, S]`` behind those in a cache, which stays as it is."""
+    again = copy.deepcopy(cache)
+    with attached(model, method) as handle, handle.passes.forced(phase):
+        for layer in again.layers:
+            if isinstance(layer, GatedLayer):  # what it remembers does not depend on which layers are dense
+                layer.method = handle.method
+        return model(input_ids=ids, **{CACHE: again}, use_cache=True).logits[0]
 
 
 def find_dense_layers(

@@ -16,7 +16,7 @@ import copy
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,9 @@ from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count, check_counts
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
-from seergate.eval.memory import is_out_of_memory
+from seergate.eval.memory import estimated_batch, is_out_of_memory
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
 from seergate.methods.evicting import CompressingMethod, CompressingState
@@ -41,14 +42,8 @@ from seergate.stats import DecodeStats
 
 @dataclass(frozen=True)
 class Request:
-    """One sample to be generated.
-
-    Attributes:
-        key: identifies it to the caller.
-        prompt: text, special tokens included.
-        ids: the prompt's token ids.
-        seed: seed of the sample's random numbers.
-        reply: tokens of a right answer, whose log-probability is measured; none if empty.
+    """One sample to be generated: its prompt as text and as tokens, and the seed of its random numbers. ``key``
+    identifies it to the caller; ``reply`` holds the tokens of a right answer, whose log-probability is measured.
     """
 
     key: Any
@@ -95,13 +90,11 @@ class Generation:
     """A finished sample.
 
     Attributes:
-        request: the request.
-        completion: the generated text, without end and padding tokens.
+        completion: the generated text, without the end token.
         token_ids: the generated tokens, the end token included if there is one.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
         seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
-        costs: bytes and tokens read and held (`RowStats.of`; empty of a server), and ``reply_logprob`` if the request
-            has a reply.
+        costs: `RowStats.of`, empty if a server generated; and ``reply_logprob`` if the request has a reply.
     """
 
     request: Request
@@ -133,11 +126,7 @@ class Generation:
 
 
 class Batch:
-    """Rows that decode together: their cache, and the forward passes.
-
-    Args:
-        model: a model in eval mode; it may have a method attached.
-    """
+    """Rows that decode together, under the method that is attached to the model: their cache and forward passes."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
@@ -189,11 +178,8 @@ class Batch:
         return logits
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
-        """Decode a given reply after each row, and sum up the log-probabilities of its tokens.
-
-        Args:
-            logits: ``[rows, V]`` of the first token.
-            replies: token ids for each row; 0 is the sum of none.
+        """Decode a given reply after each row, and sum up the log-probabilities of its tokens; ``logits [rows, V]``
+        are those of the first token.
         """
         sums = [0.0] * len(replies)
         for i in range(longest := max(map(len, replies))):
@@ -255,12 +241,8 @@ class Batch:
 
 @torch.inference_mode()
 def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) -> float:
-    """Peak bytes of a sample under the attached method: keys, values and the method's state.
-
-    Args:
-        model: a model in eval mode, with a method attached.
-        prompt: token ids; they are read to measure the bytes.
-        longest: tokens of prompt and answer.
+    """Peak bytes of a sample of ``longest`` tokens under the attached method: keys, values and the method's state. The
+    prompt is read to measure them.
     """
     batch, total = Batch(model), 0.0
     batch.add([prompt])
@@ -292,63 +274,82 @@ class _Row(SampledRow):
         return len(self.tokens) >= self.limit
 
 
+@dataclass(frozen=True)
+class Job:
+    """One setting, and how its samples are generated.
+
+    Attributes:
+        batch_size: samples that a process makes together; as many as fit into its memory if ``None``.
+        prompt, longest: tokens of the longest prompt, and number of tokens of the longest sample, prompt included, to
+            estimate memory.
+    """
+
+    spec: MethodSpec
+    batch_size: int | None
+    prompt: tuple[int, ...]
+    longest: int
+    limit: Limit
+    sampling: Sampling
+
+
 class Engine:
-    """Generates samples.
+    """Generates samples. The batch size is halved whenever memory runs out. Where the failed forward pass can be
+    undone (`Batch.take_back`), half of the samples continue, or all of them if only new samples did not fit. The
+    others start anew, random numbers included: a dense pass over their tokens would give other keys and values than
+    the sparse steps did.
 
     Args:
-        handle: the method, attached to a model in eval mode.
-        batch_size: maximum number of samples that run together; halved whenever memory runs out. Where the failed
-            forward pass can be undone (`Batch.take_back`), half of the samples continue, or all of them if only new
-            samples did not fit. The others start anew, random numbers included: a dense pass over their tokens would
-            give other keys and values than the sparse steps did.
+        handle: the job's method, attached to a model in eval mode.
         on_finished: called with every sample when it ends.
+        sharing: processes that share the device's memory.
     """
 
     def __init__(
         self,
         handle: Handle,
         tokenizer: PreTrainedTokenizerBase,
-        *,
-        batch_size: int,
-        limit: Limit,
-        sampling: Sampling,
+        job: Job,
         on_finished: Callable[[Generation], None],
+        sharing: int = 1,
     ) -> None:
-        check_count("batch_size", batch_size, 1)
         if handle.passes.phase == "dense":
             raise SeergateError(
                 f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
                 "evaluate 'dense' instead"
             )
-        self.handle, self.tokenizer, self.batch_size, self.limit = handle, tokenizer, batch_size, limit
-        self.on_finished = on_finished
-        self.choose = TokenChooser(sampling)
+        if job.batch_size is None:
+            each = sample_bytes(handle.model, job.prompt, job.longest)
+            self.batch_size = estimated_batch(handle.model.device, each, sharing)
+        else:
+            check_count("batch_size", job.batch_size, 1)
+            self.batch_size = job.batch_size
+        self.handle, self.tokenizer, self.limit, self.on_finished = handle, tokenizer, job.limit, on_finished
+        self.choose = TokenChooser(job.sampling)
         self.ends = end_ids(handle.model, tokenizer)
-        self.again = deque[_Row]()  # samples that ran out of memory and start anew
+        self.waiting = deque[Request]()
         self.rows = list[_Row]()
         self._start_anew()
 
     def run(self, requests: Iterable[Request]) -> None:
-        """Generate all samples. Requests are taken one by one, as there is room.
+        """Generate all samples.
 
         Raises:
             SeergateError: if not even one sample fits into memory.
         """
-        source = iter(requests)
-        self.again.clear()
-        self._start_anew()
+        self.waiting.extend(requests)
         try:
-            while self.step(source):
+            while self.step():
                 pass
         finally:
             self.handle.reset_stats()
 
     @torch.inference_mode()
-    def step(self, source: Iterator[Request]) -> bool:
-        """Prefill new samples if there is room, or else decode one token of all samples; false if there was nothing
-        to do. Another source of new samples may be given at the next step.
-        """
-        arriving = self._arriving(source)
+    def step(self) -> bool:
+        """Prefill waiting samples if there is room, or else decode one token of all; false if there are none."""
+        arriving = list[_Row]()
+        while self.waiting and self.batch.joinable and len(self.rows) + len(arriving) < self.batch_size:
+            request = self.waiting.popleft()
+            arriving.append(_Row(request, self.limit.of(len(request.ids))))
         together = len(self.rows) + len(arriving)
         if not together:
             return False
@@ -358,30 +359,18 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Out here nothing holds on to the frames of the failed forward pass and their tensors.
+        # Outside of the except block nothing holds on to the frames of the failed forward pass and their tensors.
         self._back_off(together)
         return True
 
-    def _arriving(self, source: Iterator[Request]) -> list[_Row]:
-        """New rows that fit into the batch; interrupted ones come first."""
-        rows: list[_Row] = []
-        while self.batch.joinable and len(self.rows) + len(rows) < self.batch_size:
-            if self.again:
-                rows.append(self.again.popleft())
-            elif (request := next(source, None)) is not None:
-                rows.append(_Row(request, self.limit.of(len(request.ids))))
-            else:
-                break
-        return rows
-
     def _back_off(self, together: int) -> None:
-        """Memory ran out on so many rows: continue with half as many; the others start anew."""
+        """Memory ran out on so many rows: continue with half as many. The others start anew, before waiting ones."""
         if together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)
         rows, count = self.rows, self._kept_on()
-        self.again.extendleft(_Row(row.request, row.limit) for row in reversed(rows[count:]))
+        self.waiting.extendleft(row.request for row in reversed(rows[count:]))
         self.rows = rows[:count]
 
     def _kept_on(self) -> int:
@@ -450,7 +439,12 @@ class Engine:
     def _retire(self, ended: set[int]) -> None:
         if not ended:
             return
-        finished = [self._generation(i) for i in sorted(ended)]
+        finished = []
+        for i in sorted(ended):
+            row = self.rows[i]
+            reply = {} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob}
+            costs = self.stats.of(i) | reply
+            finished.append(Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs))
         kept = [i for i in range(len(self.rows)) if i not in ended]
         # Dropping rows copies the others, for which a device that is nearly full may have no room. By then a
         # finished sample must be no row any more: it would be made, and handed over, again.
@@ -467,11 +461,6 @@ class Engine:
             if is_out_of_memory(error):  # nothing that a smaller batch mends, and backing off would lose the sample
                 raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
             raise
-
-    def _generation(self, index: int) -> Generation:
-        row = self.rows[index]
-        costs = self.stats.of(index) | ({} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob})
-        return Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:

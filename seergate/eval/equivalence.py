@@ -20,7 +20,7 @@ OUT_OF_MEMORY = 77
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
-    """Test two answers for mathematical equivalence, by math-verify, whose errors pass; the verdict and its reason."""
+    """Test two answers for mathematical equivalence, by math-verify; the verdict and its reason."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     # As LaTeX only: math-verify's other reader takes any number out of plain text. Time is limited outside.

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.costs import RowStats
-from seergate.eval.proxies import compare
+from seergate.eval.proxies import compare, dense_logits
 from seergate.eval.retrieval import SETTLING, beginning
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Task
@@ -37,12 +37,8 @@ def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
 
 
 class TeacherForcing:
-    """Compares settings on the same texts.
-
-    Args:
-        model: a model in eval mode, nothing attached.
-        ids: ``[N, S]``, one text per row.
-        prompt: number of tokens of each that are read at once.
+    """Compares settings of a model, with nothing attached, on the same texts ``ids [N, S]``, of each of which
+    ``prompt`` tokens are read at once.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, prompt: int) -> None:
@@ -63,9 +59,7 @@ class TeacherForcing:
     def dense(self, number: int) -> Tensor:
         """Dense attention's logits ``[steps, V]`` of a text; those of the first texts are kept."""
         if (found := self._dense.get(number)) is None:
-            found = self.model(
-                input_ids=self.ids[number : number + 1, :-1], use_cache=False, logits_to_keep=self.steps
-            ).logits[0]
+            found = dense_logits(self.model, self.ids[number : number + 1], self.steps)
             if (len(self._dense) + 1) * found.nbytes <= KEPT_BYTES:
                 self._dense[number] = found
         return found

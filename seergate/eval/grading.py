@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 
 from seergate.errors import SeergateError
@@ -25,8 +25,14 @@ MAX_ANSWER = 2000
 MAX_DIGITS = 100
 """An answer with a longer number in it is not computed with, only compared as text."""
 
-Equivalence = Callable[[str, str], tuple[bool, str]]
-"""``(gold, answer) -> (whether they are equivalent, why)``."""
+Verdict = tuple[bool, str]
+"""Whether an answer is right, and why, in a few words."""
+
+Equivalence = Callable[[str, str], Verdict]
+"""``(gold, answer) ->`` whether the two are equivalent."""
+
+Grader = Callable[[str, str, Equivalence], Verdict]
+"""``(answer, gold, equivalence) ->`` whether the answer is right."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +63,21 @@ def last_boxed(text: str) -> str | None:
     return None if best is None else text[best[0] : best[1]].strip()
 
 
-def grade_digit(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+def grade_digit(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """chain_sum: the box must hold exactly the gold digit."""
-    return Grade(answer, answer == gold.strip(), "compared as text")
+    return answer == gold.strip(), "compared as text"
 
 
-def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The box must hold the gold answer, spaces aside."""
-    return Grade(answer, "".join(answer.split()) == "".join(gold.split()), "compared as text")
+    return "".join(answer.split()) == "".join(gold.split()), "compared as text"
 
 
-def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """Every line of the gold answer must stand in the answer as words of its own, in any case and order."""
     parts, text = filter(None, map(_lower, gold.splitlines())), _lower(answer)
     missing = [part for part in parts if not re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text)]
-    return Grade(answer, not missing, f"{missing[0]!r} is missing" if missing else "all of it is there")
+    return not missing, f"{missing[0]!r} is missing" if missing else "all of it is there"
 
 
 def _lower(text: str) -> str:
@@ -87,11 +93,11 @@ def last_number(text: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
-def grade_number(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+def grade_number(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The last number of the answer must equal the gold one."""
     found, right = last_number(answer), last_number(gold)
     equal = None not in (found, right) and Decimal(str(found)) == Decimal(str(right))
-    return Grade(answer, equal, "compared as numbers")
+    return equal, "compared as numbers"
 
 
 _SETTING = re.compile(  # colours, fonts, formulas, markdown, quotation marks
@@ -110,7 +116,7 @@ _ANOTHER = re.compile(  # a second letter: labelled, or last behind "or", or bef
 _DENIED = re.compile(r"(?:is|was)\s+(?:wrong|incorrect|false|not)\b|(?:or|and|not)\b", re.IGNORECASE)
 
 
-def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     r"""Multiple choice: the box must hold one letter, alone or with punctuation and the option's text behind it.
 
     ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV`` and ``C \quad 4 eV`` are C. ``4 eV``, ``A proton``
@@ -120,32 +126,31 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Grade:
     text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
     found = _CHOICE.fullmatch(text)
     if found is None or _DENIED.match(found[2]):
-        return Grade(answer, False, "the box does not hold one letter")
+        return False, "the box does not hold one letter"
     letter = found[1].upper()
     others = {next(filter(None, match.groups())) for match in _ANOTHER.finditer(found[2])} - {letter}
     if others:
-        return Grade(answer, False, f"the box does not hold one letter, but {letter} and {min(others)}")
-    return Grade(answer, letter == gold.strip(), f"read as the letter {letter}")
+        return False, f"the box does not hold one letter, but {letter} and {min(others)}"
+    return letter == gold.strip(), f"read as the letter {letter}"
 
 
-def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Grade:
+def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """Mathematical equivalence, by math-verify."""
     if answer == gold.strip():
-        return Grade(answer, True, "equal as text")
-    written, gold, answer = answer, plain(gold), plain(answer)
+        return True, "equal as text"
+    gold, answer = plain(gold), plain(answer)
     if answer == gold:
-        return Grade(written, True, "equal as text but for how it is set")
+        return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)
     except MisreadError as error:
-        return Grade(written, False, str(error))
+        return False, str(error)
     if re.search(rf"\d{{{MAX_DIGITS}}}", answer):
-        return Grade(written, False, f"a number in the box has {MAX_DIGITS} or more digits")
-    correct, reason = equivalent(gold, answer)
-    return Grade(written, correct, reason)
+        return False, f"a number in the box has {MAX_DIGITS} or more digits"
+    return equivalent(gold, answer)
 
 
-GRADERS: dict[str, Callable[[str, str, Equivalence], Grade]] = {
+GRADERS: dict[str, Grader] = {
     "digit": grade_digit,
     "math": grade_math,
     "exact": grade_exact,
@@ -166,12 +171,8 @@ def _answer(grader: str, text: str) -> str | None:
 
 
 def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> Grade:
-    """Grade one completion.
-
-    Args:
-        grader: a key of `GRADERS`.
-        gold: the right answer; where it is empty (a problem that is graded elsewhere), nothing is right.
-        equivalent: decides on mathematical equivalence, for the grader that asks.
+    """Grade one completion by a grader of `GRADERS`. With an empty gold answer (a problem that is graded elsewhere),
+    nothing is right.
     """
     answer = last_boxed(completion)
     if boxed := answer is not None or grader in BOXED:
@@ -181,14 +182,15 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
     if answer is None:
         return Grade(None, False, f"no {what}")
     if not gold.strip():
-        return Grade(answer[:MAX_ANSWER], False, "there is no gold answer")
-    if boxed and len(answer) > MAX_ANSWER:
-        return Grade(answer[:MAX_ANSWER], False, f"the boxed answer is longer than {MAX_ANSWER} characters")
-    found = check_grader(grader)(answer, gold, equivalent)
-    return replace(found, pred=answer[:MAX_ANSWER])
+        verdict = False, "there is no gold answer"
+    elif boxed and len(answer) > MAX_ANSWER:
+        verdict = False, f"the boxed answer is longer than {MAX_ANSWER} characters"
+    else:
+        verdict = check_grader(grader)(answer, gold, equivalent)
+    return Grade(answer[:MAX_ANSWER], *verdict)
 
 
-def check_grader(name: str) -> Callable[[str, str, Equivalence], Grade]:
+def check_grader(name: str) -> Grader:
     """The grading function of a name."""
     if name not in GRADERS:
         raise SeergateError(f"there is no grader {name!r}; known are {', '.join(GRADERS)}")

@@ -19,11 +19,8 @@ from seergate.hf.score import score
 def attached_model(
     name: str, spec: MethodSpec, gates: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GateBank | None]:
-    """The model with the method attached, its tokenizer, and the gates.
-
-    Args:
-        name, gates: directories or Hub ids of the base model, and of gates for methods that have some.
-        **options: options of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
+    """The model with the method attached, its tokenizer, and the gates, from directories or Hub ids; ``options`` are
+    those of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
     """
     bank = None if gates is None else GateBank.from_pretrained(gates)
     method = spec.method(bank)

@@ -42,16 +42,13 @@ PUBLISHED_GPQA = (
 
 @dataclass(frozen=True)
 class HubTask:
-    """A declaration.
+    """A declaration of a task; samples and budgets are the paper's (Figure 5).
 
     Attributes:
         repository: dataset id on the Hub; or the address of one JSON-lines file.
         revision: commit; ``None`` where the address itself names one.
         read: ``(record, number, seed) -> Problem``.
-        config, split: configuration and split of the dataset.
-        grader: a key of `seergate.eval.grading.GRADERS`.
-        samples: answers per problem in the paper.
-        budgets: token budgets of the paper's Figure 5.
+        config: configuration of the dataset.
         chance: accuracy of guessing.
     """
 

@@ -184,6 +184,6 @@ class GradingPool:
 
 
 def check_installed() -> None:
-    """Refuse to begin what could not be graded."""
+    """Refuse to grade mathematics without math-verify."""
     if importlib.util.find_spec("math_verify") is None:
         raise SeergateError(f"grading mathematics needs math-verify; {how_to_install('eval')}")

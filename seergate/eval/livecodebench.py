@@ -39,14 +39,8 @@ def last_program(completion: str) -> str:
 
 
 def write_programs(directory: Path, out: Path) -> tuple[int, int]:
-    """Write a run's programs for the evaluator.
-
-    Args:
-        directory: the run, finished; its problem ids are the benchmark's question ids.
-        out: JSON file to be written.
-
-    Returns:
-        How many problems there are, and how many answers hold no program.
+    """Write a JSON file of a finished run's programs for the evaluator; the run's problem ids are the benchmark's
+    question ids. Returns how many problems there are, and how many answers hold no program.
 
     Raises:
         SeergateError: if answers are missing, without which the evaluator refuses the file.

@@ -36,7 +36,7 @@ EVERYTHING = 2**30
 """A token budget that stands for all budgets of a method."""
 
 TOKEN = "a token of the dense cache"
-"""Placeholder key: bytes of one dense cache token."""
+"""Key of `Replay.known` for the bytes of one token of the dense cache."""
 
 CLOSE, FAR = 0.01, 0.10
 """Relative distances to a target: at the first the search ends; beyond the second a setting is not run."""
@@ -163,12 +163,13 @@ def match(
     banks: Banks,
     say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
-    """Settings whose bytes are equal on a replayed answer, and a record of the matches. Settings are calibrated by
-    ``prepare``, and the matches of each method said in one line.
+    """Settings whose bytes are equal on a replayed answer, and a record of the matches.
 
     Args:
         specs: one per method; their token budgets are ignored.
         budgets: budgets in tokens of the dense cache.
+        prepare: calibrates a setting.
+        say: gets the matches of each method, as one line.
 
     Returns:
         The settings, without repetition, and one record per target and method: ``target`` (its name),

@@ -31,11 +31,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:
-    """Number of samples of this size that fit; in 1..`LARGEST_BATCH`.
+    """Number of samples of this size (`seergate.eval.engine.sample_bytes`) that fit; in 1..`LARGEST_BATCH`. All
+    samples are assumed to grow to the limit, so the estimate is rarely too large; where it is, the engine halves it.
 
     Args:
-        sample_bytes: `seergate.eval.engine.sample_bytes`. All samples are assumed to grow to the limit, so the
-            estimate is rarely too large; where it is, the engine halves it.
         sharing: processes that divide the device's free memory equally, all of which have loaded their models.
     """
     return max(1, min(LARGEST_BATCH, int(USABLE * free_bytes(device) / sharing / (GROWTH * sample_bytes))))

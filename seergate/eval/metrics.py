@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,20 +30,16 @@ PROXIES = (
 """Figures of `seergate.eval.proxies`; ``None`` if they were not measured."""
 
 
-def by_problem(samples: list[dict[str, Any]], value: Callable[[dict[str, Any]], float]) -> dict[str, list[float]]:
-    """A value of each sample, grouped by problem. Sorted, so that the order of generation does not matter."""
+def by_problem(samples: list[dict[str, Any]], name: str) -> dict[str, list[float]]:
+    """A figure of each sample, grouped by problem. Sorted, so that the order of generation does not matter."""
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in in_order(samples):
-        groups[sample["problem_id"]].append(float(value(sample)))
+        groups[sample["problem_id"]].append(float(sample[name]))
     return dict(groups)
 
 
 def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dict[str, Any]:
-    """All figures of one run.
-
-    Args:
-        samples: the run's samples, at least one.
-        proxies: contents of `proxies.json`, if they were measured.
+    """All figures of one run, from its samples, at least one, and the contents of `proxies.json`.
 
     Returns:
         Where texts were scored, `of_texts`. Otherwise:
@@ -61,13 +56,13 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
     """
     if "kl" in samples[0]:
         return of_texts(samples)
-    correct = by_problem(samples, lambda s: s["correct"])
+    correct = by_problem(samples, "correct")
     accuracy, fewest = clustered(correct), min(map(len, correct.values()))
-    length = clustered(by_problem(samples, lambda s: s["n_tokens"]))
+    length = clustered(by_problem(samples, "n_tokens"))
     tokens = sum(s["n_tokens"] for s in samples)
     seconds = math.fsum(s["seconds"] for s in samples)
     known = [s for s in samples if s.get(REPLY) is not None]
-    reply = clustered(by_problem(known, lambda s: s[REPLY])) if known else None
+    reply = clustered(by_problem(known, REPLY)) if known else None
     return {
         "accuracy": accuracy.mean,
         "accuracy_se": _or_none(accuracy),
@@ -102,10 +97,7 @@ def _or_none(estimate: Estimate) -> float | None:
 
 
 def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """All figures of one run that scored texts.
-
-    Args:
-        texts: the run's samples, as `seergate.eval.forced.TeacherForcing.measure` makes them.
+    """All figures of one run that scored texts (`seergate.eval.forced.TeacherForcing.measure`).
 
     Returns:
         ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and

@@ -118,11 +118,8 @@ class SweepPlan(RunOptions):
         return make_task(self.task or "chain_sum", **self.task_options)
 
     def specs(self, task: Task, gate_sizes: list[int]) -> list[MethodSpec]:
-        """The settings.
-
-        Args:
-            task: the task whose budgets are used if none are given.
-            gate_sizes: block sizes of the gates; ignored if no method decodes with gates.
+        """The settings, with the task's budgets if the plan has none. ``gate_sizes``, the gates' block sizes, count if
+        a method decodes with gates.
         """
         names = {name for text in self.method if not is_retention(name := read_method(text)[0])}
         gate_sizes = gate_sizes if any(map(has_gates, names)) else []

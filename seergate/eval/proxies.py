@@ -72,13 +72,9 @@ def contexts_hash(windows: Sequence[Window]) -> str:
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
-    """Places in reference generations that together cover all positions evenly.
-
-    Window ``i`` of ``n`` begins a fraction ``(i + 1/2) / n`` into the ``i``-th reference.
-
-    Args:
-        reference: samples (``prompt``, ``completion``); the first ones that are longer than a window are used. Of an
-            answer that is shorter, the window is the end of prompt and answer.
+    """Windows of the first reference samples, which together cover all positions evenly: window ``i`` of ``n`` begins
+    a fraction ``(i + 1/2) / n`` into the ``i``-th answer. Of an answer shorter than a window, it is the end of prompt
+    and answer; samples in which both together are shorter are left out.
     """
     traces = []
     for sample in reference:
@@ -100,13 +96,10 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str,
 
 @torch.inference_mode()
 def measure_proxies(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, handle: Handle, reference: Sequence[dict[str, Any]]
+    handle: Handle, tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]
 ) -> dict[str, Any] | None:
-    """Decode windows of reference generations under the attached method and compare with dense attention.
-
-    Args:
-        model: with the method attached.
-        reference: see `windows_of`.
+    """Decode windows of reference generations (`windows_of`) under the attached method and compare with dense
+    attention.
 
     Returns:
         ``next_token_kl``, ``next_token_kl_p99``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``,
@@ -119,22 +112,22 @@ def measure_proxies(
         warnings.warn("no recall was measured: prompts and answers are shorter than a window", stacklevel=2)
         return None
     replayed = REPLAYED_TOKENS if handle.storage.lossy or isinstance(handle.method, CompressingMethod) else 0
-    weighed = isinstance(handle.method, SelectingMethod)
-    before, handle.measure_recall = handle.measure_recall, weighed
+    before, handle.measure_recall = handle.measure_recall, isinstance(handle.method, SelectingMethod)
     handle.reset_stats()
-    found = list[Tensor]()
+    model, found = handle.model, list[Tensor]()
     try:
         for first in range(0, len(windows), ROWS):
             for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
-                targets = torch.tensor(window.tokens[1:], device=sparse.device)
-                found.append(compare(_dense(model, window), sparse, targets))
+                ids = torch.tensor([window.context + window.tokens], device=model.get_input_embeddings().weight.device)
+                dense, targets = dense_logits(model, ids, WINDOW_TOKENS), ids[0, -WINDOW_TOKENS:].to(sparse.device)
+                found.append(compare(dense, sparse, targets))
         stats = handle.stats()
     finally:
         handle.measure_recall = before
         handle.reset_stats()
     each = torch.cat(found, dim=1)
     kl, loss, dense_loss, agreement = each.mean(1).tolist()
-    per_layer = stats.get("recall_per_layer") if weighed else None
+    per_layer = stats.get("recall_per_layer")
     known = [value for value in per_layer or [] if value is not None]
     return {
         "next_token_kl": kl,
@@ -152,17 +145,14 @@ def measure_proxies(
 
 
 def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> list[tuple[Window, Tensor]]:
-    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last.
-
-    Args:
-        windows: decoded together, if the cache allows.
-        replayed: maximum tokens of the answer before a window that are decoded one by one too.
+    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last. At most
+    ``replayed`` tokens of the answer before a window are decoded one by one too.
     """
     waiting = sorted(windows, key=lambda window: -window.forced(replayed))
     batch, running = Batch(model), list[Window]()
     for left in range(waiting[0].forced(replayed), -1, -1):  # so many steps before all are at their windows
         arriving = [window for window in waiting if window.forced(replayed) == left]
-        if arriving and not batch.joinable:  # rows that cannot begin at different times go one after the other
+        if arriving and not batch.joinable:  # rows cannot begin at different times: one after the other
             return [pair for window in windows for pair in _decoded(model, [window], replayed)]
         if arriving:
             batch.add([window.context[: len(window.context) - left] for window in arriving])
@@ -173,10 +163,9 @@ def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> li
     return list(zip(running, torch.stack(steps, dim=1), strict=True))
 
 
-def _dense(model: PreTrainedModel, window: Window) -> Tensor:
-    """Dense attention's logits after each token of a window, from a forward pass without a cache."""
-    ids = torch.tensor([window.context + window.tokens[:-1]], device=model.get_input_embeddings().weight.device)
-    return model(input_ids=ids, use_cache=False, logits_to_keep=WINDOW_TOKENS).logits[0]
+def dense_logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """Dense attention's logits ``[count, V]`` of the last tokens of a text ``[1, S]``, from a pass without a cache."""
+    return model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=count).logits[0]
 
 
 def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:

@@ -44,8 +44,8 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
         dry_run: write nothing.
 
     Raises:
-        SeergateError: if the directory is not a run, the grader is unknown, or, unless nothing is to be written, it is
-            being written to.
+        SeergateError: if the directory is not a run, the grader is unknown, or, unless in a dry run, another process
+            is writing to the directory.
     """
     config = store.read_config(directory)
     task = config.get("task")
@@ -53,7 +53,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
         raise SeergateError(f"{directory / store.CONFIG} has no task.grader; it is not from an evaluation, or damaged")
     name = grader or str(task["grader"])
     check_grader(name)
-    # nobody else may append meanwhile; to open a log mends the file, which a dry run must not do
+    # the log keeps other processes from appending; opening it mends the file, which a dry run must not do
     with nullcontext() if dry_run else store.SampleLog(directory):
         samples = store.read_samples(directory)
         if not samples:
@@ -62,7 +62,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             raise SeergateError(
                 f"{directory / store.SAMPLES} has a sample without {missing!r}; remove its line to have it made again"
             )
-        before = clustered(by_problem(samples, lambda s: s["correct"])).mean
+        before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
         changed = []
@@ -72,7 +72,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
             new = _verdict(grade.correct, grade.pred, grade.reason)
             if old != new:
                 changed.append((str(sample["problem_id"]), int(sample["sample_idx"]), old, new))
-        after = clustered(by_problem(samples, lambda s: s["correct"])).mean
+        after = clustered(by_problem(samples, "correct")).mean
         if not dry_run:
             now = _graded_by(name, config)
             if changed:
@@ -89,7 +89,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
 
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run all of whose grades are by this grader, as it is installed."""
+    """The configuration of a run that was graded with this grader, as it is installed."""
     task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
     known = {key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()}
     return {**config, "task": {**task, "grader": name}, "environment": known | grader_version(name)}

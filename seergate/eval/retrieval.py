@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from string import ascii_uppercase
@@ -48,16 +48,14 @@ TOKENS_PER_ANSWER = 12
 
 @dataclass(frozen=True)
 class _Hidden:
-    """A fact to hide in a text, and the question about it.
+    """Facts to hide in a text, and the question about them.
 
     Attributes:
         facts: (depth from 0 to 1, sentence); those of equal depth stay in their order.
-        before: beginning of a chat's turn.
-        question: end of a chat's turn.
+        before, question: beginning and end of a chat's turn.
         completion: end of a prompt to be continued.
         gold: right answers, which must all be given.
         fill: ``count -> sentences`` of the text.
-        between: separator of sentences.
     """
 
     facts: Sequence[tuple[float, str]]
@@ -68,8 +66,8 @@ class _Hidden:
     fill: Callable[[int], list[str]]
     between: str = " "
 
-    def problem(self, name: str, count: int, start: str, chat: bool) -> Problem:
-        """The problem with so many sentences of the text."""
+    def problem(self, name: str, start: str, chat: bool, count: int) -> Problem:
+        """The problem with ``count`` sentences of the text."""
         lines = self.fill(count)
         for depth, fact in sorted(self.facts, key=lambda fact: fact[0])[::-1]:
             lines.insert(round(depth * count), fact)
@@ -288,10 +286,7 @@ def _task(
             tokens, depth = length[i % len(length)], depths[i // len(length) % len(depths)]
             problem_id = f"{tokens}-{depth}-{i // (len(length) * len(depths))}"
             hidden = hide(Random(f"{name}/{seed}/{problem_id}"), depth / 100)
-
-            def made(count: int, hidden: _Hidden = hidden, problem_id: str = problem_id) -> Problem:
-                return hidden.problem(problem_id, count, start, chat)
-
+            made = partial(hidden.problem, problem_id, start, chat)
             yield made(_most(tokenizer, made, tokens - room, f"length is {tokens}"))
 
     return Task(
@@ -302,8 +297,13 @@ def _task(
         sampling=Sampling(),
         budgets=tuple(min(length) // part for part in (8, 4, 2)),
         options={
-            **{"problems": problems, "length": list(length), "depths": list(depths), **options, "chat": chat},
-            **{"seed": seed, **source},
+            "problems": problems,
+            "length": list(length),
+            "depths": list(depths),
+            **options,
+            "chat": chat,
+            "seed": seed,
+            **source,
         },
         by_tokens=True,
     )

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.cluster import Cluster, Job, Loader
+from seergate.eval.cluster import Cluster, Loader
 from seergate.eval.collector import Collector, Progress
-from seergate.eval.engine import Limit, Request, encode, prompt_text, reply_ids
+from seergate.eval.engine import Engine, Job, Limit, Request, encode, prompt_text, reply_ids
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.judge import GradingPool
 from seergate.eval.metrics import derive
@@ -69,11 +69,11 @@ def sweep(
         SeergateError: before any work, if a setting is wrong or if two describe the same run.
     """
     task, labels = task.bound(tokenizer), [spec.label for spec in specs]
-    twice = {label for label in labels if labels.count(label) > 1}
-    if twice:
+    if twice := {label for label in labels if labels.count(label) > 1}:
         raise SeergateError(f"the setting {min(twice)!r} is given twice")
     check_count("workers", workers)
-    if (workers or ray_address) and loader is None:
+    several = bool(workers or ray_address)
+    if several and loader is None:
         raise SeergateError("workers need a loader, which makes their models")
 
     _check_distinct(specs, gates)
@@ -81,7 +81,6 @@ def sweep(
     measured = options.measure_recall and forced is None
     reference = reference_in(out_dir, model, tokenizer, task) if measured else None
     results = {}
-    several = loader is not None and (workers or ray_address)
     with Cluster(loader, workers, ray_address) if loader is not None and several else nullcontext() as cluster:
         for spec in specs:
             directory = out_dir / spec.label
@@ -148,7 +147,7 @@ def evaluate(
     cluster: Cluster | None = None,
     forced: TeacherForcing | None = None,
 ) -> dict[str, Any]:
-    """Evaluate one setting, continuing whatever ``out_dir`` holds.
+    """Evaluate one setting, continuing what ``out_dir`` holds.
 
     Args:
         model: a model in eval mode, nothing attached.
@@ -180,36 +179,37 @@ def evaluate(
         if task.scored is not None:
             if missing:
                 forced = forced or TeacherForcing.of(model, tokenizer, task)
-                _score_texts(forced, spec, bank, list(wanted), samples, log, options.on_progress)
+                _score_texts(forced, spec, bank, list(wanted), made, log, options.on_progress)
             return write_metrics(out_dir)
         unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
-        if missing or unmeasured:
-            golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
-            with attached(model, spec.method(bank), correction=spec.correction) as handle:
-                if missing:
-                    kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
-                    unmade = {key: problem for key, problem in missing.items() if key not in kept}
-                    with (
-                        GradingPool(processes) as judges,
-                        Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
-                    ):
-                        sink.report()
-                        sink.take_kept([kept[key] for key in missing if key in kept])
-                        if unmade:
-                            requests = _requests(tokenizer, unmade, limit, options.seed)
-                            longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
-                            job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
-                            if cluster is not None:
-                                cluster.generate(job, fingerprint(model), requests, sink.take)
-                            elif options.engine in SERVERS:
-                                generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
-                            else:
-                                job.engine(handle, tokenizer, sink.take).run(requests)
-                if unmeasured:
-                    reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
-                    proxies = measure_proxies(model, tokenizer, handle, reference.samples)
-                    if proxies is not None:
-                        store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
+        if not missing and not unmeasured:
+            return write_metrics(out_dir)
+        golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
+        with attached(model, spec.method(bank), correction=spec.correction) as handle:
+            if missing:
+                kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
+                unmade = {key: problem for key, problem in missing.items() if key not in kept}
+                with (
+                    GradingPool(processes) as judges,
+                    Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
+                ):
+                    sink.report()
+                    sink.take_kept([kept[key] for key in missing if key in kept])
+                    if unmade:
+                        requests = _requests(tokenizer, unmade, limit, options.seed)
+                        longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
+                        job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
+                        if cluster is not None:
+                            cluster.generate(job, fingerprint(model), requests, sink.take)
+                        elif options.engine in SERVERS:
+                            generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
+                        else:
+                            Engine(handle, tokenizer, job, sink.take).run(requests)
+            if unmeasured:
+                reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
+                proxies = measure_proxies(handle, tokenizer, reference.samples)
+                if proxies is not None:
+                    store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
     return write_metrics(out_dir)
 
 
@@ -218,14 +218,14 @@ def _score_texts(
     spec: MethodSpec,
     bank: GateBank | None,
     wanted: list[store.Key],
-    samples: list[dict[str, Any]],
+    made: set[store.Key],
     log: store.SampleLog,
     on_progress: Callable[[Progress], None] | None,
 ) -> None:
     """Score the texts that have no sample yet."""
-    done, began = {store.key_of(sample) for sample in samples}, time.monotonic()
+    began = time.monotonic()
     for number, key in enumerate(wanted):
-        if key in done:
+        if key in made:
             continue
         found = forced.measure(spec, bank, number)
         log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found)
@@ -273,17 +273,9 @@ def _requests(
     """Requests for the missing samples, longest prompts first: a lack of memory shows at once."""
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
     replies = {
-        problem.problem_id: reply_ids(tokenizer, encoded[problem.problem_id][0], problem.reply)
-        for problem in missing.values()
-        if problem.reply
+        p.problem_id: reply_ids(tokenizer, encoded[p.problem_id][0], p.reply) for p in missing.values() if p.reply
     }
     requests = [
-        Request(
-            key,
-            *encoded[problem.problem_id],
-            sample_seed(seed, problem.problem_id, key[2]),
-            replies.get(problem.problem_id, ()),
-        )
-        for key, problem in missing.items()
+        Request(key, *encoded[key[1]], sample_seed(seed, *key[1:]), replies.get(key[1], ())) for key in missing
     ]
     return sorted(requests, key=lambda request: -len(request.ids))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -65,13 +65,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_counts(self, top_k=0)
-        for name, right, must_be in (
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "a positive number"),
-        ):
-            check(name, getattr(self, name), right, must_be)
+        finite = 0 <= self.temperature < float("inf")
+        check("temperature", self.temperature, finite, "0 (greedy) or a positive number")
+        check("top_p", self.top_p, 0 < self.top_p <= 1, "in (0, 1]")
+        check("min_p", self.min_p, 0 <= self.min_p < 1, "in [0, 1)")
+        check("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "a positive number")
 
     @property
     def greedy(self) -> bool:
@@ -89,21 +87,15 @@ class Sampling:
                 f"the model's generation configuration sets {', '.join(unmet)}, which the evaluation does not follow; "
                 "give the sampling yourself (a temperature)"
             )
-
-        def given(name: str, default: float) -> Any:
-            value = getattr(config, name, None)
-            return default if value is None else value
-
-        penalty = given("repetition_penalty", 1.0)
-        if not config.do_sample:
-            return cls(repetition_penalty=penalty)
-        return cls(given("temperature", 1.0), given("top_k", 0), given("top_p", 1.0), given("min_p", 0.0), penalty)
+        names = [field.name for field in fields(cls)] if config.do_sample else ["repetition_penalty"]
+        given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
+        return cls(**({"temperature": 1.0} if config.do_sample else {}) | given)
 
     def unlike_generate(self, model: Any) -> str:
-        """A note, in words, if `generate` would sample this model with top-k; empty otherwise.
+        """A note if `generate` would sample this model with top-k; empty otherwise.
 
-        Where a configuration leaves top-k open, `generate` uses a default of the library (`GENERATE_TOP_K`). The
-        published evaluation samples without top-k, so here it stays off.
+        Where a configuration leaves top-k open, `generate` uses `GENERATE_TOP_K`. The published evaluation samples
+        without top-k, so here it stays off.
         """
         if self.greedy or self.top_k or getattr(model.generation_config, "top_k", None) is not None:
             return ""

@@ -25,8 +25,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval.cluster import Job
-from seergate.eval.engine import Generation, Request, end_ids
+from seergate.eval.engine import Generation, Job, Request, end_ids
 from seergate.eval.settings import MethodSpec
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
@@ -194,13 +193,8 @@ def generate_by_server(
     bank: GateBank | None,
     on_finished: Callable[[Generation], None],
 ) -> None:
-    """Generate samples.
-
-    Args:
-        server: a key of `SERVERS`.
-        model: says what the server loads, in which dtype, and which tokens end an answer.
-        bank: the gates; the server reads them from where they were loaded (`served_from`).
-        on_finished: gets every sample when it ends.
+    """Generate samples by a server of `SERVERS`, each handed to ``on_finished`` when it ends. The server loads the
+    model and the gates anew, from where these were loaded.
     """
     spec, ends = job.spec, sorted(end_ids(model, tokenizer))
     bank = bank if spec.has_gates else None

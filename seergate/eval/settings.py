@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 from seergate.config import Correction, is_retention
@@ -58,9 +59,9 @@ class MethodSpec:
             object.__setattr__(self, "token_budget", None)
         elif self.token_budget is None and not limits_of(self.name) & set(self.options):
             raise SeergateError(f"the method {self.name!r} needs a token budget")
-        if not known & {"block_size"} and not self.has_gates:
+        if "block_size" not in known and not self.has_gates:
             object.__setattr__(self, "block_size", None)
-        self.correction  # noqa: B018  (checks what was asked for)
+        correction_of(**self._correction_options)  # checks them
 
     @property
     def has_gates(self) -> bool:
@@ -109,7 +110,7 @@ class MethodSpec:
         return fingerprint(bank) if self.has_gates and bank is not None else None
 
     def takes(self, gates: GateBank) -> bool:
-        """True if gates are for this method: retention gates for that of their scorer's name, others by block size."""
+        """True if gates fit this method: retention gates the method of their scorer's name, others by block size."""
         if gates.config.retention or is_retention(self.name):
             return gates.config.scorer == self.name
         return gates.config.block_size == self.block_size
@@ -125,26 +126,27 @@ class MethodSpec:
         fields: dict[str, Any] = {
             "token_budget": self.token_budget,
             "block_size": None if self.has_gates and not _selects(self.name) else self.block_size,
-            "dense_layers": self.dense_layers,
+            "dense_layers": () if self.dense_layers is None and not self.has_gates else self.dense_layers,
             **method_class(self.name).evaluation_options,
         }
-        if not self.has_gates and self.dense_layers is None:
-            fields["dense_layers"] = ()
         given = {key: value for key, value in fields.items() if key in known and value is not None}
         options = {**given, **self.options, **self.calibrated}
-        options = {key: value for key, value in options.items() if key not in correction_names(self.name)}
+        options = {key: value for key, value in options.items() if key not in self._correction_options}
         return make_method(self.name, bank=bank if self.has_gates else None, **options)
+
+    @property
+    def _correction_options(self) -> dict[str, Any]:
+        return {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
 
     @property
     def correction(self) -> Correction | None:
         """The correction that the options ask for; ``None`` leaves it to the method."""
-        return correction_of(**{key: self.options[key] for key in correction_names(self.name) & set(self.options)})
+        return correction_of(**self._correction_options)
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
         """All options of the method, defaults included, as plain YAML types; ``nominal`` is the budget in words."""
         method = self.method(bank)
-        asked = {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
-        return {"name": self.name, "nominal": method.nominal, **method.describe(), **asked}
+        return {"name": self.name, "nominal": method.nominal, **method.describe(), **self._correction_options}
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
@@ -167,6 +169,11 @@ def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
 def limits_of(name: str) -> set[str]:
     """The options of a method that limit what it reads or holds."""
     return set(reading_class(name).limits) & option_names(name)
+
+
+def _each(name: str, option: str, values: Sequence[float]) -> list[dict[str, Any]]:
+    """The different values of an option, ascending; none if it does not limit the method."""
+    return [{option: value} for value in sorted(set(values))] if option in limits_of(name) else []
 
 
 def _selects(name: str) -> bool:
@@ -201,37 +208,28 @@ def grid(
     specs = []
     for text in texts:
         name, options = read_method(text)
-        selects = _selects(name)
-        limits: list[dict[str, Any]]
-        own_budget = "token_budget" in options
-        if own_budget:
-            limits = [{"token_budget": options.pop("token_budget")}]
-        elif not limits_of(name) or limits_of(name) & set(options):
-            limits = [{}]
-        else:
-            limits = [{"token_budget": budget} for budget in sorted(dict.fromkeys(budgets))]
-            if "threshold" in limits_of(name):
-                limits += [{"options": {"threshold": value}} for value in sorted(dict.fromkeys(thresholds or []))]
-            limits = limits or [{"token_budget": budget} for budget in sorted(dict.fromkeys(default_budgets))]
-            if "token_budget" not in limits_of(name):
-                limits = [limit for limit in limits if "token_budget" not in limit] or [{}]
-        if not limits:
-            raise SeergateError(f"the method {name!r} needs a token budget")
-        own_size, own_layers = "block_size" in options, "dense_layers" in options
-        for size in sizes if selects and not own_size else sizes[:1]:
-            for layers in hybrids if selects and not own_layers else [None]:
-                specs += [
-                    MethodSpec(
-                        name,
-                        token_budget=limit.get("token_budget"),
-                        block_size=size if selects or has_gates(name) else None,
-                        dense_layers=layers,
-                        options={**options, **limit.get("options", {})},
-                        named_block_size=len(sizes) > 1 and selects and not own_size,
-                        own_budget=own_budget,
-                    )
-                    for limit in limits
-                ]
+        selects, own_size = _selects(name), "block_size" in options
+        limits = list[dict[str, Any]]()
+        if not limits_of(name) & set(options):
+            limits = _each(name, "token_budget", budgets) + _each(name, "threshold", thresholds or [])
+            limits = limits or _each(name, "token_budget", default_budgets)
+        for size, layers, limit in product(
+            sizes if selects and not own_size else sizes[:1],
+            hybrids if selects and "dense_layers" not in options else [None],
+            limits or [{}],
+        ):
+            given = options | limit
+            specs.append(
+                MethodSpec(
+                    name,
+                    token_budget=given.pop("token_budget", None),
+                    block_size=size if selects or has_gates(name) else None,
+                    dense_layers=layers,
+                    options=given,
+                    named_block_size=len(sizes) > 1 and selects and not own_size,
+                    own_budget="token_budget" in options,
+                )
+            )
     return specs
 
 

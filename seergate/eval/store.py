@@ -46,10 +46,8 @@ def key_of(sample: dict[str, Any]) -> Key:
 
 
 def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
-    """All whole samples of a run; what a killed process left of a last line is passed over.
-
-    Args:
-        name: name of the file; `UNGRADED` for those without a grade.
+    """All whole samples of a run, or of its file `UNGRADED`. An incomplete last line, left by a killed process, is
+    passed over.
 
     Raises:
         SeergateError: if an earlier line is damaged, or a sample is there twice.
@@ -121,8 +119,8 @@ class SampleLog:
 
 
 def _append(file: FileIO, sample: dict[str, Any]) -> None:
-    """Append a whole line or nothing. The file has no buffer, which would write the rest of a line once there is room
-    again.
+    """Append a whole line or nothing. The file is unbuffered: a buffer would write the rest of a line later, once
+    there is room again.
     """
     text = (json.dumps(sample, ensure_ascii=False) + "\n").encode("utf-8", "replace")
     before = file.seek(0, os.SEEK_END)
@@ -163,11 +161,7 @@ def _lock(descriptor: int) -> None:
 
 
 def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
-    """Write `config.yaml`, or compare with the one that is there.
-
-    Args:
-        config: the resolved configuration, of plain YAML types.
-        finished: whether no sample is missing; then a difference in the environment does not matter.
+    """Write `config.yaml`, or compare with the one that is there; in the environment too, unless the run is finished.
 
     Raises:
         SeergateError: if results under ``config`` must not be mixed with those that are there; it names the fields.

@@ -15,10 +15,10 @@ CLOSE = 0.02
 """Difference from dense accuracy that counts as matching it: two points."""
 
 TRUNCATED = 0.05
-"""Share of answers at the length limit above which a finding says so and plots draw hollow markers."""
+"""Share of answers at the length limit above which a finding names it and plots draw hollow markers."""
 
 UNANSWERED = 0.5
-"""Share of completions without an answer above which a finding says so."""
+"""Share of completions without an answer above which a finding names it."""
 
 SOFTWARE = ("seergate", "git", "torch", "transformers")
 """Entries of a run's environment that affect results."""

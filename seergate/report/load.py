@@ -12,7 +12,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.metrics import by_problem, derive
-from seergate.eval.stats import Difference, Estimate, clustered, paired, wilson
+from seergate.eval.stats import Difference, Estimate, paired, wilson
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
 
 SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold", "block_size", "dense_layers")
@@ -34,7 +34,6 @@ class Setting:
     Attributes:
         config, proxies: contents of `config.yaml`, and of `proxies.json` if there is one.
         metrics: derived from its samples.
-        correct: problem -> 0 or 1 of each sample; empty where texts were scored.
         samples: as they were stored.
         series: name in plots and tables: the method, and the options that distinguish it within the method.
     """
@@ -42,10 +41,9 @@ class Setting:
     directory: Path
     config: dict[str, Any]
     metrics: dict[str, Any]
-    correct: dict[str, list[float]]
-    samples: list[dict[str, Any]] = field(default_factory=list, repr=False)
-    proxies: dict[str, Any] | None = None
-    series: str = ""
+    samples: list[dict[str, Any]] = field(repr=False)
+    proxies: dict[str, Any] | None
+    series: str
 
     @property
     def method(self) -> str:
@@ -60,7 +58,7 @@ class Setting:
     @property
     def label(self) -> str:
         """Its name with the budget, share or threshold, for sentences and legends."""
-        name = self.series or self.method
+        name = self.series
         if self.budget is not None:
             return f"{name} at {self.budget}"
         if self.share is not None:
@@ -128,7 +126,8 @@ class Setting:
     @property
     def accuracy(self) -> Estimate:
         """Accuracy with its standard error."""
-        return clustered(self.correct)
+        se = self.metrics["accuracy_se"]
+        return Estimate(self.metrics["accuracy"], math.nan if se is None else se, self.metrics["n_problems"])
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -175,7 +174,7 @@ class Sweep:
     @property
     def of_texts(self) -> bool:
         """True if given texts were scored, so that there are no answers."""
-        return not self.settings[0].correct
+        return "kl" in self.settings[0].metrics
 
     @property
     def dense(self) -> Setting | None:
@@ -236,7 +235,7 @@ class Sweep:
         ]
         if not common[0]:
             return Difference(math.nan, math.nan, 0)
-        return paired(*(by_problem(side, lambda s: s["correct"]) for side in common))
+        return paired(*(by_problem(side, "correct") for side in common))
 
     def share(self, setting: Setting, metric: str) -> float:
         """A metric in percent of the first setting's, which is dense attention's where there is a dense run."""
@@ -272,12 +271,11 @@ def load_setting(directory: Path) -> Setting | None:
     proxies = store.read_json(directory / store.PROXIES)
     try:
         metrics = derive(samples, proxies)
-        correct = by_problem(samples, lambda s: s["correct"]) if "accuracy" in metrics else {}
     except KeyError as error:
         raise SeergateError(
             f"{directory / store.SAMPLES} has a sample without {error}; remove its line to have it made again"
         ) from error
-    return Setting(directory, config, metrics, correct, samples, proxies, series=str(config["method"]["name"]))
+    return Setting(directory, config, metrics, samples, proxies, series=str(config["method"]["name"]))
 
 
 def load_sweeps(*roots: Path) -> list[Sweep]:

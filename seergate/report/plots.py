@@ -115,9 +115,9 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
         axis.set_visible(False)
     for axis, s in zip(axes.ravel(), settings, strict=False):
         cells: dict[tuple[int, int], list[float]] = {}
-        for problem, values in s.correct.items():
-            length, depth, _ = map(int, problem.split("-"))
-            cells.setdefault((depth, length), []).extend(values)
+        for sample in s.samples:
+            length, depth, _ = map(int, sample["problem_id"].split("-"))
+            cells.setdefault((depth, length), []).append(sample["correct"])
         means = {cell: 100 * sum(values) / len(values) for cell, values in cells.items()}
         image = _heat_map(axis, [[means.get((depth, length), math.nan) for length in lengths] for depth in depths])
         axis.set_xticks(range(len(lengths)), list(map(str, lengths)))

@@ -93,16 +93,15 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
     figures = out / f"results{suffix}.csv"
     write_text(figures, csv_text(sweep))
     if sweep.of_texts:
-        first, details, results, note = [], list[str](), table(sweep, TEXTS), _TEXTS_NOTE
+        first, details, results, note = list[str](), list[str](), table(sweep, TEXTS), _TEXTS_NOTE
         picture = plot(text_plot, "kl", "KL against bytes read")
     else:
         first, results, note = [f"**{verdict(sweep)}**"], core_table(sweep), _CORE_NOTE
         picture = plot(accuracy_plot, "accuracy", "Accuracy against token budget") if sweep.budgets else []
         details = _details(sweep, plot)
+    if why:
+        first.insert(0, f"A section of its own, as not all runs have: {_pairs(why)}.")
     blocks = [
-        *([f"A section of its own, as not all runs have: {_pairs(why)}."] if why else []),
-        *first,
-        "CONTENTS",
         *picture,
         "## What this shows",
         _bullets(findings(sweep)),
@@ -118,10 +117,9 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
     headings = [block[3:] for block in blocks if block.startswith("## ")]
     if suffix:  # one heading per section of each name
         blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
-        blocks.insert(0, f"# {_name(sweep)}")
+        first.insert(0, f"# {_name(sweep)}")
     links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
-    blocks[blocks.index("CONTENTS")] = links
-    return "\n\n".join(blocks) + "\n", plots
+    return "\n\n".join([*first, links, *blocks]) + "\n", plots
 
 
 def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from seergate.chain_sum import vocabulary
-from seergate.eval.engine import Engine, Limit
+from seergate.eval.engine import Engine, Job, Limit
 from seergate.eval.sampling import Sampling
+from seergate.eval.settings import MethodSpec
 from tests.models import tiny_model
 
 TEMPLATE = (
@@ -43,8 +44,8 @@ def model(eos: int | None = None):
 
 def engine(handle, on_finished, *, batch_size=2, limit=None, sampling=None) -> Engine:
     """Greedy answers of 12 tokens, unless told otherwise."""
-    how = {"limit": limit or Limit(12), "sampling": sampling or Sampling()}
-    return Engine(handle, tokenizer(), batch_size=batch_size, on_finished=on_finished, **how)
+    job = Job(MethodSpec("dense"), batch_size, (), 0, limit or Limit(12), sampling or Sampling())
+    return Engine(handle, tokenizer(), job, on_finished)
 
 
 def save(directory: Path) -> Path:

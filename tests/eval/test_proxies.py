@@ -51,7 +51,7 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     ]
     assert all(w.prompt == 12 and w.context[:12] for w in windows_of(tokenizer, reference))
     with seergate.attached(model, methods.RandomEvict(token_budget=24, interval=4)) as handle:
-        found = measure_proxies(model, tokenizer, handle, reference)
+        found = measure_proxies(handle, tokenizer, reference)
     assert found["next_token_kl"] > 1e-3
     assert found["recall"] is None
 
@@ -64,6 +64,6 @@ def test_of_a_short_answer_the_end_of_prompt_and_answer_is_measured():
         ids = tokenizer.convert_tokens_to_ids([*words[i : i + 60], *words[i : i + 3]])
         assert found.context + found.tokens == ids and len(found.tokens) == WINDOW_TOKENS + 1
     with seergate.attached(model, "quest", token_budget=16, block_size=8, dense_layers=()) as handle:
-        assert 0 < measure_proxies(model, tokenizer, handle, reference)["recall"] < 1
+        assert 0 < measure_proxies(handle, tokenizer, reference)["recall"] < 1
         with pytest.warns(UserWarning, match="no recall was measured: prompts and answers are shorter than a window"):
-            assert measure_proxies(model, tokenizer, handle, [{"prompt": words[0], "completion": words[1]}]) is None
+            assert measure_proxies(handle, tokenizer, [{"prompt": words[0], "completion": words[1]}]) is None

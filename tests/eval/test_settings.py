@@ -14,8 +14,7 @@ from seergate.config import Lossless, Rectify
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.calibration import Calibrator, check_auto, other_problems
-from seergate.eval.cluster import Job
-from seergate.eval.engine import Limit
+from seergate.eval.engine import Job, Limit
 from seergate.eval.method_text import read_method, value_text
 from seergate.eval.plan import SweepPlan
 from seergate.eval.sampling import Sampling

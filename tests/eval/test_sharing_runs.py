@@ -121,6 +121,6 @@ def test_proxies_see_what_was_shared():
         ("random", sharing("random_sharing", warm_up=20, max_candidates=1)),
     ):
         with seergate.attached(model, method) as handle:
-            found[name] = measure_proxies(model, tokenizer, handle, reference)
+            found[name] = measure_proxies(handle, tokenizer, reference)
     assert found["dense"]["next_token_kl"] < 1e-6
     assert found["random"]["next_token_kl"] > 1e-3

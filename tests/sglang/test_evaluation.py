@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from seergate import SeergateError
-from seergate.eval.cluster import Job
-from seergate.eval.engine import Limit, Request
+from seergate.eval.engine import Job, Limit, Request
 from seergate.eval.sampling import Sampling
 from seergate.eval.served import SERVERS
 from seergate.eval.settings import MethodSpec

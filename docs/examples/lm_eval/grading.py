@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from seergate.eval.grading import grade_digit, last_boxed
+from seergate.eval.grading import last_boxed
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The metrics of one answer."""
-    answer = last_boxed(results[0])
-    right = answer is not None and grade_digit(answer, doc["answer"], lambda gold, answer: (False, "")).correct
-    return {"accuracy": float(right)}
+    return {"accuracy": float(last_boxed(results[0]) == doc["answer"])}
