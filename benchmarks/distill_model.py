@@ -92,14 +92,14 @@ class Materialising(teacher_forward.BlockLoss):
         gate = self.bank.gate(call.layer)
         assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
         query, key = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
-        begin = int(len(query) * self.options["row_start"])
+        begin = int(len(query) * self.spec.row_start)
         with torch.enable_grad():
             places = self.places(query.device)
             queries = gate.queries(call.q_pre_BHSD, places.positions)[0].transpose(0, 1)
             keys = gate.keys(gate.pool(call.k_pre_BKSD[:, :, places.pooled]), places.entries)[0].transpose(0, 1)
             self.losses.append(materialised_loss(query, key, queries, keys, self.bank.config.block_size, begin))
         heads = key.shape[1]
-        nothing = torch.zeros(len(self.options["recall_budgets"]), heads)  # the published code does not report it
+        nothing = torch.zeros(len(self.spec.recall_budgets), heads)  # the published code does not report it
         self.stats.append(GateKLStats(torch.zeros(heads), torch.tensor(len(query) - begin), nothing))
 
 
@@ -173,7 +173,7 @@ def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tenso
     engine = PlainEngine(bank, run, world)
 
     def step(ids: torch.Tensor, borders: torch.Tensor) -> float:
-        out = teacher_forward.distill_step(bank, model, ids, borders, **run.loss_options, checked=True)
+        out = teacher_forward.distill_step(bank, model, ids, borders, **run.loss_options)
         engine.accumulate(out.loss)
         engine.update(lr=0.0)  # the whole step, but the gates of every cell stay alike
         return float(out.loss)

@@ -171,7 +171,7 @@ def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: i
     for layer in range(config.num_hidden_layers):
         k_pre, values = (torch.randn(shape, device=mask.device, dtype=model.dtype) for _ in "kv")
         with seergate.attached(model, "dense") as handle:
-            keys = handle.bindings[layer].rotary.rotate(k_pre, positions)
+            keys = handle.bindings[layer].spec.rotary.rotate(k_pre, positions)
         for way in compared.values():
             if way.method is None:
                 way.cache.update(keys, values, layer)

@@ -375,4 +375,4 @@ def test_refused_recipes(model, options, message):
         TrainConfig(model="tiny-reasoner", **({"scorer": "fast_kvzip"} | options))
     if options.keys() <= {"target", "reduction"}:
         with pytest.raises(ValueError, match=message):
-            distill_step(retention_for(model, "fast_kvzip"), model, prompt(30, 1), **options)
+            retention_for(model, "fast_kvzip").distill_loss(model, input_ids=prompt(30, 1), **options)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
@@ -213,7 +214,7 @@ class _Watch(Callback):
     """Records the figures of a run for the table."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config, self._seconds = config, [0.0]
+        self._config, self._seconds = config, list[float]()
 
     def on_step(self, log: StepLog) -> None:
         self._seconds.append(log.seconds)
@@ -221,8 +222,7 @@ class _Watch(Callback):
     def on_eval(self, log: EvalLog) -> None:
         if log.step < self._config.max_steps:
             return  # the last evaluation is the result, and on the disk before the run is over
-        steps = sorted(self._seconds[1:]) or [0.0]
-        outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": steps[len(steps) // 2]}
+        outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": median_high(self._seconds or [0.0])}
         with replacing(self._config.run_dir / RESULT) as draft:
             draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
 

@@ -88,12 +88,13 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
 def as_asked(shape: Any, config: TrainConfig) -> Any:
     """A model's configuration with the RoPE of the run; refused where gates cannot be trained on it as asked."""
     if is_gguf(config):
-        kept = {"quantize": config.quantize != "none", "shard_base": config.shard_base}
-        for name in (name for name, given in {**kept, "base_memory_gb": config.base_memory_gb}.items() if given):
-            raise SeergateError(
-                f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, as a GGUF file is read "
-                "whole and dequantised; save_pretrained makes a directory of it that can be kept so"
-            )
+        quantized, memory = config.quantize != "none", config.base_memory_gb
+        for name, given in (("quantize", quantized), ("shard_base", config.shard_base), ("base_memory_gb", memory)):
+            if given:
+                raise SeergateError(
+                    f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, as a GGUF file is "
+                    "read whole and dequantised; save_pretrained makes a directory of it that can be kept so"
+                )
     family_of(shape)
     text = shape.get_text_config()
     if config.rope_scaling is not None:

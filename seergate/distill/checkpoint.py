@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,8 @@ class Checkpoint:
     step: int
     state: dict[str, Tensor]
     run: dict[str, Any]
-    random: dict[str, Tensor] = field(default_factory=dict)
-    progress: dict[str, Any] = field(default_factory=dict)
+    random: dict[str, Tensor]
+    progress: dict[str, Any]
 
 
 def random_states() -> dict[str, Tensor]:
@@ -76,7 +76,6 @@ def set_random_states(states: dict[str, Tensor]) -> None:
 def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """Write ``root/step-00000100`` in one move and remove all but the newest ``keep``."""
     root.mkdir(parents=True, exist_ok=True)
-    clear_drafts(root)
     final = root / f"step-{checkpoint.step:08d}"
     draft = root / f"{_DRAFT}{final.name}-{os.getpid()}"
     draft.mkdir()
@@ -135,7 +134,7 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
     """Refuse to continue a run with options or fingerprints that would make it another."""
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
-            continue  # the Hub did not say which commit it was: the fingerprint tells
+            continue  # the commit was not known: the fingerprint decides
         made_with, asked = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (found, wanted))
         if made_with != asked:
             raise SeergateError(

@@ -89,29 +89,25 @@ def data_commit(config: TrainConfig) -> str | None:
     """
     if not may_be_on_hub(config):
         return None
-    with hub_call(unloadable(config)):
-        return _dataset_commit(config)
-
-
-def _dataset_commit(config: TrainConfig) -> str | None:
-    from datasets import load_dataset_builder
-    from huggingface_hub import constants, dataset_info
-
     revision = config.data_revision
     if revision is not None and COMMIT.fullmatch(revision):
         return revision
-    try:
-        return str(dataset_info(config.data, revision=revision).sha)
-    except Exception as error:
-        if not unanswered(error):
-            raise
-    last = str(load_dataset_builder(config.data, config.data_config).hash)
-    if revision is None:
-        return last if COMMIT.fullmatch(last) else None
-    ref = Path(constants.HF_HUB_CACHE) / f"datasets--{config.data.replace('/', '--')}" / "refs" / revision
-    if ref.is_file():
-        return ref.read_text().strip()
-    raise SeergateError(
-        f"the Hub does not answer, so the revision {revision!r} of the dataset {config.data!r} cannot be looked up; "
-        f"to use the commit that was downloaded last, set data_revision to {last}"
-    )
+    from datasets import load_dataset_builder
+    from huggingface_hub import constants, dataset_info
+
+    with hub_call(unloadable(config)):
+        try:
+            return str(dataset_info(config.data, revision=revision).sha)
+        except Exception as error:
+            if not unanswered(error):
+                raise
+        last = str(load_dataset_builder(config.data, config.data_config).hash)
+        if revision is None:
+            return last if COMMIT.fullmatch(last) else None
+        ref = Path(constants.HF_HUB_CACHE) / f"datasets--{config.data.replace('/', '--')}" / "refs" / revision
+        if ref.is_file():
+            return ref.read_text().strip()
+        raise SeergateError(
+            f"the Hub does not answer, so the revision {revision!r} of the dataset {config.data!r} cannot be looked "
+            f"up; to use the commit that was downloaded last, set data_revision to {last}"
+        )

@@ -451,7 +451,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def option_parser(**arguments: Any) -> Parser:
-    """The parser of all options, whose result holds only what is given; arguments of `argparse.ArgumentParser`."""
+    """The parser of all options, whose result has only those given; ``arguments`` are those of `ArgumentParser`."""
     from transformers import HfArgumentParser
 
     class OptionParser(Parser, HfArgumentParser):

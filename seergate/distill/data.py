@@ -7,7 +7,7 @@ import json
 import os
 import random
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
-from seergate.distill.packing import efficiency, pack, packed
+from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import SeergateError
 
@@ -86,17 +86,13 @@ class DataReport:
         notes = [f"{count:,} {what}" for what, count in left_out.items() if count]
         return "\n".join([*lines, *(["rows: " + ", ".join(notes)] if notes else [])])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
-        return asdict(self)
-
 
 class Samples:
     """The tokens of a dataset's samples, read from its file when they are asked for.
 
     Args:
         tokens: as `tokenised` returns them.
-        rows: those of its rows that are samples.
+        rows: the rows that are samples.
         lengths: tokens of each sample to use; kept as int64.
     """
 
@@ -190,7 +186,7 @@ def prepare_data(
         too_short=too_short,
         packs=len(train),
         held_out=len(held),
-        efficiency=efficiency(lengths, packs, config.max_length),
+        efficiency=int(lengths.sum()) / (len(packs) * config.max_length),
         mixed=mixed,
         **counts,
     )
@@ -204,7 +200,7 @@ def token_files(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list
 
 
 def _mixed(config: TrainConfig, files: list[list[str]]) -> tuple[Dataset, dict[str, int]]:
-    """The rows of all sources in the order in which they are drawn, until one is used up; how many are of which."""
+    """The rows of all sources, drawn by their shares until one source is used up, and the number of each source."""
     from datasets import Dataset, concatenate_datasets, interleave_datasets
 
     parts = [concatenate_datasets([Dataset.from_file(file) for file in part]) for part in files]
@@ -261,7 +257,7 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
     problems = [""] * len(rows)
     for number, row in enumerate(rows):
         try:
-            texts[number] = formatter.text(_parsed(row) if tuple(columns) == RAW else row)
+            texts[number] = formatter.text(_parsed(row))
         except MalformedRow as reason:
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
@@ -292,13 +288,16 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
         try:
-            asked[number] = question(_parsed(row) if tuple(row) == RAW else row)
+            asked[number] = question(_parsed(row))
         except MalformedRow as reason:
             reasons[f"malformed ({reason})"] += 1
     return asked, reasons
 
 
-def _parsed(row: dict[str, str]) -> Any:
+def _parsed(row: dict[str, Any]) -> Any:
+    """The contents of a row, of which those of files and streams are kept as JSON text."""
+    if tuple(row) != RAW:
+        return row
     if row["problem"]:
         raise MalformedRow(row["problem"])
     try:

@@ -7,7 +7,6 @@ singleton that several runs in one process cannot undo, and it replaces none of 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import sys
@@ -81,8 +80,7 @@ class DistributedState:
 
     def barrier(self) -> None:
         """Wait for every process."""
-        if self.size > 1:
-            _connected(lambda: dist.all_reduce(torch.zeros(1)))
+        self.sum(torch.zeros(1))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum over all processes, in place."""
@@ -92,14 +90,11 @@ class DistributedState:
 
     def from_main(self, make: Callable[[], T]) -> T:
         """Run a function in the main process, and broadcast its result; if it fails, all processes do."""
-        made: list[Any] = [None]
+        made: Any = None
         with self.fail_together():
             if self.is_main:
-                made = [make()]
-        if self.size > 1:
-            _connected(lambda: dist.broadcast_object_list(made, src=0))
-        result: T = made[0]
-        return result
+                made = make()
+        return self._everyones(made)[0]  # type: ignore[no-any-return]
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.
@@ -123,31 +118,35 @@ class DistributedState:
         Raises:
             CommonError: in every process, with what the failed ones said and which they are.
         """
+        if self.size == 1:
+            yield
+            return
         failure: Exception | None = None
+        message: str | None = None
         try:
             yield
+        except _MISTAKES as error:
+            failure, message = error, sentence(error)
         except Exception as error:
-            if self.size == 1:
-                raise
-            failure = error
-        if self.size == 1:
-            return
-        said: list[str | None] = [None] * self.size
-        _connected(lambda: dist.all_gather_object(said, None if failure is None else _told(failure)))
+            failure, message = error, f"{type(error).__name__}: {first_line(error)}"
+        said = self._everyones(message)
         if failure is not None and not isinstance(failure, _MISTAKES):
             raise failure
-        if any(said):
-            raise CommonError(_joined(said)) from failure
+        told = [(rank, text) for rank, text in enumerate(said) if text and text not in said[:rank]]
+        if told:
+            raise CommonError("; ".join(f"[rank {rank}] {text}" if rank else text for rank, text in told)) from failure
 
     def must_agree(self, value: str, complaint: str) -> None:
         """Raise a `CommonError` with the complaint in every process, unless all have found the same value."""
-        if self.size == 1:
-            return
-        digest = int.from_bytes(hashlib.blake2b(value.encode(), digest_size=6).digest())
-        both = torch.tensor([digest, -digest])
-        _connected(lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX))
-        if both[0] != -both[1]:
+        if len(set(self._everyones(value))) > 1:
             raise CommonError(complaint)
+
+    def _everyones(self, own: T) -> list[T]:
+        """The object that each process has, in order of their numbers."""
+        found = [own] * self.size
+        if self.size > 1:
+            _connected(lambda: dist.all_gather_object(found, own))
+        return found
 
     def leave(self) -> None:
         """Close the connections, all processes at the same time.
@@ -212,17 +211,3 @@ def _connected(talk: Callable[[], object]) -> None:
             "the connection to the other processes is lost; one of them has failed, and says why, or has not "
             f"answered in time, which {PATIENCE_VARIABLE} sets ({first_line(error)})"
         ) from error
-
-
-def _told(failure: Exception) -> str:
-    """A failure in one line for the other processes."""
-    return sentence(failure) if isinstance(failure, _MISTAKES) else f"{type(failure).__name__}: {first_line(failure)}"
-
-
-def _joined(said: list[str | None]) -> str:
-    """The messages of all processes, each once: the main one's as it is, others' with the number of their process."""
-    first: dict[str, int] = {}
-    for rank, text in enumerate(said):
-        if text:
-            first.setdefault(text, rank)
-    return "; ".join(text if rank == 0 else f"[rank {rank}] {text}" for text, rank in first.items())

@@ -176,8 +176,8 @@ class DeepSpeedEngine(Engine):
             self._engine.step()  # only counts; the last micro-batch's step is `update`
 
     def skip(self) -> None:
-        # Zeros: DeepSpeed sums at each micro-batch, and all processes have to be there. By the function of a pack's
-        # gradients, as they are summed in the order in which they come.
+        # DeepSpeed reduces gradients at each micro-batch, with all processes: here zeros. They come from the same
+        # autograd function as a pack's, as DeepSpeed reduces them in the order in which backward yields them.
         parameters = [p for p in self._named.values() if p.requires_grad]
         zeros = [torch.zeros_like(p) for p in parameters]
         self.accumulate(StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters))

@@ -207,9 +207,9 @@ def question(row: Any) -> list[dict[str, str]]:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
-    return (
-        [{"role": role, "content": value}] if isinstance(value, str) else value if isinstance(value, list) else [None]
-    )
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return value if isinstance(value, list) else [None]
 
 
 def _message(turn: Any) -> dict[str, str]:

@@ -52,11 +52,6 @@ def pack(lengths: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     return packs
 
 
-def efficiency(lengths: Sequence[int] | np.ndarray, packs: Sequence[Sequence[int]], capacity: int) -> float:
-    """The share of pack tokens that are sample tokens, 0..1."""
-    return float(np.sum(lengths)) / (len(packs) * capacity) if packs else 0.0
-
-
 def packs_of_step(packs: int, seed: int, step: int, packs_per_step: int) -> list[int]:
     """The numbers of the packs of an optimizer step, over all processes.
 

@@ -169,9 +169,9 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
     return _seconds(run, device) * share
 
 
-def _seconds(run: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
-    """Least time of a call, after an uncounted first one: another program can only make it slower."""
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Least time of three calls, after an uncounted first one: another program can only make it slower."""
     times: list[float] = []
-    while len(times) <= repeats and sum(times) < ENOUGH_SECONDS:
+    while len(times) <= 3 and sum(times) < ENOUGH_SECONDS:
         times.append(timed(run, device))
     return min(times[1:] or times)

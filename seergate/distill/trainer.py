@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +106,8 @@ def prepare_run(config: TrainConfig) -> DataReport:
     The run itself then finds all of it, offline too, on every machine that shares the Hub's cache, ``token_cache`` and
     ``output_dir``. A run that has begun there goes on as before.
     """
-    config = replace(config, output_dir=str(config.run_dir))
     alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    run = _Run("", config, locate_model(config).model, alone, (), talks=False)
+    run = _Run("", config, alone, (), shows_steps=False)
     run.check()
     run.check_checkpoint()
     run.gather()
@@ -150,19 +149,18 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     try:
         with offline(world.local_rank != 0):  # `in_turn`: the machine's first process has asked
             for name, (config, callbacks) in runs.items():
-                with world.fail_together():
-                    located = locate_model(config)
-                config = replace(config, output_dir=str(config.run_dir)).in_processes(world.size)
+                config = config.in_processes(world.size)
                 if through_model:  # a model that gates are trained through is whole in every process
                     config = replace(config, shard_base=False)
-                members.append(_Run(name, config, located.model, world, callbacks, talks=not members))
+                members.append(_Run(name, config, world, callbacks, shows_steps=not members))
                 members[-1].begin()
             for run in members:
                 run.gather()
-            divided = world.from_main(lambda: any(run.divides() for run in members))  # where one needs it, all do
+            # They share the model, so it is sharded if the gates of one run leave no room for a copy.
+            sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
             base = None
             for run in members:
-                base = run.prepare(base, divided, headless=not through_model)
+                base = run.prepare(base, sharded, headless=not through_model)
         expect_steps()
         with _stop_requests() as requested:
             _train(members, requested)
@@ -220,7 +218,8 @@ def _sharing(runs: list[_Run]) -> list[list[_Run]]:
     """Groups of runs whose packs hold the same samples."""
     groups: dict[tuple[str, int, int], list[_Run]] = {}
     for run in runs:
-        groups.setdefault(run.order_of_packs(), []).append(run)
+        key = run.data.fingerprint, run.config.max_length, run.config.packs_per_step
+        groups.setdefault(key, []).append(run)
     return list(groups.values())
 
 
@@ -306,17 +305,20 @@ class Averages:
 
 
 class _Run:
+    """One of the runs of `run_together`: begun, its data gathered, prepared, trained step by step, finished."""
+
     def __init__(
         self,
         name: str,
         config: TrainConfig,
-        model_path: str,
         world: DistributedState,
         callbacks: Iterable[Callback],
-        talks: bool,
+        shows_steps: bool,
     ) -> None:
-        self.name, self.config, self.model_path, self.world, self.talks = name, config, model_path, world, talks
-        self.dir = config.run_dir
+        self.name, self.world, self.shows_steps, self.dir = name, world, shows_steps, config.run_dir
+        with world.fail_together():
+            self.model_path = locate_model(config).model
+        self.config = replace(config, output_dir=str(self.dir))
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
 
@@ -327,7 +329,6 @@ class _Run:
             check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
-        world.from_main(lambda: clear_drafts(root))
         newest = newest_checkpoint(root) if self.config.resume else None
         world.must_agree(
             str(newest and newest.name),
@@ -336,16 +337,16 @@ class _Run:
         with world.fail_together():
             self.check_checkpoint()
 
-    def prepare(self, base: PreTrainedModel | None, divided: bool, headless: bool) -> PreTrainedModel:
+    def prepare(self, base: PreTrainedModel | None, sharded: bool, headless: bool) -> PreTrainedModel:
         """Make gates and engine, resume, open the listeners; returns the frozen model, loaded if it is not given."""
-        self.divided = divided
+        self.sharded = sharded
         config, world = self.config, self.world
         world.from_main(lambda: config.save(self.dir / "train_config.yaml"))
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
         with world.fail_together():
-            base = base or load_frozen(self.model_path, replace(config, shard_base=divided), world, headless)
+            base = base or load_frozen(self.model_path, replace(config, shard_base=sharded), world, headless)
             torch.manual_seed(config.seed)
             bank = fresh_gates(config, base).to(world.device, torch.float32)
             check_gates(base, bank)
@@ -359,7 +360,11 @@ class _Run:
         self.done = self._resume()
         self.random = random_states()
         with world.fail_together():
-            self._open_callbacks()
+            if world.is_main:
+                console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.shows_steps)
+                self.callbacks += [console, *open_trackers(config, self.done + 1)]
+            for text in self._introduction():
+                self._say(text)
         return base
 
     def check(self) -> None:
@@ -389,14 +394,26 @@ class _Run:
         world.must_agree(
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
-        report = json.dumps(self.data.report.to_dict(), indent=1)
+        report = json.dumps(asdict(self.data.report), indent=1)
         world.from_main(lambda: (self.dir / "data.json").write_text(report))
 
     def finish(self) -> None:
-        """Write the adapter, and upload it if asked to."""
+        """Write the adapter, and upload it if asked to. A failure costs the upload and nothing else."""
         self._export(self.dir)
         self.world.barrier()
-        self._publish()
+        repo = self.config.push_to_hub
+        if repo is None or not self.world.is_main:
+            return
+        if note := base_note(self.config.model):
+            self._say(note)
+        try:
+            address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
+        except Exception as error:  # whatever a network or a server can do, the run must end with a sentence
+            raise SeergateError(
+                f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "
+                "same command uploads them without training again"
+            ) from error
+        self._say(f"uploaded: {address}")
 
     def close(self) -> None:
         """Close the listeners, and delete offloaded layers."""
@@ -404,18 +421,14 @@ class _Run:
             callback.close()
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
-    def divides(self) -> bool:
-        """True if the frozen model has to be divided among the processes for the gates of this run alone."""
+    def needs_sharding(self) -> bool:
+        """True if a sharded model is asked for, or a copy for each process does not fit beside this run's gates."""
         bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size
         memory = capacity(device, size)
         room = memory - overhead(device, memory)
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
-
-    def order_of_packs(self) -> tuple[str, int, int]:
-        """Runs with the same key have the same samples in each pack."""
-        return self.data.fingerprint, self.config.max_length, self.config.packs_per_step
 
     def check_checkpoint(self) -> None:
         """Refuse a run that contradicts the newest checkpoint of its directory, which it would continue."""
@@ -452,22 +465,13 @@ class _Run:
         self.progress = _Progress(**checkpoint.progress)
         return checkpoint.step
 
-    def _open_callbacks(self) -> None:
-        if not self.world.is_main:
-            return
-        config = self.config
-        console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.talks)
-        self.callbacks += [console, *open_trackers(config, self.done + 1)]
-        for text in self._introduction():
-            self._say(text)
-
     def _introduction(self) -> Iterator[str]:
         """Messages before the first step."""
         config, world = self.config, self.world
         yield self.data.report.summary()
         if uneven := config.uneven(world.size):
             yield uneven
-        if self.divided:
+        if self.sharded:
             yield f"the frozen model is divided among {world.size} processes"
         if self.model.why_one_sample:
             yield f"a pack holds one sample: {self.model.why_one_sample}"
@@ -511,7 +515,7 @@ class _Run:
         options = self.config.loss_options
         if held_out and self.config.eval_row_start is not None:
             options["row_start"] = self.config.eval_row_start
-        return DistillSpec(self.bank, **options, row_shift=number, checked=True, far=held_out)
+        return DistillSpec(self.bank, **options, row_shift=number, far=held_out)
 
     def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
         """Take an optimizer step with the gradients of its packs, and report it, with its time from ``started`` on;
@@ -589,28 +593,12 @@ class _Run:
         skip = {"output_dir", "token_cache", "chat_template"}
         self.bank.training_record = {
             "config": {k: v for k, v in self.config.result_shaping().items() if k not in skip},
-            "data": self.data.report.to_dict(),
+            "data": asdict(self.data.report),
             "tokens_seen": self.progress.tokens,
             "kl_last_step": self.progress.final_kl,
             "kl_held_out_best": self.progress.best_kl,
         }
         save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
-
-    def _publish(self) -> None:
-        """Upload the finished adapter, if asked to. A failure costs the upload and nothing else."""
-        repo = self.config.push_to_hub
-        if repo is None or not self.world.is_main:
-            return
-        if note := base_note(self.config.model):
-            self._say(note)
-        try:
-            address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
-        except Exception as error:  # whatever a network or a server can do, the run must end with a sentence
-            raise SeergateError(
-                f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "
-                "same command uploads them without training again"
-            ) from error
-        self._say(f"uploaded: {address}")
 
     def _say(self, text: str) -> None:
         for callback in self.callbacks:

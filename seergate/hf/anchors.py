@@ -22,7 +22,7 @@ from seergate.checks import check_count
 from seergate.config import nearest_anchor
 from seergate.decode.step import block_probabilities, recall_of
 from seergate.errors import SeergateError
-from seergate.hf.break_even import layer_spec
+from seergate.hf.call import layer_spec
 from seergate.hf.resolving import check_dense_layers
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 from seergate.inference_mode import outside_inference_mode

@@ -1,4 +1,4 @@
-"""attach / detach: turns the gated layers of a live model over to a method, and back, leaving everything else alone.
+"""attach / detach: let a method decode in the gated layers of a live model, and undo it; all else stays as it is.
 
 Per gated attention module: its own copy of the configuration names our attention function (the model's configuration,
 which decides how masks are made, stays as it is), hooks catch pre-RoPE q and k, and a pre-hook makes the context
@@ -71,6 +71,7 @@ class Handle(Attachment):
         if method.kv_backend is not None:
             module, _, function = method.kv_backend.partition(":")
             storage = getattr(import_module(module), function)(method, storage)
+        storage = KVBackend() if storage is None else storage
         method = method.read_method
         correction = method.correction if correction is None else correction
         for part in (method, getattr(method, "evictor", None)):
@@ -85,21 +86,18 @@ class Handle(Attachment):
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
-        tags = {} if storage is None else {storage.tag: storage.called}
-        refuse({**tags, **tags_of_method(method), **tags_of_correction(correction, method), **tags_of_model(model)})
-        super().__init__(model, method, measure_recall, tags)
+        tags = {storage.tag: storage.called, **tags_of_method(method), **tags_of_correction(correction, method)}
+        refuse({**tags, **tags_of_model(model)})
+        super().__init__(model, method, storage, measure_recall)
         self.bindings: list[LayerBinding] = []
         self._guard, self.prompts = SingleThreadGuard(decoder, self.passes), PromptReader(model, self.passes)
         try:
-            if storage is not None:
-                self.storage = storage.bind(model, method, [layer for layer, _ in modules])
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
             if isinstance(correction, Lossless):
                 self.correction = LosslessDecoding(correction, model, method, self.passes, self._tokens_read)
             elif isinstance(correction, Rectify):
-                layers = [layer for layer, _ in modules]
-                self.correction = Rectification(correction, decoder, method, layers, self.passes)
+                self.correction = Rectification(correction, decoder, method, list(self.stats_.layers), self.passes)
         except BaseException:
             self.detach()
             raise
@@ -237,8 +235,8 @@ def attach(
         model: a causal language model of a supported family.
         method: gates, or the directory or Hub repository ``org/name`` that holds them; a method; or a method's name,
             with its options as keywords.
-        config: how to decode with gates. Its fields may be given as keywords instead; options that are not given
-            are the gates' own (``compat="published"`` of imported ones), and of a ``config`` its ``compat``.
+        config: how to decode with gates. Its fields may be given as keywords instead, with the gates' own defaults for
+            the others (``compat="published"`` for imported gates). A ``config`` takes only its ``compat`` from them.
         correction, measure_recall, storage: see `Handle`.
         **options: for a method given by name, or fields of `DecodeConfig` for gates.
 
@@ -296,10 +294,12 @@ def tags_of_method(method: Method) -> dict[str, str]:
 
 def tags_of_correction(correction: Correction | None, method: Method) -> dict[str, str]:
     """A correction's tags in the table of `seergate.decode.compatibility`."""
+    if correction is None:
+        return {}
     if isinstance(correction, Lossless):
         return {"lossless": "lossless decoding"}
-    tags = {} if correction is None else {"rectified": "rectification"}
-    if correction is not None and method.max_rollback is not None and correction.every > method.max_rollback:
+    tags = {"rectified": "rectification"}
+    if method.max_rollback is not None and correction.every > method.max_rollback:
         tags["rectified past a block"] = f"rectification of {correction.every} tokens"
     return tags
 

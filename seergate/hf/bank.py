@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from seergate.config import GateConfig
+from seergate.config import GateConfig, check_recipe
 from seergate.errors import SeergateError
 from seergate.gates import Gates, check_repo_id, push_adapter, save_adapter
 from seergate.hf.distill_loss import DistillSpec
 from seergate.hf.published import load_gates
 from seergate.hf.teacher_forward import distill_steps
 from seergate.hub import only_commit
-from seergate.models.families import gate_geometry, head_dim_of, text_config
+from seergate.models.families import check_gates, gate_geometry, head_dim_of
 from seergate.paths import is_hub_id
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class GateBank(Gates):
             SeergateError: if the gates do not fit the model.
             ValueError: for ids that the model does not have, or a malformed pack.
         """
-        text_config(model)  # refuses what is no model of transformers
+        check_gates(model, self)
         if not isinstance(input_ids, Tensor):
             raise ValueError(f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids")
         vocabulary = model.get_input_embeddings().num_embeddings
@@ -174,5 +174,6 @@ class GateBank(Gates):
         if lowest < 0 or highest >= vocabulary:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
+        check_recipe(self.config, target, reduction, target_budget, row_stride)
         spec = DistillSpec(self, row_start, reduction, (), target, target_budget, row_stride, row_shift)
         return distill_steps([spec], model, input_ids, cu_seqlens)[0].loss

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate import ops
+from seergate.hf.call import layer_spec
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.models import families
-from seergate.models.rope import Rotary
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of all copies of keys and values, which are read in turn so that short ones do not stay in the processor's
@@ -48,44 +48,27 @@ def break_even(times: Times) -> int:
     return length + int((longer - length) * loss / (loss + gain))
 
 
+@torch.no_grad()
 def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
-    """`step_times` of the first layer in which the method selects, up to the model's longest context; empty if it
-    selects in none.
+    """Times of steps of one row in the first layer in which the method selects; empty if it selects in none.
+
+    Lengths begin just above the method's token budget, each twice the one before, and end at the model's longest
+    context or at `MOST_BYTES`. A sparse step is the method's scores, its choice and the attention; what both kinds of
+    steps do is left out.
     """
-    config = families.text_config(model)
     for layer, attention in families.full_attention_modules(model):
-        module: Any = attention
         spec = layer_spec(model, layer, attention)
         if method.selects_in(layer) and isinstance(method.new_state(spec), SelectingState):
-            extras = {
-                "sinks": getattr(module, "sinks", None),
-                "softcap": getattr(module, "attn_logit_softcapping", None),
-            }
-            return step_times(method, spec, extras, int(getattr(config, "max_position_embeddings", 1 << 20)))
-    return []
-
-
-def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
-    """What a state of one row in a layer of a model is made for."""
-    config = families.text_config(model)
-    heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
-    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
-    kv_heads = heads // int(attention.num_key_value_groups)
-    return LayerSpec(layer, 1, heads, kv_heads, int(attention.head_dim), model.dtype, model.device, rotary)
-
-
-@torch.no_grad()
-def step_times(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any], longest: int) -> Times:
-    """Steps of one row, from just above the budget to ``longest`` tokens or `MOST_BYTES`, each length twice the one
-    before. A sparse step is the method's scores, its choice and the attention; what both do is left out.
-
-    Args:
-        method: with a token budget.
-        spec: a layer in which the method selects.
-        extras: ``sinks`` and ``softcap`` of the layer.
-        longest: tokens that the model has positions for.
-    """
+            break
+    else:
+        return []
     size, heads, dim, device = method.block_size, spec.num_kv_heads, spec.head_dim, spec.device
+    options = {
+        "sm_scale": dim**-0.5,
+        "sinks": getattr(attention, "sinks", None),
+        "softcap": getattr(attention, "attn_logit_softcapping", None),
+    }
+    longest = int(getattr(families.text_config(model), "max_position_embeddings", 1 << 20))
     first = (method.covered_tokens * 5 // 4 // size + 1) * size
     room = MOST_BYTES["cuda" if device.type == "cuda" else "cpu"] // (2 * heads * dim * spec.dtype.itemsize)
     most = min(longest, max(room, 2 * first)) // size * size
@@ -100,7 +83,7 @@ def step_times(method: SelectingMethod, spec: LayerSpec, extras: dict[str, Any],
     for length in [*lengths, most]:
         copies = most // length
         keys, values = pool[:, : copies * heads * length * dim].view(2, copies, 1, heads, length, dim)
-        times.append((length, *_medians(method, spec, q, keys, values, {"sm_scale": dim**-0.5, **extras})))
+        times.append((length, *_medians(method, spec, q, keys, values, options)))
     return times
 
 

@@ -33,7 +33,7 @@ from seergate.decode.rectify import Rectification
 from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
-from seergate.methods.base import Method
+from seergate.methods.base import LayerSpec, Method
 from seergate.methods.evicting import CompressingMethod
 from seergate.methods.selecting import SelectingMethod
 from seergate.models import families
@@ -69,12 +69,6 @@ def seergate_attention(
     return call(module, query, key, value, attention_mask, **kwargs)
 
 
-def register() -> None:
-    """Make the name known to transformers; done when something is first attached, never at import."""
-    if ATTENTION_NAME not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(ATTENTION_NAME, seergate_attention)
-
-
 def dense_function(implementation: str) -> DenseAttention:
     """The attention that the model would have used, as a function of the module and its inputs.
 
@@ -91,6 +85,15 @@ def dense_function(implementation: str) -> DenseAttention:
             own._attn_implementation_internal = named
 
     return dense
+
+
+def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
+    """The facts about a layer from which a method makes its state for one row."""
+    config = families.text_config(model)
+    heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+    kv_heads = heads // int(attention.num_key_value_groups)
+    return LayerSpec(layer, 1, heads, kv_heads, int(attention.head_dim), model.dtype, model.device, rotary)
 
 
 def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -148,7 +151,7 @@ class AttentionSwap:
     """
 
     def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
-        register()
+        AttentionInterface.register(ATTENTION_NAME, seergate_attention)
         self._attention, self._config = attention, attention.config
         own: Any = copy.copy(attention.config)
         own._attn_implementation_internal = ATTENTION_NAME
@@ -172,7 +175,7 @@ class SingleThreadGuard:
 
     def __init__(self, decoder: nn.Module, passes: ForwardModes) -> None:
         self._passes, self._thread = passes, get_ident()
-        # No hook with always_call tells that a pass is over: torch.compile would compile anew for each handle.
+        # A forward hook with always_call would see the end of a pass, but torch.compile would compile for each handle.
         self._hook = decoder.register_forward_pre_hook(self._enter)
 
     def remove(self) -> None:
@@ -198,19 +201,16 @@ def _runs(thread: int, module: nn.Module) -> bool:
 
 
 class Attachment:
-    """A method attached to a model, as its layers see it; `seergate.hf.attach.Handle` is what a user sees.
+    """A method attached to a model, as its layers see it; `seergate.hf.attach.Handle` is what a user sees."""
 
-    ``tags`` are those of the storage, in the table of `seergate.decode.compatibility`.
-    """
-
-    def __init__(self, model: PreTrainedModel, method: Method, measure_recall: bool, tags: dict[str, str]) -> None:
-        self.model, self.method, self.measure_recall, self.tags = model, method, measure_recall, tags
+    def __init__(self, model: PreTrainedModel, method: Method, storage: KVBackend, measure_recall: bool) -> None:
+        layers = [layer for layer, _ in families.full_attention_modules(model)]
+        self.model, self.method, self.measure_recall = model, method, measure_recall
+        self.storage, self.stats_ = storage.bind(model, method, layers), DecodeStats(layers)
         self.passes = ForwardModes(
             decodes_drafts=not isinstance(method, CompressingMethod),
             reads_leftovers=isinstance(method, SelectingMethod),
         )
-        self.storage = KVBackend()
-        self.stats_ = DecodeStats([layer for layer, _ in families.full_attention_modules(model)])
         self.correction: LosslessDecoding | Rectification | None = None
         self.trace: Trace | None = None
         self.disabled = False
@@ -233,13 +233,9 @@ class LayerBinding:
     """One gated layer of an attached model."""
 
     def __init__(self, handle: Attachment, layer: int, attention: nn.Module) -> None:
-        model = handle.model
-        config = families.text_config(model)
         self.handle, self.layer, self.attention = handle, layer, attention
-        self.num_heads = int(config.num_attention_heads)
-        kind = families.rope_kind(config, attention)
-        self.rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
-        self.qk_hook = QKHook(model, attention)
+        self.spec = layer_spec(handle.model, layer, attention)
+        self.qk_hook = QKHook(handle.model, attention)
         self.swap = AttentionSwap(attention, self.before_forward)
 
     def remove(self) -> None:
@@ -319,14 +315,14 @@ class LayerBinding:
                 "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
             )
         if static_length is not None:
-            refuse({**handle.tags, "static": "a static"})
+            refuse({handle.storage.tag: handle.storage.called, "static": "a static"})
         shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
         anchor = method.anchor_of(self.layer)
         readers = (layer for layer in handle.stats_.layers if method.anchor_of(layer) == self.layer)
         source = None if anchor == self.layer else cache.layers[anchor]
-        facts = storage, method, self.layer, self.num_heads, self.rotary
+        facts = storage, method, self.layer, self.spec.num_heads, self.spec.rotary
         return GatedLayer(*facts, shared, compiles, source, max(readers, default=self.layer))
 
 
@@ -337,7 +333,7 @@ def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *a
 
 
 def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
-    """Mask of the real ones of the new tokens, from the mask that transformers made for this layer.
+    """Which of the new tokens are real, by the mask that transformers made for this layer.
 
     Args:
         mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last
@@ -383,7 +379,7 @@ def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> Non
         new: number of new slots; a single decoded token hides nothing that was read before.
 
     Raises:
-        SeergateError: if later tokens of the row stay, or if the layer cannot take back those of one row.
+        SeergateError: if the row has later tokens that stay visible, or the layer cannot take back tokens of one row.
     """
     slots = layer.rows.slots
     if new == 1 or not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):

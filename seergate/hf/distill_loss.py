@@ -1,4 +1,4 @@
-"""Base classes of the distillation losses of gates on a pack."""
+"""The base class of the distillation losses of gates on a pack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from seergate.config import check_recipe
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.models import families
@@ -53,13 +52,12 @@ class DistillSpec:
     """Gates and the options of their distillation loss.
 
     Attributes:
-        bank: the gates; on the model's device.
+        bank: the gates; on the model's device, and for this model (`seergate.models.families.check_gates`).
         row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed and
             multiplied by `PUBLISHED_SCALE`.
         recall_budgets: token budgets to report recall at.
         target, target_budget: see `ops.scorer_kl`.
         row_stride, row_shift: see `ops.gate_kl`.
-        checked: whether the gates are known to fit the model; the check reads the model's RoPE frequencies.
         far: whether gates of blocks are compared outside the first block and the newest one, too.
     """
 
@@ -71,7 +69,6 @@ class DistillSpec:
     target_budget: int | None = None
     row_stride: int = 1
     row_shift: int = 0
-    checked: bool = False
     far: bool = False
 
 
@@ -79,24 +76,19 @@ class DistillLoss(ABC):
     """The loss of gates on one pack, accumulated layer by layer in the frozen model's forward.
 
     Attributes:
-        gated: the layers that a gate learns from.
+        gate_of: each layer that a gate learns from -> the layer of that gate; ascending.
         losses, stats: loss and statistics of each of these layers so far.
         gradients: gradients of the gates' parameters.
     """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
-        bank = spec.bank
-        modules = families.full_attention_modules(model)
-        if not spec.checked:
-            families.check_gates(model, bank)
         if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
-        check_recipe(bank.config, spec.target, spec.reduction, spec.target_budget, spec.row_stride)
-        self.spec, self.bank, self.model = spec, bank, model
+        self.spec, self.bank, self.model = spec, spec.bank, model
         self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
         self.tokens = int(cu_seqlens[-1])
         self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
-        self.gated = [layer for layer, _ in modules if str(layer) in bank.layers]
+        self.gate_of = {layer: layer for layer in self.bank.geometry.layers}
         self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
         self.losses: list[Tensor] = []
         self.stats: list[GateKLStats] = []
@@ -105,11 +97,30 @@ class DistillLoss(ABC):
 
     @abstractmethod
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """Process one of the `gated` layers during the frozen model's forward."""
+        """Process one of the layers of `gate_of` during the frozen model's forward."""
 
-    @abstractmethod
     def result(self) -> DistillOutput:
         """The result, once the forward pass has ended."""
+        home = self.losses[0].device
+        readers = [len(list(group)) for _, group in groupby(self.gate_of.values())]  # layers of each gate
+        kls = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
+        recalls = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
+        kl_per_layer = torch.stack([part.mean() for part in kls.split(readers)])
+        recall = torch.stack([part.mean(1) for part in recalls.split(readers, dim=1)], dim=1)
+        share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
+        sums = [sums.to(home) for sums in self.far]
+        far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
+        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, far)
+
+    def trainable(self, gates: nn.Module) -> list[nn.Parameter]:
+        """The parameters of gates that get gradients: none if the caller wants none."""
+        return [p for p in gates.parameters() if p.requires_grad and self.wants_gradients]
+
+    def add(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Add a loss that has a graph, and its gradients."""
+        if parameters:
+            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        self.losses.append(loss.detach())
 
     def total(self, share: float) -> Tensor:
         """The losses of all layers as one, times ``share``, with the gradients tied to it."""
@@ -124,30 +135,6 @@ class DistillLoss(ABC):
             stored = [torch.where(finite.to(x.device), x, torch.zeros_like(x)) for x in stored]
             total = StoredGradients.apply(total, len(stored), *stored, *parameters)
         return total
-
-
-class LayerwiseLoss(DistillLoss):
-    """A loss that each layer's gate has by itself.
-
-    Attributes:
-        source: layer -> the layer whose gate learns from it: itself where it has one.
-    """
-
-    def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
-        super().__init__(spec, model, cu_seqlens)
-        self.source = {layer: layer for layer in self.gated}
-
-    def result(self) -> DistillOutput:
-        home = self.losses[0].device
-        readers = [len(list(group)) for _, group in groupby(self.source.values())]  # layers of each gate
-        kls = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
-        recalls = torch.stack([stats.recall.float().to(home) for stats in self.stats], dim=1)
-        kl_per_layer = torch.stack([part.mean() for part in kls.split(readers)])
-        recall = torch.stack([part.mean(1) for part in recalls.split(readers, dim=1)], dim=1)
-        share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
-        sums = [sums.to(home) for sums in self.far]
-        far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
-        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, far)
 
 
 class StoredGradients(torch.autograd.Function):

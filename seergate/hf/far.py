@@ -36,8 +36,8 @@ def far_sums(
 ) -> Tensor:
     """Sums over sampled rows and KV heads, in one layer.
 
-    Far are a row's past blocks but the first one, or all sinks, and the newest one. A window reads the first block and
-    the newest, its own included.
+    Far blocks are a row's past blocks except the first (or all sinks) and the newest. A window reads the first block
+    and the newest ones, the row's own included.
 
     Args:
         call, lse_TH: the layer's attention.

@@ -239,24 +239,25 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
 
 
 def _check_exportable(gate: GateConfig, geometry: ModelGeometry) -> None:
-    problems = []
-    if gate.scorer != "attn_gate":
-        problems.append(f"scorer is {gate.scorer!r} (they have attn_gate)")
-    if gate.q_pooling not in _Q_POOLINGS.values():
-        problems.append(f"q_pooling is {gate.q_pooling!r} (they have {', '.join(_Q_POOLINGS.values())})")
-    if geometry.model_type not in ("qwen2", "qwen3"):
-        problems.append(f"model_type is {geometry.model_type!r} (they have qwen2 and qwen3)")
-    if gate.block_size not in (16, 32, 64):
-        problems.append(f"block_size is {gate.block_size} (they have 16, 32 and 64)")
-    if list(gate.k_pooling) != [kind for kind in POOLINGS if kind in gate.k_pooling]:
-        problems.append(f"k_pooling is {gate.k_pooling} (they have the order max, min, avg)")
-    if gate.gate_dim != geometry.head_dim:
-        problems.append(f"gate_dim is {gate.gate_dim} (their decoding needs the head dimension, {geometry.head_dim})")
-    if geometry.num_layers is not None and len(geometry.layers) != geometry.num_layers:
-        problems.append(f"only {len(geometry.layers)} of {geometry.num_layers} layers have gates")
-    if gate.sink_blocks:
-        problems.append(f"sink_blocks is {gate.sink_blocks} (they have none)")
-    if problems:
+    q_poolings, layers = _Q_POOLINGS.values(), len(geometry.layers)
+    in_order = tuple(kind for kind in POOLINGS if kind in gate.k_pooling)
+    needs = (
+        (gate.scorer == "attn_gate", f"scorer is {gate.scorer!r} (they have attn_gate)"),
+        (gate.q_pooling in q_poolings, f"q_pooling is {gate.q_pooling!r} (they have {', '.join(q_poolings)})"),
+        (
+            geometry.model_type in ("qwen2", "qwen3"),
+            f"model_type is {geometry.model_type!r} (they have qwen2 and qwen3)",
+        ),
+        (gate.block_size in (16, 32, 64), f"block_size is {gate.block_size} (they have 16, 32 and 64)"),
+        (gate.k_pooling == in_order, f"k_pooling is {gate.k_pooling} (they have the order max, min, avg)"),
+        (
+            gate.gate_dim == geometry.head_dim,
+            f"gate_dim is {gate.gate_dim} (their decoding needs the head dimension, {geometry.head_dim})",
+        ),
+        (geometry.num_layers in (None, layers), f"only {layers} of {geometry.num_layers} layers have gates"),
+        (gate.sink_blocks == 0, f"sink_blocks is {gate.sink_blocks} (they have none)"),
+    )
+    if problems := [problem for holds, problem in needs if not holds]:
         raise SeergateError(f"the published code cannot use these gates: {'; '.join(problems)}")
 
 

@@ -21,24 +21,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate import ops
-from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec, LayerwiseLoss
+from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ImportanceLoss(LayerwiseLoss):
+class ImportanceLoss(DistillLoss):
     """Fast KVzip's loss, `ops.retention_kl` with the gates' ``block_size`` as the distance."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         gate = self.bank.retention_gate(call.layer)
-        parameters = [p for p in gate.parameters() if p.requires_grad] if self.wants_gradients else []
+        parameters = self.trainable(gate)
         with torch.set_grad_enabled(bool(parameters)):
             loss, stats = compared(gate(call.hidden_BSW), call, lse_TH, self)
-        if parameters:
-            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
-        self.losses.append(loss.detach())
+        self.add(loss, parameters)
         self.stats.append(stats)
 
 
@@ -83,16 +81,14 @@ class StudentLoss(DistillLoss):
         """Compute the loss and its gradients from the frozen model's input and its logits of the rows that count."""
         last = torch.tensor([b - 1 for _, b in self.segments])
         rows, followed = self.counted.to(ids_1T.device), ~torch.isin(self.counted, last).to(ids_1T.device)
-        parameters = [p for p in self.bank.parameters() if p.requires_grad] if self.wants_gradients else []
+        parameters = self.trainable(self.bank)
         with torch.set_grad_enabled(bool(parameters)):
             gated_RV, excess = self._gated_logits(ids_1T, positions_1T, rows)
             log_p_RV, log_q_RV = logits_RV.float().log_softmax(-1), gated_RV.float().log_softmax(-1)
             loss = F.kl_div(log_q_RV, log_p_RV, log_target=True, reduction="batchmean") + excess
             if bool(followed.any()):
                 loss = loss + F.nll_loss(log_q_RV[followed], ids_1T[0, rows[followed] + 1])
-        if parameters:
-            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
-        self.losses.append(loss.detach())
+        self.add(loss, parameters)
 
     def _gated_logits(self, ids_1T: Tensor, positions_1T: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``[R, V]`` of the model whose tokens fade, and the capacity loss."""
@@ -103,7 +99,7 @@ class StudentLoss(DistillLoss):
 
         def attend(call: TeacherCall) -> Tensor:
             q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-            has_gate = call.layer in self.gated
+            has_gate = call.layer in self.gate_of
             log_beta_TK = (
                 self.bank.retention_gate(call.layer)(call.hidden_BSW)[0].T if has_gate else k.new_zeros(k.shape[:2])
             )
@@ -120,7 +116,7 @@ class StudentLoss(DistillLoss):
         return output.logits[0].to(ids_1T.device), torch.stack(excess).mean()
 
     def result(self) -> DistillOutput:
-        layers, heads = len(self.gated), self.bank.geometry.num_kv_heads
+        layers, heads = len(self.gate_of), self.bank.geometry.num_kv_heads
         (loss,) = self.losses
         recall = loss.new_zeros(0, layers, heads)
         if self.stats:

@@ -23,7 +23,7 @@ from seergate.config import SCORERS, class_of, nearest_anchor
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
-from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec, LayerwiseLoss
+from seergate.hf.distill_loss import DistillLoss, DistillOutput, DistillSpec
 from seergate.hf.far import far_sums
 from seergate.hf.retention_loss import StudentLoss
 from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
@@ -80,13 +80,13 @@ def distill_steps(
         class_of(SCORERS[spec.bank.config.scorer].loss)(spec, model, cu_seqlens) for spec in specs
     ]
     students = [each for each in distill_losses if isinstance(each, StudentLoss)]
-    gated = {layer for each in distill_losses for layer in each.gated}
+    gated = {layer for each in distill_losses for layer in each.gate_of}
 
     def attend(call: TeacherCall) -> Tensor:
         """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
         output_THD, lse_TH = call.attention(cu_seqlens)
         for each in distill_losses:
-            if call.layer in each.gated:
+            if call.layer in each.gate_of:
                 each.learn(call, lse_TH)
         return output_THD[None]
 
@@ -131,11 +131,14 @@ class Places(NamedTuple):
     pooled: Tensor
 
 
-class BlockLoss(LayerwiseLoss):
+class BlockLoss(DistillLoss):
     """Loss of block scorers against the attention that each block gets.
 
     The gate of an anchor (`DecodeConfig.anchors`) learns from every layer that reads its choice, with its own layer's
     queries and keys. The mean of these losses differs by a constant from the loss against the mean of their targets.
+
+    Attributes:
+        rows: the rows of the pack that count, int64, in host memory.
     """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
@@ -143,56 +146,35 @@ class BlockLoss(LayerwiseLoss):
         decode = self.bank.decode_config()
         for layer, _ in families.full_attention_modules(model):
             anchor = nearest_anchor(layer, decode.anchors)
-            if layer not in self.gated and layer not in decode.dense_layers and anchor in self.bank.geometry.layers:
-                self.source[layer] = anchor
-        self.source = dict(sorted(self.source.items()))
-        self.gated = list(self.source)
-        self.last_reader = {gate: layer for layer, gate in self.source.items()}
+            if layer not in decode.dense_layers and anchor in self.gate_of:
+                self.gate_of.setdefault(layer, anchor)
+        self.gate_of = dict(sorted(self.gate_of.items()))
+        self.last_reader = {gate: layer for layer, gate in self.gate_of.items()}
         self.inputs: tuple[Tensor, Tensor] | None = None  # of the gate that more layers will learn with
-        self.options: dict[str, Any] = {
-            "row_start": spec.row_start,
-            "reduction": spec.reduction,
-            "recall_budgets": spec.recall_budgets,
-            "sink_blocks": self.bank.config.sink_blocks,
-            "row_stride": spec.row_stride,
-            "row_shift": spec.row_shift,
-        }
+        config, lengths = self.bank.config, [b - a for a, b in self.segments]
+        stride = spec.row_stride, spec.row_shift
+        counted = counted_rows(lengths, config.block_size, spec.row_start, config.sink_blocks, *stride)
+        parts = zip(self.segments, counted, strict=True)
+        self.rows = torch.cat([torch.arange(a + rows.start, a + rows.stop, rows.step) for (a, _), rows in parts])
         self._places: dict[torch.device, Places] = {}  # of each that a split model has layers on
 
     def places(self, device: torch.device) -> Places:
         """The pack's indices, copied to the device once."""
         if device not in self._places:
             step = self.bank.gate(next(iter(self.bank.geometry.layers))).entry_tokens
-            positions = positions_of(self.cu_seqlens)
             entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
             ends = [a + step * -(-(b - a) // step) for a, b in self.segments]
             pooled = torch.cat(
                 [torch.arange(a, end).clamp(max=b - 1) for (a, b), end in zip(self.segments, ends, strict=True)]
             )
-            rows = copied(self._rows(), device)
-            self._places[device] = Places(
-                copied(positions, device),
-                rows.split(tile_rows(device)),
-                copied(entries, device),
-                copied(pooled, device),
-            )
+            on_host = positions_of(self.cu_seqlens), self.rows, entries, pooled
+            positions, rows, entries, pooled = (copied(x, device) for x in on_host)
+            self._places[device] = Places(positions, rows.split(tile_rows(device)), entries, pooled)
         return self._places[device]
-
-    def _rows(self) -> Tensor:
-        """The rows of the pack that count, int64, in host memory."""
-        options, size = self.options, self.bank.config.block_size
-        names = ("row_start", "sink_blocks", "row_stride", "row_shift")
-        counted = counted_rows([end - start for start, end in self.segments], size, *(options[x] for x in names))
-        return torch.cat(
-            [
-                torch.arange(start + rows.start, start + rows.stop, rows.step)
-                for (start, _), rows in zip(self.segments, counted, strict=True)
-            ]
-        )
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         """Compute the loss of a layer's gate, and its gradients if they are wanted."""
-        source = self.source[call.layer]
+        source, spec = self.gate_of[call.layer], self.spec
         gate = self.bank.gate(source)
         if source == call.layer:
             assert call.q_pre_BHSD is not None and call.k_pre_BKSD is not None
@@ -206,8 +188,8 @@ class BlockLoss(LayerwiseLoss):
                 f"layers {source} and {call.layer} lie on different devices; the gate of an anchor learns from layers "
                 "on its own device"
             )
-        parameters = [p for p in gate.parameters() if p.requires_grad]
-        wants_gradient = self.wants_gradients and bool(parameters)
+        parameters = self.trainable(gate)
+        wants_gradient = bool(parameters)
         positions, tiles, entries, pooled = self.places(call.query_BHSD.device)
         with torch.set_grad_enabled(wants_gradient and len(tiles) == 1):
             parts = [_queries(gate, q_pre_BHSD, positions, rows) for rows in tiles]
@@ -220,18 +202,23 @@ class BlockLoss(LayerwiseLoss):
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
             kg_NKE = gate.keys(gate.pool(k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
-            loss, stats = loss_of(gate, self.spec.target, self.spec.target_budget)(
+            loss, stats = loss_of(gate, spec.target, spec.target_budget)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
                 qg_TKE,
                 kg_NKE,
                 self.cu_seqlens,
                 self.bank.config.block_size,
+                row_start=spec.row_start,
                 sm_scale=call.sm_scale,
+                reduction=spec.reduction,
+                recall_budgets=spec.recall_budgets,
                 sinks=call.sinks,
                 softcap=call.softcap,
                 lse=lse_TH,
-                **self.options,
+                sink_blocks=self.bank.config.sink_blocks,
+                row_stride=spec.row_stride,
+                row_shift=spec.row_shift,
             )
             if wants_gradient:
                 self.gradients.update({p: torch.zeros_like(p) for p in parameters if p not in self.gradients})
@@ -240,7 +227,7 @@ class BlockLoss(LayerwiseLoss):
                 for rows in tiles:
                     made = _queries(gate, q_pre_BHSD, positions, rows) if kept is None else kept
                     self._add_gradients(made, dqg_TKE[rows], parameters)
-        if self.spec.far:
+        if spec.far:
             self.far.append(
                 far_sums(
                     gate,
@@ -249,9 +236,9 @@ class BlockLoss(LayerwiseLoss):
                     qg_TKE.detach(),
                     kg_NKE.detach(),
                     self.cu_seqlens,
-                    counted=self._rows(),
-                    target=self.spec.target,
-                    budgets=self.spec.recall_budgets,
+                    counted=self.rows,
+                    target=spec.target,
+                    budgets=spec.recall_budgets,
                 )
             )
         self.losses.append(loss.detach())

@@ -74,32 +74,28 @@ def intercepted_attention(
 
 
 def _pre_hook(layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
-    def call(
+    def attention(
         hidden: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> Any:
-        q_pre, k_pre = qk_hook.take() if qk_hook is not None else (None, None)
+    ) -> tuple[Tensor, None]:
+        q_pre, k_pre = (None, None) if qk_hook is None else qk_hook.take()
         scaling = kwargs.get("scaling")
-        return (
-            attend(
-                TeacherCall(
-                    layer=layer,
-                    hidden_BSW=hidden,
-                    # Autocast leaves normalised ones wider than values, and no kernel is told that it is on.
-                    query_BHSD=query.to(value.dtype),
-                    key_BKSD=key.to(value.dtype),
-                    value_BKSD=value,
-                    q_pre_BHSD=q_pre,
-                    k_pre_BKSD=k_pre,
-                    sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-                    window=kwargs.get("sliding_window"),
-                    sinks=kwargs.get("s_aux"),
-                    softcap=kwargs.get("softcap"),
-                )
-            ),
-            None,
+        call = TeacherCall(
+            layer=layer,
+            hidden_BSW=hidden,
+            # Autocast leaves normalised queries and keys wider than values, and kernels do not look at autocast.
+            query_BHSD=query.to(value.dtype),
+            key_BKSD=key.to(value.dtype),
+            value_BKSD=value,
+            q_pre_BHSD=q_pre,
+            k_pre_BKSD=k_pre,
+            sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+            window=kwargs.get("sliding_window"),
+            sinks=kwargs.get("s_aux"),
+            softcap=kwargs.get("softcap"),
         )
+        return attend(call), None
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, CALL_KEYWORD: partial(call, attention_input(args, kwargs))}
+        return args, {**kwargs, CALL_KEYWORD: partial(attention, attention_input(args, kwargs))}
 
     return hook

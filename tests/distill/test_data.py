@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def test_what_is_left_out_of_a_conversation_is_counted(
         "4 without the reasoning of their earlier turns" in summary and "3 cut off after their last answer" in summary
     )
     assert prepare_data(config, tokenizer).report == report  # also when it is found tokenised
-    assert json.loads(json.dumps(report.to_dict()))["unanswered"] == 3
+    assert json.loads(json.dumps(asdict(report)))["unanswered"] == 3
 
 
 def test_several_chat_templates_by_name(config: TrainConfig) -> None:

@@ -167,8 +167,7 @@ def test_what_is_said_on_gpus_goes_through_gloo(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dist, "all_reduce", lambda x, **_: places.append(x.device.type))
     world = DistributedState(0, 2, 0, torch.device("meta"))
     world.barrier()
-    world.must_agree("0", "of one process, so they do not")
-    assert places == ["cpu", "cpu"]
+    assert places == ["cpu"]
 
 
 # A process that closes its connections while others wait for it may never end, and nobody reads what it has to say.

@@ -53,7 +53,7 @@ def test_a_scorer_learns_the_same(case: str) -> None:
     gates = seergate.GateConfig(16, 16, scorer=case.split(",")[0], **SCORERS[case])
     bank = seergate.GateBank.for_model(model, gates)
     ends = torch.tensor([0, 120, 200], dtype=torch.int32)
-    options: dict[str, Any] = {"recall_budgets": (32, 64), "checked": True}
+    options: dict[str, Any] = {"recall_budgets": (32, 64)}
     if case == "trim_kv":
         options["target_budget"] = 64
     want = distill_steps([DistillSpec(bank, **options)], model, prompt(200), ends)[0]
@@ -125,8 +125,8 @@ def test_packs_of_sixteen_bits() -> None:
     model = tiny_model("qwen3", dtype=torch.bfloat16)
     bank = seergate.GateBank.for_model(model, seergate.GateConfig(16, 16))
     ends = torch.tensor([0, 120, 200], dtype=torch.int32)
-    want = distill_steps([DistillSpec(bank, checked=True)], model, prompt(200), ends)[0]
+    want = distill_steps([DistillSpec(bank)], model, prompt(200), ends)[0]
     with pretended() as device:
         there, gpu = copy.deepcopy(bank).to(device), copy.deepcopy(model).to(device)
-        got = distill_steps([DistillSpec(there, checked=True)], gpu, prompt(200), ends)[0]
+        got = distill_steps([DistillSpec(there)], gpu, prompt(200), ends)[0]
         torch.testing.assert_close(got.kl_per_layer.host, want.kl_per_layer, atol=2e-2, rtol=2e-2)
