@@ -74,8 +74,8 @@ class CompiledCounts:
     """Device counters of compiled steps, and the sizes that all of these steps share.
 
     Attributes:
-        lengths: int32 ``[2, C + 1]``: for each row length, how many steps read everything (0) and how many selected
-            (1). Other figures are derived from these, so that a step needs few kernel launches.
+        lengths: int32 ``[2, C + 1]``: for each row length, how often a row read everything (0) and how often it
+            selected (1). Other figures are derived from these, so that a step needs few kernel launches.
         blocks: int64 ``[B, K]``, blocks selected by each row and KV head.
         score_bytes: int64 ``[C + 1]``, on the CPU: for each row length, the bytes that a selection reads.
         resident_bytes, state_bytes: bytes that the layer holds at each step, and the part in the method's state.
@@ -206,9 +206,8 @@ class DecodeStats:
     def expect_compiled(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
     ) -> CompiledCounts:
-        """Return the counters for compiled steps on this cache ``[B, K, C, D]``. Tensors that fit are reused, as new
-        ones would need a new graph. The counters are in use as long as the layer's ``compiled`` is the returned
-        object.
+        """Return counters for compiled steps on this cache ``[B, K, C, D]``. Tensors that fit are reused, as new ones
+        need a new graph. The counters are in use while the layer's ``compiled`` is the returned object.
         """
         stats, fixed = self.layers[layer], self.layers[layer].compiled
         stats.fold()

@@ -46,9 +46,8 @@ PROMPT, DENSE = ForwardMode(), ForwardMode(dense=True)
 class ForwardModes:
     """Decides whether a forward pass of one model is a prefill, a decode step or a dense pass.
 
-    By default a pass over one token is a decode step and a pass over several is a prefill. Corrections,
-    `seergate.score` and custom loops override this with `forced`, the hooks of ``generate`` with `prefilling` and
-    `drafting`.
+    By default one token is a decode step and several are a prefill. Corrections, `seergate.score` and custom loops
+    override this with `forced`, the hooks of ``generate`` with `prefilling` and `drafting`.
 
     Args:
         decodes_drafts: whether the method can decode several tokens in one pass; evicting methods cannot.
@@ -65,7 +64,7 @@ class ForwardModes:
         self.phase: Phase | None = None
         self.in_chunks = False
         self.thread: int | None = None
-        self._drafting: tuple[Any, Any, int] | None = None  # weak drafter and cache; slots of the prompt
+        self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -80,8 +79,8 @@ class ForwardModes:
             vars(self).update(before)
 
     def forced(self, mode: Phase) -> AbstractContextManager[None]:
-        """Set the mode of all passes in a ``with`` block: all dense, or all tokens decoded one by one. Raises
-        `SeergateError` for ``"decode"`` under an evicting method.
+        """Make all passes in a ``with`` block dense, or decode all of their tokens one by one (not if the method
+        evicts).
         """
         if mode == "decode" and not self.decodes_drafts:
             raise SeergateError(

@@ -113,7 +113,7 @@ def _take_room(file: int, count: int, folder: object) -> None:
 
 
 class BlockPool:
-    """Fast memory for blocks of an offloaded layer: a fixed number of slots of one block each, replaced by LRU.
+    """The blocks of an offloaded layer that are in fast memory: a fixed number of slots, one block each (LRU).
 
     A block belongs to a pair of row and KV head, since each KV head selects its own blocks. The bookkeeping is in host
     memory, because blocks are fetched from there.

@@ -23,8 +23,7 @@ class Rows:
         lengths: int64 ``[B]``, tokens that each row holds.
         width: int64 scalar, the number of slots; ``None`` without compiled steps.
         offsets: per row, the position that the model gave to its first token.
-        valid: bool ``[B, <= slots]``, which slots hold real tokens; slots beyond its width do. ``None`` without
-            padding.
+        valid: bool ``[B, <= slots]``, which slots hold real tokens; later slots all do. ``None`` without padding.
     """
 
     def __init__(self, batch: int = 0, device: torch.device | None = None, compiles: bool = False) -> None:

@@ -1,7 +1,6 @@
 """Table of refused combinations of storage, method, correction and model, with reasons.
 
-Tags describe the parts that are combined; each maps to the name that error messages use. A combination that has both
-tags of a pair in `REFUSED` is an error.
+Tags describe the combined parts; error messages name them. Parts with both tags of a pair in `REFUSED` are refused.
 
 | axis | tags |
 |---|---|
@@ -9,7 +8,8 @@ tags of a pair in `REFUSED` is an error.
 | method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` if it re-positions them; |
 | | `query heads apart` if the query heads of a group read different blocks |
 | correction | `lossless`, `rectified`; `rectified past a block` |
-| model | `one-way layers` and `one-way cache` (cannot be cropped), `own rope`, `changing angles` |
+| model | `one-way layers`, `one-way cache` (not croppable); `own rope` (not one of the common forms); |
+| | `changing angles` (dynamic or LongRoPE: they depend on the length of the text) |
 """
 
 from __future__ import annotations

@@ -65,11 +65,9 @@ GUESSED_SHARE = 0.1
 
 
 class LosslessDecoding:
-    """Lossless decoding of one attached model: replaces ``generate``, makes all passes except drafts dense, and
-    counts.
+    """Lossless decoding of one attached model: replaces ``generate``, makes all passes but drafts dense, and counts.
 
-    ``kv_totals`` returns the bytes that decode steps have read so far, and the bytes that dense attention would have
-    read.
+    ``kv_totals`` returns the bytes that decode steps have read so far, and those that dense attention would have read.
     """
 
     def __init__(
@@ -325,9 +323,8 @@ class _Run:
         """Decode ``length`` tokens sparsely, and crop their keys and values from the cache.
 
         Returns:
-            The tokens so far with the drafted ones; the model's keyword arguments after them; the probabilities ``[B,
-            N, V]`` that they were sampled from, ``None`` without sampling; and the share of keys and values that a
-            pass read.
+            The tokens so far with the drafted ones; the model's keyword arguments after them; the sampling
+            probabilities ``[B, N, V]``, ``None`` without sampling; and the share of keys and values that a pass read.
         """
         ids, kwargs, probabilities = self.ids, dict(self.kwargs), list[Tensor]()
         before = self.lossless.kv_totals() if length else (0.0, 0.0)

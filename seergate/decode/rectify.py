@@ -63,9 +63,7 @@ class Rectification:
         self.dense_passes = self.tokens = 0
 
     def stats(self) -> dict[str, Any]:
-        """Under ``"rectification"``: the interval ``every``, and the number of dense ``passes`` and of recomputed
-        ``tokens``.
-        """
+        """``"rectification"``: the interval ``every``, the number of dense ``passes`` and of recomputed ``tokens``."""
         return {"rectification": {"every": self.every, "passes": self.dense_passes, "tokens": self.tokens}}
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -31,8 +31,7 @@ def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tenso
     one position more.
 
     Returns:
-        Tokens ``[B, M]``, of which the first ``accepted + 1`` are valid; and the number of accepted drafted tokens
-        ``[B]``.
+        Tokens ``[B, M]``, of which the first ``accepted + 1`` are valid; and the number of accepted drafts ``[B]``.
     """
     accepted_B = (drafted_BN == targets_BM[:, :-1]).long().cumprod(1).sum(1)
     return targets_BM, accepted_B

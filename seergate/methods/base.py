@@ -67,8 +67,7 @@ class Step:
         sm_scale: factor on the query-key products.
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the attention logits, if the model has one.
-        offsets: per row, the position that the model gave to its first token; ``None`` if all are 0, and in compiled
-            steps.
+        offsets: per row, the position that the model gave to its first token; ``None``: all 0, or a compiled step.
         hidden: returns the attention module's input ``[B, S, W]``, each row's tokens first; ``None`` if there is no
             model, and for tokens that are decoded one by one in a pass over several.
         p_BKGT: at a decode step, the attention probabilities of all residents, 0 beyond a row's length; ``None``
@@ -277,8 +276,7 @@ class Method:
     """``"module:class"`` of the method's scores inside a server, a subclass of `seergate.serving.scoring.Scores`;
     ``None`` if the method does not run there."""
     role: ClassVar[Literal["method", "control", "bound"]] = "method"
-    """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` uses information that no real method has.
-    """
+    """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` knows what no real method can know."""
     plot_style: ClassVar[tuple[str, str] | None] = None
     """Colour and marker in plots; an unused pair if ``None``."""
     cautions: ClassVar[Mapping[str, str]] = {}

@@ -62,7 +62,7 @@ class H2O(BudgetedMethod):
 
     Attributes:
         token_budget: heavy hitters and recent tokens together; 1024 + 1024 in the authors' scripts.
-        recent_tokens: number of newest tokens among them; half of the budget if ``None``.
+        recent_tokens: number of newest tokens within the budget; half of it if ``None``.
         normalise: ``"sum"``, as in the paper; ``"mean"`` divides by the number of queries that have seen the key,
             which removes the advantage of old tokens.
         group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.

@@ -130,12 +130,11 @@ class RaaSState(PageState, EvictingState):
 
 @dataclass(kw_only=True)
 class RaaS(EvictingMethod):
-    """At each step the half of the pages with the highest Quest bounds is used; the least recently used page is
-    evicted.
+    """Mark the half of the pages with the highest Quest bounds as used at each step; evict the least recently used.
 
     By default the prompt is never evicted, and its pages count in the budget; a page with both prompt and generated
-    tokens counts as a prompt page. A page is evicted when a new one exceeds the budget, so at most ``token_budget +
-    1`` tokens are resident. If the prompt uses the whole budget, only the currently filling page is kept for generated
+    tokens counts as a prompt page. A page is evicted when a new one exceeds the budget, so that residents are at most
+    ``token_budget + 1``. If the prompt uses the whole budget, only the currently filling page is kept for generated
     tokens: the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step, the one
     with the lowest bound is evicted, of equal bounds the oldest; the current page stays.
 

@@ -137,11 +137,11 @@ class TrimKVState(RetentionState):
 
 @dataclass(kw_only=True, eq=False)
 class TrimKV(RetentionMethod):
-    """Keep the tokens with the highest ``beta ** age`` (Bui et al., arXiv 2512.03324); no token is protected.
+    """Keep the tokens with the highest ``beta ** age`` (Bui et al., arXiv 2512.03324).
 
-    Ages are those of the authors' code, where the newest token has age 2; in their training attention it has age 0.
-    Neither the newest tokens nor the prompt are exempt from eviction. Their caches of one budget for all heads of a
-    layer or model, and the factor of the key's norm, are not implemented.
+    Neither the newest tokens nor the prompt are protected. Ages are those of the authors' code, where the newest token
+    has age 2; in their training attention it has age 0. Their caches of one budget for all heads of a layer or model,
+    and the factor of the key's norm, are not implemented.
 
     Attributes:
         token_budget: 1024 in the authors' code, where gates were trained for 512 to 4096.

@@ -172,8 +172,7 @@ def on_device(selection: Any, device: torch.device) -> Any:
 
 
 def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:
-    """The selection, except that rows of at most ``short`` tokens read all of their blocks; ``ends``: tokens of each
-    row.
+    """The selection, but all blocks for rows of at most ``short`` tokens; ``ends``: tokens of each row.
 
     A row's own length decides, so that it reads the same blocks alone and in a batch with longer rows.
     """

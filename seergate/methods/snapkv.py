@@ -57,9 +57,9 @@ class SnapKV(BudgetedMethod):
         group_reduction: ``"mean"`` or ``"max"`` of the probabilities of a group; or ``"max_logits"``, as in R-KV: the
             softmax over the tokens before the window is of the group's largest logits. In the authors' code each query
             head stores its own keys and keeps its own tokens.
-        pooled_by: ``"query_head"``: each query head's probabilities are pooled, as in the authors' code, then the
-            group is reduced; ``"group"``: in the opposite order. It matters only if one of the two is a maximum, the
-            other a mean.
+        pooled_by: order of pooling and group reduction: ``"query_head"``, as in the authors' code: pool each query
+            head's probabilities first; ``"group"``: reduce the group first. It matters only if one is a maximum and
+            the other a mean.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -126,8 +126,7 @@ class RKV(SnapKV):
     Paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07. The code spares one
     look-alike, or index 0 if there is none; here none is spared then, unless ``spare_first``. Indices are sorted here,
     but not in the code's first version, where neighbours and "newest" lose their meaning after the first eviction. The
-    paper evicts whenever ``interval`` tokens have been generated, the code by the length of the whole text
-    (``trigger``).
+    paper evicts after every ``interval`` generated tokens, the code by the length of the whole text (``trigger``).
 
     Attributes:
         window, interval, kernel, pooling, group_reduction, pooled_by: see `SnapKV`.

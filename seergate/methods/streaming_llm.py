@@ -50,9 +50,7 @@ class StreamingState(EvictingState):
         return Eviction(rows, index, (held - 1).tolist())
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of ``ends[b]`` residents, those that row b attends to: indices ``[B, n]``, padded with the last; their
-        number.
-        """
+        """Residents that row b, of ``ends[b]``, attends to: indices ``[B, n]``, padded with the last; their number."""
         budget, sinks = self.method.token_budget, self.method.sink_tokens
         lengths = torch.tensor(ends, device=device)
         held = lengths.clamp(max=budget)
@@ -67,8 +65,7 @@ class StreamingLLM(EvictingMethod):
     """Attend to the first ``sink_tokens`` and the newest tokens, ``token_budget`` in all, the current one included.
 
     As in the paper's section 3.2, positions are those **inside the cache**: keys are stored before RoPE and rotated to
-    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions (``positions``) it is a different
-    method: attention sinks and a window.
+    ``0 .. n - 1`` at each step, the query to ``n - 1``. With ``positions="original"`` it is just sinks and a window.
 
     Attributes:
         token_budget: tokens attended to; the paper's enabling script has 4 + 512.

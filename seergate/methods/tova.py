@@ -38,8 +38,7 @@ class TOVA(BudgetedMethod):
     Attributes:
         token_budget: the paper studies 256 to 4096.
         protect_current: always keep the current token; in the paper it may be evicted at once.
-        scope: ``"layer"``, as in the paper: one set of tokens for all heads; ``"kv_head"``: one set per group of
-            heads.
+        scope: ``"layer"``, as in the paper: one set of tokens for all heads; ``"kv_head"``: one set per group.
     """
 
     name: ClassVar[str] = "tova"

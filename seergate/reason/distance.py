@@ -48,9 +48,7 @@ class PercentileThreshold:
     seen: list[float] = field(default_factory=list)
 
     def admit(self, distances: Sequence[float]) -> list[bool]:
-        """Add distances to those seen, and return for each whether it is within the percentile of all; false in
-        warm-up.
-        """
+        """Add distances to those seen; return for each if it is within the percentile of all, false in warm-up."""
         warm = len(self.seen) >= self.warm_up
         self.seen += distances
         if not warm or not self.seen or self.percentile == 0:

@@ -75,8 +75,7 @@ class BlockStore:
         rows: the rows, in the order of the batch.
         references: per physical block, the number of table entries that refer to it.
         sealed: per physical block, whether it is read-only.
-        serials: per physical block, the serial number of its current allocation, which differs from those of earlier
-            uses.
+        serials: per physical block, the serial number of its current allocation; every allocation gets a new one.
         stale: indices of rows whose tables have changed since the copy on the device was updated.
     """
 
@@ -118,9 +117,8 @@ class BlockStore:
         self.rows += [Row(next(self.numbers), []) for _ in range(number)]
 
     def extend(self, counts: Sequence[int]) -> Copies:
-        """Make room for ``counts[b]`` new tokens of row b, and return the copies to make: a row's last block, if it is
-        partly filled and sealed or shared, is replaced by a copy. Raises `OutOfBlocks` at the limit, before any
-        change.
+        """Make room for ``counts[b]`` new tokens of row b; return the copies to make. A row's last block is replaced
+        by a copy if it is partly filled and sealed or shared. Raises `OutOfBlocks` at the limit, before any change.
         """
         opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
         needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
@@ -509,9 +507,7 @@ class Paged(Storage):
         return self.pages.physical * self._page_bytes() if self.is_allocated else 0
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        """Bytes of each row's pages: a page that a row has several times counts once, a page shared with other rows in
-        full.
-        """
+        """Bytes of each row's pages: a page repeated in a row counts once, a page shared with other rows in full."""
         used = np.array([len(row.table) - row.repeats for row in self.pages.rows])
         return used * self._page_bytes()
 

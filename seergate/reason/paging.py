@@ -83,9 +83,7 @@ class Paging(KVBackend):
 
 
 def paging_of(reason: ReasonCache, given: KVBackend | None) -> Paging:
-    """Return the paging of a `ReasonCache`, with ``share_prefixes`` of the user's own. Raises `SeergateError` for
-    another storage, or sizes given to the paging.
-    """
+    """Return the paging of a `ReasonCache`; ``given``, the user's own, may set ``share_prefixes`` only."""
     if given is not None and not isinstance(given, Paging):
         raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
     if given is not None and (given.block_size is not None or given.max_blocks is not None):

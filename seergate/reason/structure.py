@@ -29,8 +29,7 @@ and time does not grow with the square of the text's length. ``\\[`` is a line b
 
 OPERAND = r"[\w.()\[\]{}\\]"
 PLAIN = re.compile(rf"(?<!{OPERAND})(?:{OPERAND}+[ \t]*[-+*/^=<>≤≥≠≈×÷·][ \t]*)+{OPERAND}+")
-"""Matches begin only where an operand begins: from inside an operand, the search would fail again at each character.
-"""
+"""Matches begin only at the start of an operand: from inside it, the search would fail again at each character."""
 
 TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
 

@@ -18,7 +18,7 @@ Calls = Sequence[Callable[[], Any]]
 class Worker:
     """Runs calls in order: at once, or on a thread that starts with the first call.
 
-    After its start, `put` never waits for the thread. It computes on one core, so that it takes none from decoding.
+    After its start, `put` never waits for the thread, which computes on one core and so takes none from decoding.
 
     Attributes:
         error: the exception of a call, or the reason why there is no thread; later calls are dropped.
