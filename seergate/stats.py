@@ -1,4 +1,4 @@
-"""DecodeStats: counts what decode steps read, and what stays in memory."""
+"""Decode statistics: the tokens and bytes that decode steps read, and the bytes that stay resident."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from seergate.methods.selecting import PerHeadSelection, SelectingState
 from seergate.ops import Selection
 
 RowBytes = Callable[[], Any]
-"""Bytes per row, as an array."""
+"""Function that returns the bytes of each row, as an array."""
 
 
 def token_bytes(keys: Tensor, values: Tensor) -> int:
-    """Bytes of a token in one KV head of a cache ``[..., D]``."""
+    """Bytes that one token's key and value take in one KV head of a cache ``[..., D]``."""
     return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
 
 
 @dataclass
 class StepRecord:
-    """Record of a decode step of one layer: what was read and what is resident.
+    """One decode step of one layer: what it read and what stays resident.
 
     Attributes:
         total_tokens: tokens of each row so far, evicted ones included.
-        selection: the blocks read, if a method selected some.
-        resident_bytes: held by the layer.
+        selection: the blocks read; ``None`` if the method selected none.
+        resident_bytes: bytes that the layer holds.
         row_bytes: returns the bytes that each row would hold alone; called only by statistics that count rows.
-        recall: ``[B]``, the share of dense attention's probability that fell on what was read; ``None``: not measured.
+        recall: ``[B]``, share of dense attention's probability that fell on the tokens read; ``None`` if not measured.
     """
 
     layer: int
@@ -49,19 +49,19 @@ class StepRecord:
 
     @property
     def read(self) -> Sequence[float]:
-        """Tokens that each row read, mean over KV heads, if nothing was selected."""
+        """Tokens that each row read, mean over KV heads; valid only if no blocks were selected."""
         return self.step.ends if self.attended.read is None else self.attended.read
 
     @cached_property
     def scored(self) -> list[int]:
-        """Bytes that each row read to decide, beside keys and values of the tokens read; all heads together."""
+        """Bytes that each row read to select or score, besides the keys and values attended to; all heads together."""
         (keys, values, _), heads, read = self.step.stored, self.step.stored[0].shape[1], self.attended.read
         found = []
         for row, (held, seen) in enumerate(zip(self.step.ends, self.total_tokens, strict=True)):
             # A row that reads everything is scored only to keep the batch's shape: not counted.
             chose = (self.selection is not None or read is not None) and not self.state.reads_all(seen)
             total = self.state.bytes_read(held, seen, chose)
-            if chose and self.state.reads_all_keys:  # ordinary attention to all tokens reads their keys anyway
+            if chose and self.state.reads_all_keys:  # without a selection, attention reads all keys anyway
                 total += held * heads * keys.shape[3] * keys.element_size()
             if read is not None:  # tokens beyond those in the cache were read from the state, counted above
                 total -= max(0, int(read[row]) - held) * heads * token_bytes(keys, values)
@@ -71,14 +71,14 @@ class StepRecord:
 
 @dataclass
 class CompiledCounts:
-    """Counters of compiled steps, on the device, and the sizes that all of these steps share.
+    """Device counters of compiled steps, and the sizes that all of these steps share.
 
     Attributes:
-        lengths: int32 ``[2, C + 1]``: how often a row of so many tokens read everything, and how often it selected.
-            The other figures follow from these, so that a step takes as few launches as can be.
-        blocks: int64 ``[B, K]``, selected by each row and KV head.
-        score_bytes: int64 ``[C + 1]``, on the CPU: what a row of so many tokens reads to decide.
-        resident_bytes, state_bytes: held by the layer at each step, and by the method's state alone.
+        lengths: int32 ``[2, C + 1]``: for each row length, how often a row read everything (0) and how often it
+            selected (1). Other figures are derived from these, so that a step needs few kernel launches.
+        blocks: int64 ``[B, K]``, blocks selected by each row and KV head.
+        score_bytes: int64 ``[C + 1]``, on the CPU: for each row length, the bytes that a selection reads.
+        resident_bytes, state_bytes: bytes that the layer holds at each step, and the part in the method's state.
     """
 
     lengths: Tensor
@@ -89,7 +89,7 @@ class CompiledCounts:
 
 
 class LayerStats:
-    """Running sums of one layer. What a selection decides stays on the device until the sums are read."""
+    """Running sums of one layer. Counts that depend on a selection stay on the device until the sums are read."""
 
     def __init__(self) -> None:
         self.block_size = self.heads = 1  # KV heads
@@ -100,7 +100,7 @@ class LayerStats:
         self.bytes_scored = 0
         self.dense_blocks = 0.0  # blocks read by each head in steps that selected nothing
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
-        self.missing_tokens = 0  # by which the last blocks of selections fall short, per head
+        self.missing_tokens = 0  # tokens that the last selected blocks lack, per head
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
         nothing = torch.zeros(2, 0, dtype=torch.int64)
@@ -110,7 +110,7 @@ class LayerStats:
         self.recall_rows = 0
 
     def of_cache(self, keys: Tensor, values: Tensor, block_size: int) -> None:
-        """Set the sizes of the cache that is read."""
+        """Set block size, KV heads and bytes per token from the cache's ``[B, K, C, D]`` keys and values."""
         self.block_size, self.heads, self.bytes_per_token = block_size, keys.shape[1], token_bytes(keys, values)
 
     def blocks_per_head(self) -> Tensor:
@@ -122,7 +122,7 @@ class LayerStats:
         return self.blocks_per_head() * self.block_size - self.missing_tokens + self.tokens_read
 
     def bytes_read(self) -> float:
-        """Keys, values and what was read to decide, all steps together."""
+        """Bytes read by all steps: keys, values and what selections read."""
         return self.tokens_per_head().sum().item() * self.bytes_per_token + self.bytes_scored
 
     def bytes_dense(self) -> int:
@@ -130,7 +130,7 @@ class LayerStats:
         return self.tokens_seen * self.heads * self.bytes_per_token
 
     def fold(self) -> None:
-        """Add what was counted on the device to the other figures."""
+        """Add the counters of compiled steps to the running sums, and zero them."""
         fixed = self.compiled
         everything, selected = fixed.lengths.cpu().long()
         rows, lengths = everything + selected, torch.arange(len(selected))
@@ -160,7 +160,7 @@ class DecodeStats:
         self.layers = {layer: LayerStats() for layer in layers}
 
     def anew(self) -> DecodeStats:
-        """New counters that start at zero. Compiled steps keep the tensors that their graph counts in."""
+        """Return counters that start at zero; compiled steps keep the tensors in which their graph counts."""
         fresh = DecodeStats(list(self.layers))
         for layer, stats in self._folded().items():
             new = fresh.layers[layer]
@@ -169,13 +169,13 @@ class DecodeStats:
         return fresh
 
     def _folded(self) -> dict[int, LayerStats]:
-        """The layers, with what was counted on the device."""
+        """The sums of all layers, compiled steps included."""
         for stats in self.layers.values():
             stats.fold()
         return self.layers
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Count the bytes that a layer holds right after a prompt; ``row_bytes`` as in `StepRecord`."""
+        """Update the peak of a layer's bytes after prefill; ``row_bytes`` as in `StepRecord`."""
         stats = self.layers[layer]
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
 
@@ -191,7 +191,7 @@ class DecodeStats:
         if selection is None:
             stats.tokens_read += sum(record.read)
             stats.dense_blocks += sum(-(-tokens // record.block_size) for tokens in record.read)
-        else:  # it holds the current block, which may not be full
+        else:  # the selection includes the current block, which may not be full
             stats.selected_blocks = stats.selected_blocks + selection.counts.sum(0)
             stats.missing_tokens += sum(-end % record.block_size for end in step.ends)
         stats.resident_sum += record.resident_bytes
@@ -206,8 +206,8 @@ class DecodeStats:
     def expect_compiled(
         self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
     ) -> CompiledCounts:
-        """Allocate the counters of compiled steps on this cache ``[B, K, C, D]``, the same tensors again where they
-        fit: new ones would mean a new graph. They count as long as the layer's ``compiled`` is the returned object.
+        """Return counters for compiled steps on this cache ``[B, K, C, D]``. Tensors that fit are reused, as new ones
+        need a new graph. The counters are in use while the layer's ``compiled`` is the returned object.
         """
         stats, fixed = self.layers[layer], self.layers[layer].compiled
         stats.fold()
@@ -226,7 +226,7 @@ class DecodeStats:
         return stats.compiled
 
     def record_compiled(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
-        """Count one compiled step, without the host."""
+        """Count one compiled step, on the device only."""
         fixed, lengths = self.layers[layer].compiled, step.lengths
         chose = int(selection is not None)
         fixed.lengths[chose].scatter_add_(0, lengths, torch.ones_like(lengths, dtype=torch.int32))
@@ -234,28 +234,28 @@ class DecodeStats:
             fixed.blocks.add_(selection.counts)
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
-        """Called when tokens leave after a step. It counts nothing; a subclass may."""
+        """Called when tokens are evicted after a step. Counts nothing; a subclass may."""
 
     def kv_totals(self) -> tuple[float, float]:
-        """Bytes that all steps so far have read (keys, values, and to decide), and that dense attention would have
-        read.
+        """Bytes that all steps so far have read (keys, values and what selections read), and bytes that dense
+        attention would have read.
         """
         layers = self._folded().values()
         return sum(stats.bytes_read() for stats in layers), sum(stats.bytes_dense() for stats in layers)
 
     def summary(self) -> dict[str, Any]:
-        """The figures so far, as plain numbers.
+        """Return the figures so far, as plain numbers.
 
         Returns:
-            ``steps``; ``density`` (tokens read per token seen, mean over layers) and ``density_per_layer``;
-            ``bytes_read_per_step`` (keys, values and what was read to decide, all layers and rows), of which
-            ``bytes_scored_per_step`` to decide, and ``bytes_dense_per_step`` (what dense attention would have read);
-            ``resident_tokens_per_layer`` (per row and KV head, mean over steps);
-            ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as allocated);
-            ``state_bytes`` (of these, what the method remembers: compressed keys, pooling state; the most there were);
+            ``steps``; ``layers`` (indices of layers with a step); ``density`` (tokens read per token seen, mean over
+            layers) and ``density_per_layer``; ``bytes_read_per_step`` (keys, values and what selections read, all
+            layers and rows), the part ``bytes_scored_per_step`` that selections read, and ``bytes_dense_per_step``
+            (what dense attention would have read); ``resident_tokens_per_layer`` (per row and KV head, mean over
+            steps); ``resident_bytes_mean`` and ``resident_bytes_peak`` (keys, values and state, all layers, as
+            allocated); ``state_bytes`` (peak of the method's state: compressed keys, pooling state);
             ``blocks_per_head`` and ``tokens_per_head`` (mean read per row and step, layers by KV heads);
-            ``density_per_head`` (tokens read per token seen, layers by KV heads); if the cache is offloaded,
-            ``bytes_fetched_per_step`` (from slow memory, all layers and rows); ``recall_per_layer`` if measured.
+            ``density_per_head`` (tokens read per token seen, layers by KV heads); ``bytes_fetched_per_step`` if the
+            cache is offloaded (from slow memory, all layers and rows); ``recall_per_layer`` if measured.
         """
         ran = {layer: stats for layer, stats in self._folded().items() if stats.steps}
         bytes_read = bytes_scored = bytes_dense = 0.0

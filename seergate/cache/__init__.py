@@ -1,1 +1,1 @@
-"""KV cache: rows, and the kinds of memory that hold their keys and values."""
+"""KV cache: lengths of rows, and storages that hold keys and values."""

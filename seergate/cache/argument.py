@@ -1,4 +1,4 @@
-"""The keyword by which transformers' models take their cache: ``cache`` since 5.24, ``past_key_values`` before."""
+"""The keyword argument for the KV cache in transformers' models: ``cache`` since 5.24, ``past_key_values`` before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-"""The keyword of this release, which is also the field of a model's output and the key of ``model_kwargs``."""
+"""The keyword in the installed release; also the field of a model's output and the key in ``model_kwargs``."""
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
-    """The cache among the keyword arguments of a forward pass, under either name; ``None`` without one."""
+    """Return the cache from a forward pass's keyword arguments, under either name; ``None`` without one."""
     found = kwargs.get("past_key_values")
     return kwargs.get("cache") if found is None else found

@@ -1,7 +1,7 @@
 """Continuous batching: rows that join and leave a cache of `GatedLayer`s.
 
-Every row of a `GatedLayer` has its own length, so a row of one cache can go on beside rows of another. Layers of
-transformers (sliding windows, linear attention) keep all rows at one common slot, and cannot do that.
+Every row of a `GatedLayer` has its own length, so rows of different caches can be decoded in one batch. Layers of
+transformers (sliding windows, linear attention) keep all rows at one common slot and cannot be joined.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from seergate.errors import SeergateError
 
 
 def rows_are_independent(cache: Cache) -> bool:
-    """True if every layer keeps its rows apart, so that `join_rows` works."""
+    """True if every layer is a `GatedLayer`, which has a length per row, so that `join_rows` works."""
     return bool(cache.layers) and all(isinstance(layer, GatedLayer) for layer in cache.layers)
 
 
 def join_rows(cache: Cache, arriving: Cache) -> None:
-    """Put the rows of ``arriving`` after those of ``cache``, which may have seen more or fewer tokens.
+    """Append the rows of ``arriving`` to ``cache``; the rows may differ in length.
 
-    Afterwards the batch counts as left-padded to its longest row. ``arriving`` must not be used any more.
+    The batch then counts as left-padded to its longest row. ``arriving`` must not be used afterwards. Raises
+    `SeergateError` if a layer of either cache is not gated.
     """
     if not (rows_are_independent(cache) and rows_are_independent(arriving)):
         raise SeergateError("only caches whose layers are all gated can be joined")
@@ -36,7 +37,7 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
 
 
 def layers_without_return(cache: Cache | None) -> list[str]:
-    """The kinds of a cache's layers that cannot take tokens back, such as a static one with a window."""
+    """Class names of the cache's layers that cannot be cropped, such as a static layer with a sliding window."""
 
     def returns(layer: Any) -> bool:  # since transformers 5.24, static layers have `crop` and may not be croppable
         return hasattr(layer, "crop") and (
@@ -48,22 +49,22 @@ def layers_without_return(cache: Cache | None) -> list[str]:
 
 
 def keep_rows(cache: Cache, rows: list[int]) -> None:
-    """Drop all rows but these, in that order."""
+    """Keep only these rows, in the given order."""
     cache.batch_select_indices(torch.tensor(rows, dtype=torch.int64))
 
 
 @contextmanager
 def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
-    """Narrow the cache to some rows for the duration of a ``with`` block. Their newest tokens may be cropped and
-    stored again; the new keys and values are kept.
+    """Narrow the cache to some rows for the duration of a ``with`` block. Inside, the newest tokens of these rows may
+    be cropped and stored again; the new keys and values are kept.
 
-    The rows must have their old lengths again at the end. After an exception all rows are as they were before.
+    The rows must have their old lengths again at the end, otherwise `SeergateError`. An exception restores all rows.
     """
     if not rows_are_independent(cache):
         raise SeergateError("only a cache whose layers are all gated can be narrowed to some of its rows")
     index = torch.tensor(rows, dtype=torch.int64)
     whole = [(layer.rows, layer.storage, layer.state and layer.state.rows) for layer in cache.layers]
-    for layer in cache.layers:  # selecting replaces what these refer to
+    for layer in cache.layers:  # selecting replaces the tensors in these objects
         layer.rows, layer.storage = copy.copy(layer.rows), copy.copy(layer.storage)
     try:
         cache.batch_select_indices(index)
@@ -85,8 +86,8 @@ def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
 
 @contextmanager
 def restored_on_error(cache: Cache, newest: int) -> Iterator[None]:
-    """Restore the cache if the ``with`` block fails, the ``newest`` tokens of each row included, which may be cropped
-    and stored again inside.
+    """Restore the cache if the ``with`` block fails. Inside, the ``newest`` tokens of each row may be cropped and
+    stored again.
     """
     restore = [_snapshot(layer, newest) for layer in cache.layers]
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from seergate.errors import SeergateError
 
 VERIFIED_TOKENS = 32
-"""Maximum drafted tokens of a pass that are decoded one by one; more are read densely, like a prompt."""
+"""Maximum number of drafted tokens per pass that are decoded one by one; more are read densely, like a prompt."""
 
 TWO_THREADS = (
     "two threads run this model at once, and the attached method can serve one request at a time; "
@@ -29,11 +29,11 @@ Phase = Literal["dense", "decode"]
 
 
 class ForwardMode(NamedTuple):
-    """Treatment of the new tokens of a forward pass.
+    """How a forward pass treats its new tokens.
 
     Attributes:
-        decoded: number of newest tokens that are decoded one by one; those before them belong to a prompt.
-        dense: whether attention is the plain model's, as in a pass that corrects or verifies.
+        decoded: number of newest tokens that are decoded one by one; the tokens before them are prefill.
+        dense: whether attention is the plain model's, as in a pass that rectifies or verifies.
     """
 
     decoded: int = 0
@@ -44,19 +44,19 @@ PROMPT, DENSE = ForwardMode(), ForwardMode(dense=True)
 
 
 class ForwardModes:
-    """Tells prompts, decoded tokens and dense passes of one model apart.
+    """Decides whether a forward pass of one model is a prefill, a decode step or a dense pass.
 
-    A single token is a decode step, several are a prompt, unless the mode has been set: by corrections,
-    `seergate.score` and a caller's own loop (`forced`), or by the hooks of ``generate`` (`prefilling`, `drafting`).
+    By default one token is a decode step and several are a prefill. Corrections, `seergate.score` and custom loops
+    override this with `forced`, the hooks of ``generate`` with `prefilling` and `drafting`.
 
     Args:
-        decodes_drafts: whether the method can decode several tokens of one pass; evicting methods cannot.
+        decodes_drafts: whether the method can decode several tokens in one pass; evicting methods cannot.
         reads_leftovers: whether a prompt's last chunk can be read densely if it is a single token.
 
     Attributes:
-        phase: mode of all passes, whatever their tokens; ``"dense"`` while lossless decoding decides when to draft.
-        in_chunks: whether a prompt is being read that was cut into chunks.
-        thread: the thread that has set them; another thread's pass is refused meanwhile. ``None`` outside.
+        phase: mode of all passes, whatever their length; ``"dense"`` outside of drafts in lossless decoding.
+        in_chunks: whether a prompt is being prefilled in chunks.
+        thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
     def __init__(self, *, decodes_drafts: bool, reads_leftovers: bool) -> None:
@@ -64,7 +64,7 @@ class ForwardModes:
         self.phase: Phase | None = None
         self.in_chunks = False
         self.thread: int | None = None
-        self._drafting: tuple[Any, Any, int] | None = None  # weakly, drafter and cache; slots that the prompt takes
+        self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -79,7 +79,9 @@ class ForwardModes:
             vars(self).update(before)
 
     def forced(self, mode: Phase) -> AbstractContextManager[None]:
-        """Set the mode of all passes in a ``with`` block: dense, or all tokens decoded, however many they are."""
+        """Make all passes in a ``with`` block dense, or decode all of their tokens one by one (not if the method
+        evicts).
+        """
         if mode == "decode" and not self.decodes_drafts:
             raise SeergateError(
                 "a method that evicts decodes one token per pass, so several cannot be forced; pass them one by one, "
@@ -88,7 +90,7 @@ class ForwardModes:
         return self._during(phase=mode)
 
     def prefilling(self, in_chunks: bool) -> AbstractContextManager[None]:
-        """Treat the passes in a ``with`` block as a prompt, perhaps in chunks."""
+        """Mark the passes in a ``with`` block as prefill, ``in_chunks`` or in one piece."""
         return self._during(in_chunks=in_chunks)
 
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
@@ -96,8 +98,8 @@ class ForwardModes:
         self._drafting = ref(drafter), ref(cache), prompt
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
-        """The mode of a forward pass, in which ``new`` tokens arrive in a cache of ``slots`` tokens, padding included;
-        ``slots`` is not looked at if ``new`` is 1.
+        """Return the mode of a pass that adds ``new`` tokens to a cache of ``slots`` slots, padding included;
+        ``slots`` is ignored if ``new`` is 1.
         """
         if self.phase == "dense":
             return DENSE
@@ -112,20 +114,20 @@ class ForwardModes:
         drafter, filled, prompt = self._drafting
         if drafter() is None or filled() is not cache:
             return PROMPT
-        drafted = max(0, min(new, slots + new - prompt))  # or accepted, after the prompt
+        drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
         return ForwardMode(decoded=drafted) if drafted <= VERIFIED_TOKENS else PROMPT
 
 
 class ForwardContext:
-    """One call of one gated attention module: made before it runs, completed when its tokens join the cache.
+    """Context of one call of a gated attention module: created before it runs, completed when its tokens are stored.
 
     Args:
         take_qk: returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``, before RoPE; ``None`` if the plain model
             runs.
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
-        position_ids: ``[B, S]`` or ``[1, S]``, where the model puts the new tokens; ``None`` if it did not say.
+        position_ids: ``[B, S]`` or ``[1, S]``, positions of the new tokens; ``None`` if the model passes none.
         hidden: ``[B, S, W]``, input of the attention module; ``None`` if the plain model runs.
-        on_host: false in a compiled step, where the host knows no lengths.
+        on_host: false in a compiled step, where only the device knows the lengths.
 
     Attributes:
         q_pre, k_pre, k, starts, counts: set when the tokens are stored (`take`); as in `Step`.
@@ -151,7 +153,7 @@ class ForwardContext:
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
 
     def take(self, k: Tensor, starts: list[int], counts: list[int]) -> None:
-        """Take the hooked q and k of the tokens being stored; ``k`` after RoPE; each row's real tokens first."""
+        """Record q and k before RoPE, and ``k`` after RoPE, of the tokens being stored; real tokens of a row first."""
         assert self.take_qk is not None
         self.q_pre, self.k_pre = (self.compact(x) for x in self.take_qk())
         self.k, self.starts, self.counts = k, starts, counts

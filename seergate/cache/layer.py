@@ -1,6 +1,6 @@
-"""GatedLayer: one layer of a transformers `Cache`; it takes the place of a `DynamicLayer` or `StaticLayer`.
+"""GatedLayer: a layer of a transformers `Cache` that replaces a `DynamicLayer` or `StaticLayer`.
 
-`Rows` counts the tokens of each row, a `Storage` has keys and values, and a `LayerState` what the method remembers.
+`Rows` counts the tokens of each row, a `Storage` holds keys and values, and a `LayerState` is the method's state.
 
 Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, T slots.
 """
@@ -33,16 +33,15 @@ class GatedLayer(CacheLayerMixin):
 
     Args:
         shared: whether later layers read what `update` returns (Gemma 4's KV sharing).
-        compiles: whether a decode step may be compiled, or captured in a CUDA graph: then it is the same operations
-            whatever the rows' lengths, which only the device knows. For a static cache, and a method with
-            ``fixed_shapes``.
-        anchor: the layer below whose choice of blocks this one reads; ``None`` if it chooses for itself.
-        last_reader: index of the last layer that reads this one's choice.
+        compiles: whether decode steps may be compiled or captured in a CUDA graph: the operations then do not depend
+            on the rows' lengths, which only the device knows. Needs a static cache and a method with ``fixed_shapes``.
+        anchor: the lower layer whose selections this layer reads; ``None`` if this layer makes its own.
+        last_reader: index of the last layer that reads this layer's selections.
 
     Attributes:
-        chosen: the blocks that the layer chose for each token of the pass that is under way, from its turn to that of
-            ``last_reader``; empty otherwise.
-        counts: where compiled steps are counted; ``None`` if an eager step must come before one.
+        chosen: this layer's selection for each token of the current pass, kept until ``last_reader`` has run; empty
+            otherwise.
+        counts: counters of compiled steps; ``None`` if an eager step must run before the next compiled one.
     """
 
     is_sliding = False
@@ -72,11 +71,11 @@ class GatedLayer(CacheLayerMixin):
         self.chosen: list[Selection | PerHeadSelection | None] = []
         self.counts: CompiledCounts | None = None
         self.state: LayerState | None = None
-        self.context: ForwardContext | None = None  # put here by the attention module's pre-hook, taken by `update`
+        self.context: ForwardContext | None = None  # set by the attention module's pre-hook, consumed by `update`
         self.is_initialized = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
-        """Copies the tokens, for another text that begins with them. The method and the gates are shared, unless the
+        """Copy the tokens, for another text with the same prefix. The method and the gates are shared, unless the
         model is copied as well.
         """
         for part in (self.method, self.rotary):
@@ -87,12 +86,12 @@ class GatedLayer(CacheLayerMixin):
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
-        """All keys (`Storage.keys`); ``None`` before the first."""
+        """All keys (`Storage.keys`); ``None`` before the first token."""
         return self.storage.keys if self.is_initialized else None
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        """All values, likewise."""
+        """All values (`Storage.values`); ``None`` before the first token."""
         return self.storage.values if self.is_initialized else None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -124,8 +123,8 @@ class GatedLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store new tokens, ``[B, K, S, D]`` in slots, keys after RoPE. Returns the keys and values of all slots, for
-        dense attention, but of an evicting method only the new ones.
+        """Store new tokens ``[B, K, S, D]``, padding included, keys after RoPE. Return the keys and values that dense
+        attention needs: of all slots, or only the new ones if the method evicts or a decode step reads the storage.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -146,7 +145,7 @@ class GatedLayer(CacheLayerMixin):
                 "arrive"
             )
         fresh = rows.slots == 0
-        if context is None:  # the model runs without its gates: keep the tokens, but the method has not seen them
+        if context is None:  # the plain model runs: store the tokens, but the method has not seen them
             if isinstance(self.method, CompressingMethod) and not fresh:
                 raise SeergateError(
                     f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
@@ -185,7 +184,7 @@ class GatedLayer(CacheLayerMixin):
         self.state.on_evict(eviction, room)
 
     def slot_view(self) -> tuple[Tensor, Tensor]:
-        """Keys and values in slots ``[B, K, T, D]``, a view if nothing is padded; T is the static length if set."""
+        """Keys and values per slot ``[B, K, T, D]``, a view if no slot is padding; T is the static length, if any."""
         stored, index = (self.storage.keys, self.storage.values), self.rows.slot_index()
         width = self.rows.slots if self.static_length is None else self.static_length
         if index is None:
@@ -203,7 +202,7 @@ class GatedLayer(CacheLayerMixin):
         return self.rows.slots + int(query_length), 0
 
     def get_seq_length(self) -> Any:
-        """Slots seen so far: a tensor where steps may be compiled, as in transformers' own static layer."""
+        """Number of slots so far: a tensor if steps may be compiled, as in transformers' own static layer."""
         return self.rows.slots if self.rows.width is None else self.rows.width
 
     def get_max_length(self) -> int:
@@ -213,8 +212,8 @@ class GatedLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in older transformers
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the newest slots: ``tokens_to_remove`` is minus their number, or the length to keep, as in older
-        transformers.
+        """Remove the newest slots: ``tokens_to_remove`` is minus their number, or if positive the number of slots to
+        keep, as in older transformers. Raises `SeergateError` if the method evicts or there are fewer slots.
         """
         slots = self.rows.slots
         kept = tokens_to_remove if tokens_to_remove > 0 else slots + tokens_to_remove
@@ -227,12 +226,12 @@ class GatedLayer(CacheLayerMixin):
         self._forget(self.rows.crop(kept))
 
     def hide(self, real: Tensor) -> None:
-        """Forget the newest tokens of some rows, whose slots become padding; ``real [B, slots]`` says what stays."""
+        """Remove the newest tokens of some rows and make their slots padding; ``real [B, slots]`` marks the rest."""
         self.rows.valid = real
         self._forget(self.rows.shorten(real.sum(1).tolist()))
 
     def _forget(self, before: list[int]) -> None:
-        """Crop storage and state to the rows' lengths, which were ``before``."""
+        """Crop storage and state from the lengths ``before`` to the rows' current lengths."""
         if self.state is not None:
             self.state.crop(before, self.rows.resident, self.storage.some_keys, self.rows.offsets)
         self.storage.crop(self.rows.resident)
@@ -260,7 +259,7 @@ class GatedLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         if len(index) != len(self.rows):
-            self.counts = None  # they are of as many rows as there were
+            self.counts = None  # allocated for another number of rows
         index = index.to(self.device)
         self.storage.select(index)
         self.rows.select(index)
@@ -269,8 +268,8 @@ class GatedLayer(CacheLayerMixin):
 
     @outside_inference_mode
     def append_rows(self, other: GatedLayer) -> None:
-        """Put the rows of another cache, of the same method and not static, after this one's; all count as left-padded
-        to the longest of them. The other must not be used afterwards.
+        """Append the rows of another cache of the same method; neither may be static. All rows then count as
+        left-padded to the longest. ``other`` must not be used afterwards.
         """
         assert self.static_length is None and other.static_length is None
         self.storage.append(other.storage, max(other.rows.resident), self._max_resident())

@@ -1,8 +1,7 @@
-"""KV offload (SeerAttention-R, section 3.2): keys and values in slow memory, those being read in fast memory.
+"""KV offload (SeerAttention-R, section 3.2): the KV cache is in slow memory, selected blocks are in fast memory.
 
-The slow memory is a file that is mapped into memory, or the host's memory beside a GPU. Only selected blocks are
-fetched, unless they are still in fast memory from an earlier step (`BlockPool`). Which memory a block is read from
-changes no number, so outputs are those of a cache that is not offloaded.
+Slow memory is a memory-mapped file, or the host's memory if the model is on a GPU. A selected block is fetched unless
+it is still in fast memory from an earlier step (`BlockPool`). Outputs equal those of a cache that is not offloaded.
 
 Shape suffixes: B batch, S new tokens, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs, N
 blocks, X selected blocks, F blocks to fetch, C tokens of a block.
@@ -44,16 +43,19 @@ from seergate.stats import token_bytes
 class Offload(KVBackend):
     """Keep keys and values in slow memory.
 
-    While a prompt is read, one layer's keys and values at a time are in fast memory; ``memory_bytes`` limits the rest.
+    During prefill, the keys and values of one layer at a time are in fast memory, in addition to ``memory_bytes``.
 
     Attributes:
-        memory_bytes: fast memory for blocks of keys and values, all layers and rows together. What the method
-            remembers (compressed keys) comes on top: at block size 64 in bf16 2.3 % of the keys and values at 4k
-            tokens, 1.2 % at 16k, under 1 % from about 30k.
-        store: ``"disk"``: a file without a name, gone with the process; ``"host"``: the host's memory, pinned where
-            the model is on a GPU.
-        folder: where the file is made; the system's temporary folder if ``None``. It should be on a disk: some
-            systems keep their temporary folder in memory.
+        memory_bytes: fast memory for blocks of keys and values, all layers and rows together. The method's state
+            (compressed keys) comes on top: at block size 64 in bf16 2.3 % of the keys and values at 4k tokens, 1.2 %
+            at 16k, under 1 % from about 30k.
+        store: ``"disk"``: an unnamed file that vanishes with the process; ``"host"``: host memory, pinned if the model
+            is on a GPU.
+        folder: directory of the file; the system's temporary folder if ``None``. It should be on a disk: some systems
+            keep their temporary folder in memory.
+
+    Raises:
+        ValueError: for an option out of range.
     """
 
     tag: ClassVar[str] = "offloaded"
@@ -61,8 +63,8 @@ class Offload(KVBackend):
     memory_bytes: int
     store: Literal["disk", "host"] = "disk"
     folder: str | Path | None = None
-    method: SelectingMethod = field(init=False, repr=False, compare=False)  # of the handle, and so is the next
-    sharers: int = field(init=False, repr=False, compare=False)  # layers in which it selects, which share the memory
+    method: SelectingMethod = field(init=False, repr=False, compare=False)  # set by `bind`
+    sharers: int = field(init=False, repr=False, compare=False)  # layers that select; set by `bind`
 
     def __post_init__(self) -> None:
         size, folder = self.memory_bytes, self.folder
@@ -71,7 +73,7 @@ class Offload(KVBackend):
         check("folder", str(folder), folder is None or Path(folder).is_dir(), "a folder that exists")
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
-        assert isinstance(method, SelectingMethod)  # the table of what goes together made sure
+        assert isinstance(method, SelectingMethod)  # ensured by `seergate.decode.compatibility`
         bound = copy.copy(self)
         vars(bound).update(method=method, sharers=sum(method.selects_in(layer) for layer in layers))
         return bound
@@ -80,7 +82,7 @@ class Offload(KVBackend):
         return Offloaded(self, layer)
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros in slow memory."""
+        """Allocate zeros in slow memory. Raises `SeergateError` if the disk is full."""
         if self.store == "host":
             return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
         count = math.prod(shape)
@@ -89,12 +91,12 @@ class Offload(KVBackend):
         with tempfile.NamedTemporaryFile(prefix="seergate-", dir=self.folder) as file:
             _take_room(file.fileno(), count * dtype.itemsize, self.folder or tempfile.gettempdir())
             return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
-            # the name is removed now, the file with the last tensor that maps it
+            # leaving the block deletes the name; the file goes with the last tensor that maps it
 
 
 def _take_room(file: int, count: int, folder: object) -> None:
-    """Set the size of an empty file and, where the system can, allocate it on the disk: writing to a mapped page
-    without disk space would kill the process.
+    """Set the size of an empty file and reserve its disk space where the system can: writing to a mapped page without
+    disk space would kill the process.
     """
     if not hasattr(os, "posix_fallocate"):
         os.truncate(file, count)
@@ -102,7 +104,7 @@ def _take_room(file: int, count: int, folder: object) -> None:
     try:
         os.posix_fallocate(file, 0, count)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve space
             os.truncate(file, count)
             return
         raise SeergateError(
@@ -111,10 +113,10 @@ def _take_room(file: int, count: int, folder: object) -> None:
 
 
 class BlockPool:
-    """The blocks of an offloaded layer that are in fast memory: a fixed number of slots, for one block each.
+    """The blocks of an offloaded layer that are in fast memory: a fixed number of slots, one block each (LRU).
 
-    A block belongs to one row and KV head (a pair), since each KV head selects its own. The least recently read blocks
-    are replaced. The bookkeeping lies in host memory, as blocks are fetched from there.
+    A block belongs to a pair of row and KV head, since each KV head selects its own blocks. The bookkeeping is in host
+    memory, because blocks are fetched from there.
 
     Args:
         keys, values: all blocks, ``[B, K, S, D]`` in slow memory.
@@ -128,9 +130,9 @@ class BlockPool:
         self.keys, self.values = (
             torch.empty(slots, 1, block_size, x.shape[3], dtype=x.dtype, device=device) for x in (keys, values)
         )
-        self._slot_of = torch.full((rows * self.kv_heads, 0), -1)  # [P, N], -1: not here
-        self._owner = torch.full((slots, 2), -1)  # pair and block, -1: nobody
-        self._last_read = torch.full((slots,), -1)  # -1: nothing is here
+        self._slot_of = torch.full((rows * self.kv_heads, 0), -1)  # [P, N], -1: not in the pool
+        self._owner = torch.full((slots, 2), -1)  # pair and block, -1: empty
+        self._last_read = torch.full((slots,), -1)  # -1: empty
         self._clock = 0
 
     @property
@@ -144,11 +146,11 @@ class BlockPool:
         return self.block_size * token_bytes(self.keys, self.values)
 
     def locate(self, blocks_PX: Tensor, key_blocks: Tensor, value_blocks: Tensor) -> tuple[Tensor, int] | None:
-        """Fetch the blocks that are missing, from all blocks ``[P, N, C * D]`` in slow memory.
+        """Fetch the blocks ``blocks_PX`` that the pool lacks from all blocks in slow memory, ``[P, N, C * D]``.
 
         Returns:
-            The slot of each block, int64 ``[P, X]`` in host memory like ``blocks_PX``, 0 for its padding (-1); and how
-            many blocks were fetched. ``None`` if there are more blocks than slots.
+            Slot of each block, int64 ``[P, X]`` in host memory like ``blocks_PX``, 0 where that is padding (-1); and
+            the number of fetched blocks. ``None`` if there are more blocks than slots.
         """
         real_PX = blocks_PX >= 0
         count = int(real_PX.sum())
@@ -182,8 +184,8 @@ class BlockPool:
         self._owner[slots_F], self._last_read[slots_F] = -1, -1
 
     def put(self, positions_B: Tensor, keys_PD: Tensor, values_PD: Tensor) -> None:
-        """Write one new token per row into its block's slots, where the pool has the block; ``positions_B``, in host
-        memory, is the token's index in each row.
+        """Write one new token per row to the pool, where the pool has the token's block; ``positions_B``, in host
+        memory, is the index of the token in each row.
         """
         blocks_P = (positions_B // self.block_size).repeat_interleave(self.kv_heads)
         self._widen(int(blocks_P.max()) + 1)  # the longest row may have begun a block beyond what was read so far
@@ -209,14 +211,14 @@ class BlockPool:
 
 
 class Offloaded(DynamicStorage):
-    """Buffers in slow memory, whose selected blocks are read through a `BlockPool`."""
+    """Storage in slow memory that reads selected blocks through a `BlockPool`."""
 
     def __init__(self, offload: Offload, layer: int) -> None:
         self.offload, self.layer = offload, layer
         super().__init__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Offloaded:
-        """Refused: a copy would take as much slow memory again."""
+        """Raise `SeergateError`: a copy would double the slow memory."""
         raise SeergateError("an offloaded cache cannot be copied; read the prompt again into a new cache")
 
     def clear(self) -> None:
@@ -228,10 +230,10 @@ class Offloaded(DynamicStorage):
         self._new_pool()
 
     def _slots_for(self, rows: int) -> int:
-        """Number of blocks that fit into this layer's share of the memory.
+        """Number of blocks in this layer's share of the fast memory; 0 in a dense layer.
 
-        If one step of so many rows reads more, dense layers raise the error too: they do not use the pool but come
-        first in most models, so that no layer has changed yet.
+        Raises `SeergateError` if a step of this many rows reads more, in dense layers too: these come first in most
+        models, so that the error is raised before any layer has changed.
         """
         heads, width = self.keys.shape[1], self.keys.shape[3] + self.values.shape[3]
         method, sharers = self.offload.method, self.offload.sharers
@@ -249,7 +251,7 @@ class Offloaded(DynamicStorage):
         return slots if method.selects_in(self.layer) else 0
 
     def _new_pool(self) -> None:
-        """An empty pool for the current rows."""
+        """Replace the pool with an empty one for the current rows."""
         slots = self._slots_for(len(self.keys))
         self.pool = BlockPool(slots, self.keys, self.values, self.block_size, self.device)
 
@@ -257,7 +259,7 @@ class Offloaded(DynamicStorage):
         return self.offload.buffer(shape, like.dtype, self.device)
 
     def room_for(self, tokens: int) -> int:
-        return 2 * tokens  # a file that is not written to yet takes no room, and copying one takes time
+        return 2 * tokens  # growing copies the whole file, so do it rarely
 
     def write(
         self,
@@ -295,16 +297,16 @@ class Offloaded(DynamicStorage):
     def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
         assert self.pool is not None
         size, (batch, heads) = self.block_size, self.keys.shape[:2]
-        if selection is None:  # past the pool
+        if selection is None:  # read from slow memory, not through the pool
             blocks = sum(-(-end // size) for end in step.ends) * heads
             return super().attend(step, None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
         indices = selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
         found = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
-        if found is None:  # more than there is room for: straight from slow memory
+        if found is None:  # more blocks than slots: read from slow memory
             fetched = int((indices >= 0).sum()) * self.pool.block_bytes
             return super().attend(step, selection, block_size)._replace(fetched=fetched)
-        # Every pair is a row of a paged cache that holds its selected blocks only, one after the other.
+        # Treat each pair as a row of a paged cache that holds only its selected blocks, in order.
         slots_PX = found[0].to(self.device)
         starts_BKX = indices.long() * size
         used_BKX = (step.lengths[:, None, None] - starts_BKX).clamp(0, size).masked_fill(indices < 0, 0)

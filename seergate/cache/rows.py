@@ -1,8 +1,7 @@
-"""Rows: how many tokens each row of a batch holds, and where the batch was padded. No keys or values in here.
+"""Rows: the length of each row of a batch, and where the batch is padded. Keys and values are elsewhere.
 
-Rows are left-compacted: index 0 is a row's first real token, so that blocks, and with them every selection, do not
-depend on padding or on the rest of the batch. Towards transformers a cache speaks in *slots*, the columns of the
-padded batch.
+Rows are left-compacted: index 0 is a row's first real token, so that blocks and selections do not depend on padding or
+on the rest of the batch. The interface to transformers counts in *slots*, the columns of the padded batch.
 
 Shape suffixes: B batch, T slots.
 """
@@ -17,15 +16,14 @@ from torch.nn.functional import pad
 class Rows:
     """The rows of one layer.
 
-    Lengths are counted on the host too, so that they need not be read from the device; after compiled steps
-    (`add_compiled`) they are read once when they are needed. If there may be such steps (``compiles``), tensors are
-    changed in place.
+    Lengths are also counted on the host, which avoids device reads; after compiled steps (`add_compiled`) they are
+    read once, when needed. If such steps may occur (``compiles``), tensors are updated in place.
 
     Attributes:
-        lengths: int64 ``[B]``, tokens that a row holds.
+        lengths: int64 ``[B]``, tokens that each row holds.
         width: int64 scalar, the number of slots; ``None`` without compiled steps.
         offsets: per row, the position that the model gave to its first token.
-        valid: bool ``[B, <= slots]``, which slots hold real tokens; later ones all do. ``None`` if none was padding.
+        valid: bool ``[B, <= slots]``, which slots hold real tokens; later slots all do. ``None`` without padding.
     """
 
     def __init__(self, batch: int = 0, device: torch.device | None = None, compiles: bool = False) -> None:
@@ -60,7 +58,7 @@ class Rows:
         return self._slots
 
     def _see(self) -> None:
-        """Read the lengths that compiled steps, which evict nothing, have counted on the device."""
+        """Read the lengths that compiled steps have counted on the device; such steps evict nothing."""
         assert self.width is not None
         self._resident = self._total = self.lengths.tolist()
         self._slots, self._seen = int(self.width), True
@@ -84,7 +82,7 @@ class Rows:
         return pad(known, (0, self.slots - known.shape[1]), value=True)
 
     def slot_index(self) -> Tensor | None:
-        """Index within its row of the token in each slot: int64 ``[B, slots]``; ``None`` if they are equal."""
+        """Index within its row of each slot's token, int64 ``[B, slots]``; ``None`` if it equals the slot."""
         if self.valid is None:
             return None
         index = (self.valid.cumsum(1) - 1).clamp(min=0)
@@ -103,7 +101,7 @@ class Rows:
     def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
         """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns.
 
-        ``valid``, bool ``[B, slots]``, tells which columns hold real tokens; ``None`` if all do.
+        ``valid``, bool ``[B, slots]``, marks the columns with real tokens; ``None`` if all are real.
         """
         if valid is not None or (self.valid is not None and slots > 1):
             known = self.real_slots()
@@ -113,7 +111,7 @@ class Rows:
         self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
     def crop(self, slots: int) -> list[int]:
-        """Forget all but the first slots; returns how many tokens each row had before."""
+        """Keep the first ``slots`` slots; return how many tokens each row had before."""
         if self.valid is None:
             after = [slots] * len(self)
         else:
@@ -123,7 +121,7 @@ class Rows:
         return self.shorten(after)
 
     def shorten(self, lengths: list[int]) -> list[int]:
-        """Forget the newest tokens of each row but not their slots; returns how many tokens each row had before."""
+        """Keep the first ``lengths[b]`` tokens of row b, and all slots; return how many tokens each row had before."""
         before, self._total = list(self.resident), list(lengths)
         self.set_resident(lengths)
         return before
@@ -139,7 +137,7 @@ class Rows:
             self.valid = self.valid.index_select(0, index)
 
     def append(self, other: Rows) -> None:
-        """Put other rows after these. All count as left-padded to the longest of them."""
+        """Append other rows; all rows then count as left-padded to the longest."""
         self.lengths = torch.cat((self.lengths, other.lengths))
         self._resident, self._total = self.resident + other.resident, self.total + other.total
         self.offsets = self.offsets + other.offsets

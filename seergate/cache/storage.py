@@ -1,8 +1,8 @@
 """KV storage. A `Storage` holds the keys and values of one layer; `DynamicStorage` is the default.
 
 To keep them somewhere else, subclass `Storage` (or `DynamicStorage`) and `KVBackend`, which makes the storages, and
-pass the backend to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage knows nothing of
-padding: row b's tokens are numbered from its first real one, and `Rows` says how many it has.
+pass the backend to `seergate.attach(storage=...)`. docs/decode-engine.md has an example. A storage does not see
+padding: a row's tokens are indexed from its first real one, and `Rows` has their number.
 
 Shape suffixes: B batch, S new tokens, C capacity, K KV heads, D head dimension.
 """
@@ -28,18 +28,18 @@ from seergate.ops import Selection
 from seergate.stats import token_bytes
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
-"""Buffers grow by whichever is larger, this many tokens or this share of what they hold."""
+"""Buffers grow by this many tokens or by this share of their tokens, whichever is larger."""
 
 
 class Storage(ABC):
     """The keys and values of one layer.
 
-    Calls come in the order of a cache's life: `allocate`, then `write` once per forward pass, and in between whatever
-    happens to the rows. A call that fails must leave everything as it was.
+    `allocate` is called first, then `write` once per forward pass, with operations on rows (`crop`, `select`,
+    `append`) in between. A call that fails must leave the storage unchanged.
 
     Attributes:
-        static_length: slots of a static cache; ``None`` if there is room for any number.
-        shortens_rows: whether tokens of single rows can be taken back within a forward pass.
+        static_length: slots of a static cache; ``None`` if the storage grows.
+        shortens_rows: whether single rows can be cropped within a forward pass.
     """
 
     static_length: int | None = None
@@ -47,12 +47,12 @@ class Storage(ABC):
 
     @abstractmethod
     def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
-        """Get ready for a batch.
+        """Allocate memory for a new batch.
 
         Args:
-            keys, values: the first ones to come, ``[B, K, S, D]``; they are written later.
+            keys, values: the first new tokens, ``[B, K, S, D]``; `write` stores them later.
             block_size: tokens per block of the method.
-            state: what the method remembers.
+            state: the method's state in this layer.
         """
 
     @abstractmethod
@@ -65,36 +65,36 @@ class Storage(ABC):
         counts: list[int],
         max_tokens: int | None,
     ) -> None:
-        """Store new tokens after those that the rows hold.
+        """Append new tokens to the rows.
 
         Args:
             context: the context of the forward pass.
             rows: the rows, before these tokens are counted.
             keys, values: ``[B, K, S, D]``; row b's first ``counts[b]`` are stored.
             counts: new tokens per row.
-            max_tokens: maximum tokens per row once its prompt is compressed; ``None`` if it is not known.
+            max_tokens: maximum tokens per row once its prompt is compressed; ``None`` if the method evicts nothing.
         """
 
     @property
     @abstractmethod
     def keys(self) -> Tensor:
-        """All keys ``[B, K, C, D]``; row b's lie at its first places. Perhaps a copy."""
+        """All keys ``[B, K, C, D]``, each row's tokens first. May be a copy."""
 
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """All values, likewise."""
+        """All values ``[B, K, C, D]``, likewise."""
 
     def some_keys(self, row: int, first: int, end: int) -> Tensor:
         """The keys ``[1, K, end - first, D]`` of some tokens of a row."""
         return self.keys[row : row + 1, :, first:end]
 
     def step(self, **facts: Any) -> Step:
-        """The `Step` that a method sees: the given fields, and the stored keys and values."""
+        """Build the `Step` for the method from the given fields and the stored keys and values."""
         return Step(keys_BKCD=self.keys, values_BKCD=self.values, **facts)
 
     def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
-        """Attention of a decode step to the blocks that its method chose.
+        """Attention of a decode step to the blocks that the method selected.
 
         Args:
             step: the step.
@@ -128,7 +128,7 @@ class Storage(ABC):
 
     @abstractmethod
     def crop(self, lengths: list[int]) -> None:
-        """Keep the first tokens of each row."""
+        """Keep the first ``lengths[b]`` tokens of row b."""
 
     @abstractmethod
     def select(self, index: Tensor) -> None:
@@ -136,7 +136,7 @@ class Storage(ABC):
 
     @abstractmethod
     def append(self, other: Storage, longest: int, max_tokens: int | None) -> None:
-        """Put the rows of another storage of this kind after these.
+        """Append the rows of another storage of this kind.
 
         Args:
             other: the other storage, which is not used afterwards.
@@ -146,10 +146,10 @@ class Storage(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Release all rows, before the next `allocate`."""
+        """Release all rows; `allocate` is called before the next use."""
 
     def resume(self, backend: KVBackend) -> None:  # noqa: B027 (most have nothing to do)
-        """Called when the cache is used under a handle; the backend may be another than at its creation."""
+        """Called when the cache is used under a handle, whose backend may not be the one that made this storage."""
 
     @property
     @abstractmethod
@@ -162,12 +162,12 @@ class Storage(ABC):
 
 
 class KVBackend:
-    """Makes the storages of all caches under a handle; the argument of ``attach(storage=...)``. This class makes
-    `DynamicStorage`s.
+    """Factory of the storages of all caches under a handle; the argument of ``attach(storage=...)``. This base class
+    makes `DynamicStorage`.
 
     Attributes:
-        tag: the kind of storage, in the table of what goes together (`seergate.decode.compatibility`).
-        called: name of such a cache in errors: ``"a paged"``.
+        tag: kind of storage in the table of refused combinations (`seergate.decode.compatibility`).
+        called: name of such a cache in error messages: ``"a paged"``.
     """
 
     tag: ClassVar[str] = "dynamic"
@@ -179,7 +179,7 @@ class KVBackend:
         return False
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
-        """The backend under a handle: a copy if it keeps anything between calls.
+        """Return the backend for one handle: a copy if the backend keeps state between calls.
 
         Args:
             model: the model that the handle is attached to.
@@ -189,12 +189,12 @@ class KVBackend:
         return self
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
-        """The storage of one layer of a cache.
+        """Make the storage of one layer of a cache.
 
         Args:
             layer: the layer's index.
-            layers: all layers of the cache; those before this one have their storage already.
-            static_length: slots if the user's cache is static.
+            layers: all layers of the cache; those before this one already have their storage.
+            static_length: slots of a static cache; ``None`` for a dynamic one.
         """
         return DynamicStorage(static_length)
 
@@ -203,7 +203,7 @@ class KVBackend:
         return {}
 
     def saving_ratios(self, layers: Sequence[Any]) -> list[float] | None:
-        """Share of each row's blocks that sharing within the row saves now, in a cache with these layers; ``None``
+        """Share of each row's blocks that sharing within the row currently saves, in a cache of these layers; ``None``
         without sharing.
         """
         return None
@@ -216,7 +216,7 @@ class KVBackend:
 
 
 class DynamicStorage(Storage):
-    """Two buffers that grow as needed, or have the ``static_length`` of a static cache."""
+    """Two buffers, for keys and values, that grow as needed or have the ``static_length`` of a static cache."""
 
     def __init__(self, static_length: int | None = None) -> None:
         self.static_length = static_length
@@ -239,19 +239,19 @@ class DynamicStorage(Storage):
         self._keys, self._values = (self.buffer(keys, *x.shape[:2], size, x.shape[3]) for x in (keys, values))
 
     def buffer(self, like: Tensor, *shape: int) -> Tensor:
-        """Zeros, of a tensor's type, where this storage has its memory."""
+        """Allocate zeros with the dtype of ``like``, in this storage's memory."""
         return like.new_zeros(shape)
 
     def room_for(self, tokens: int) -> int:
-        """Buffer length for rows of so many tokens."""
+        """Length of a new buffer for rows of this many tokens."""
         return tokens + max(GROWTH_TOKENS, int(tokens * GROWTH_SHARE))
 
     def in_blocks(self, tokens: int) -> int:
-        """So many tokens rounded up to whole blocks: a block is one contiguous piece of a buffer."""
+        """Round a number of tokens up to whole blocks, as a block is one contiguous piece of a buffer."""
         return -(-tokens // self.block_size) * self.block_size
 
     def reserve(self, tokens: int, max_tokens: int | None) -> None:
-        """Make room for so many tokens in every row; ``max_tokens`` as in `write`."""
+        """Make room for this many tokens in every row; ``max_tokens`` as in `write`."""
         capacity = self._keys.shape[2]
         if tokens <= capacity:
             return
@@ -293,7 +293,7 @@ class DynamicStorage(Storage):
                     buffer[row, :, start : start + count] = x[row, :, :count]
 
     def evict(self, eviction: Eviction, max_tokens: int) -> int:
-        """Keep the residents that stay, and release memory beyond ``max_tokens``; returns the remaining capacity."""
+        """Keep the residents that stay, release memory beyond ``max_tokens``, and return the remaining capacity."""
         for buffer in (self._keys, self._values):
             compact(buffer, eviction)
         if self.static_length is None:
@@ -302,7 +302,7 @@ class DynamicStorage(Storage):
         return self._keys.shape[2]
 
     def crop(self, lengths: list[int]) -> None:
-        pass  # later tokens are written over those that are left
+        pass  # later tokens overwrite the cropped ones
 
     def select(self, index: Tensor) -> None:
         self._keys, self._values = self._keys.index_select(0, index), self._values.index_select(0, index)

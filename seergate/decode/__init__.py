@@ -1,1 +1,1 @@
-"""A decode step: the choice of blocks, attention to them, statistics, traces and corrections."""
+"""Decode steps: selection of blocks, attention, statistics, traces and corrections."""

@@ -1,15 +1,15 @@
-"""Table of the combinations of storage, method, correction and model that are refused, with reasons.
+"""Table of refused combinations of storage, method, correction and model, with reasons.
 
-Tags describe the parts that are put together, each with the name that an error gives it. Any pair in `REFUSED` that
-meets is an error.
+Tags describe the combined parts; error messages name them. Parts with both tags of a pair in `REFUSED` are refused.
 
 | axis | tags |
 |---|---|
-| storage | `paged`, `offloaded`, `static`; none of them for a cache that grows |
-| method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` where it gives them new positions; |
-| | `query heads apart` where those of a group do not read the same |
+| storage | `paged`, `offloaded`, `static`; none of these for a dynamic cache |
+| method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` if it re-positions them; |
+| | `query heads apart` if the query heads of a group read different blocks |
 | correction | `lossless`, `rectified`; `rectified past a block` |
-| model | `one-way layers` (cannot take tokens back), `own rope`, `changing angles` |
+| model | `one-way layers`, `one-way cache` (not croppable); `own rope` (not one of the common forms); |
+| | `changing angles` (dynamic or LongRoPE: they depend on the length of the text) |
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ REFUSED: dict[tuple[str, str], str] = {
 
 
 def refuse(tags: dict[str, str]) -> None:
-    """Refuse the first pair of the table whose tags meet, with the reason."""
+    """Raise `SeergateError` for the first refused pair of tags; ``tags`` maps each tag to a name for the message."""
     for (one, other), why in REFUSED.items():
         if one in tags and other in tags:
             raise SeergateError(why.format(tags[one], tags[other]))

@@ -1,11 +1,11 @@
 """Lossless decoding: the sparse model drafts, one dense pass verifies (self-speculation, as in SparseSpec).
 
-`generate` of an attached model remains the stock one, but greedy decoding and sampling use the loop of this module.
-Any other forward pass, and any other way of generating, is dense. So no emitted token depends on the method.
+An attached model keeps the stock `generate`, but greedy decoding and sampling use the loop of this module. All other
+forward passes and ways of generating are dense, so no emitted token depends on the method.
 
 Drafts and the dense model share one cache. The keys and values of drafted tokens come from sparse hidden states. They
 are cropped before the verification, which stores dense ones in their place and passes them to the method. After every
-cycle, cache and method are as if the accepted tokens had been decoded densely.
+cycle, cache and method state are as if the accepted tokens had been decoded densely.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ NOT_OURS = (
 """Arguments of `generate` that select another decoding loop. Such calls are passed on unchanged."""
 
 EXPERTS = ("num_experts", "num_local_experts")
-"""Names of the number of experts of a layer in configurations."""
+"""Configuration fields that give the number of experts per layer."""
 
 GUESSED_SHARE = 0.1
-"""Expected share read by a threshold or top-p before it was measured."""
+"""Share of keys and values that a threshold or top-p is assumed to read, until drafts have measured it."""
 
 
 class LosslessDecoding:
-    """Lossless decoding of one attached model: replaces ``generate``, sets all passes but drafts to dense, and counts.
+    """Lossless decoding of one attached model: replaces ``generate``, makes all passes but drafts dense, and counts.
 
     ``kv_totals`` returns the bytes that decode steps have read so far, and those that dense attention would have read.
     """
@@ -92,7 +92,7 @@ class LosslessDecoding:
     def install(self) -> None:
         """Replace the model's ``generate``."""
         self.passes.phase = "dense"
-        self.theirs = vars(self.model).get("generate")  # set on the instance by other code, in place of the class's
+        self.theirs = vars(self.model).get("generate")  # set on the instance by other code
         self.model.generate = self  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
@@ -105,22 +105,22 @@ class LosslessDecoding:
     def reset(self) -> None:
         """Set all counters to zero."""
         self.cycles = self.plain_steps = 0
-        self.drafted = 0  # tokens, of each row
-        self.tried = self.accepted = 0  # of them, all rows together
-        self.steps = 0  # tokens that each row got
+        self.drafted = 0  # drafted tokens per row
+        self.tried = self.accepted = 0  # drafted tokens, all rows together
+        self.steps = 0  # emitted tokens per row
         self.bytes_read = self.bytes_dense = 0.0  # weights, keys and values
-        self.cost = 0.0  # the bytes that were read, and what verifying several tokens adds
+        self.cost = 0.0  # bytes read, plus the cost of verifying several tokens
         self.draft_seconds = self.verify_seconds = 0.0
 
     def stats(self) -> dict[str, Any]:
-        """The figures so far.
+        """Return the figures so far.
 
         Returns:
-            Under ``"lossless"``: ``cycles`` of drafting and verifying and ``plain_steps`` without a draft;
-            ``draft_tokens`` (mean per cycle); ``acceptance`` (share of drafted tokens that were kept, of those whose
-            predecessors were); ``tokens_per_dense_pass`` (per row); ``bytes_per_token`` and ``dense_bytes_per_token``
-            (weights, keys and values that were read per token of the batch, and that dense decoding would have read);
-            ``expected_speedup`` (what the cost model makes of them); ``draft_seconds`` and ``verify_seconds``.
+            Under ``"lossless"``: ``cycles`` of drafting and verifying, and ``plain_steps`` without a draft;
+            ``draft_tokens`` (mean per cycle); ``acceptance`` (accepted share of the drafted tokens whose predecessors
+            were accepted); ``tokens_per_dense_pass`` (per row); ``bytes_per_token`` and ``dense_bytes_per_token``
+            (weights, keys and values read per token of the batch, here and in dense decoding); ``expected_speedup``
+            (dense bytes over the cost model's); ``draft_seconds`` and ``verify_seconds``.
         """
         passes = self.cycles + self.plain_steps
         return {
@@ -139,11 +139,11 @@ class LosslessDecoding:
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's ``generate``: the stock one, with our loop for greedy decoding and sampling."""
+        """Run the stock ``generate``, with this module's loop for greedy decoding and sampling."""
         model = self.model
         kwargs |= zip(list(signature(type(model).generate).parameters)[1:], args, strict=False)
-        if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one group of beams is none
-            streamer, synced = kwargs.get("streamer"), bool(kwargs.get("synced_gpus"))  # told to no custom loop
+        if all(kwargs.get(name) in (None, 1) for name in NOT_OURS):  # one beam group is no group
+            streamer, synced = kwargs.get("streamer"), bool(kwargs.get("synced_gpus"))  # not passed to custom loops
             kwargs["custom_generate"] = partial(self.decode, streamer=streamer, synced_gpus=synced)
             _take_stop_strings(model, kwargs)
         if self.theirs is not None:
@@ -162,7 +162,7 @@ class LosslessDecoding:
         synced_gpus: bool,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Tensor:
-        """Decoding loop that `generate` calls instead of its own; arguments and result as of transformers' own."""
+        """Decoding loop that `generate` calls instead of its own; same arguments and result as transformers' loops."""
         mode = generation_config.get_generation_mode()
         can_draft = (
             mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
@@ -185,7 +185,7 @@ ONCE_A_TOKEN = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWater
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    """Make the criterion of ``stop_strings`` here: `generate` passes its ``tokenizer`` on to no loop but its own."""
+    """Turn ``stop_strings`` into a stopping criterion: `generate` does not pass ``tokenizer`` to a custom loop."""
     tokenizer, config = kwargs.get("tokenizer"), kwargs.get("generation_config") or model.generation_config
     strings = kwargs.get("stop_strings") or getattr(config, "stop_strings", None)
     if tokenizer is None or strings is None:
@@ -219,7 +219,7 @@ class _Run:
         self.logits: list[Tensor] | None = [] if config.return_dict_in_generate and config.output_logits else None
         per_token = VERIFYING_COST.get(model.device.type, 0.0)
         self.length = DraftLength(lossless.options.draft_tokens, lossless.method.block_size, per_token)
-        self.more_read = 1.0  # by the last drafts, than was expected of them
+        self.more_read = 1.0  # share that the last drafts read, over the expected one
 
     def __call__(self, ids: Tensor, model_kwargs: dict[str, Any]) -> GenerateDecoderOnlyOutput | Tensor:
         self.ids, self.kwargs = ids, model_kwargs
@@ -288,8 +288,8 @@ class _Run:
         """Draft ``length`` tokens on a cache of ``held`` tokens; emit the accepted ones and the token after them.
 
         Returns:
-            The output of the dense pass; per row, how many drafted tokens are right; the time at which drafting ended;
-            and the share of keys and values that it read.
+            The output of the dense pass; the number of accepted tokens per row; the time at which drafting ended; and
+            the share of keys and values that a drafting pass read.
         """
         ids, kwargs, drafter, share = self._draft(length, held)
         drafted = time.perf_counter()
@@ -313,7 +313,7 @@ class _Run:
         return outputs, per_row, drafted, share
 
     def _expected_share(self) -> float:
-        """The share of keys and values that a draft is expected to read: from the budget, or a guess."""
+        """Share of keys and values that a draft is expected to read: from the budget, or `GUESSED_SHARE`."""
         lengths = [max(layer.rows.resident) for layer in self.cache.layers if isinstance(layer, GatedLayer)]
         method, longest = self.lossless.method, max(lengths, default=1)
         budget, size = method.block_budget, method.block_size
@@ -323,8 +323,8 @@ class _Run:
         """Decode ``length`` tokens sparsely, and crop their keys and values from the cache.
 
         Returns:
-            The tokens so far with the drafted ones; the forward's arguments for them; the probabilities ``[B, N, V]``
-            that each was drawn from, if any was; and which share of keys and values a drafting pass read.
+            The tokens so far with the drafted ones; the model's keyword arguments after them; the sampling
+            probabilities ``[B, N, V]``, ``None`` without sampling; and the share of keys and values that a pass read.
         """
         ids, kwargs, probabilities = self.ids, dict(self.kwargs), list[Tensor]()
         before = self.lossless.kv_totals() if length else (0.0, 0.0)
@@ -346,7 +346,7 @@ class _Run:
         return ids, kwargs, torch.stack(probabilities, 1) if probabilities else None, share
 
     def _processed(self, ids: Tensor, raw_BMV: Tensor) -> Tensor:
-        """Each position's logits after the logits processors, given the tokens before it: ``[B, M, V]``."""
+        """Logits of each position after the logits processors, which see the tokens before it: ``[B, M, V]``."""
         first = ids.shape[1] - raw_BMV.shape[1] + 1
         return torch.stack(
             [self.processor(ids[:, : first + i], raw_BMV[:, i].clone()) for i in range(raw_BMV.shape[1])], 1
@@ -381,7 +381,7 @@ class _Run:
         self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs, num_new_tokens=tokens)
 
     def _crop_to(self, slots: int) -> None:
-        """Crop every layer to so many slots. After an error, layers may differ in length."""
+        """Crop every layer to ``slots`` slots. After an error, layers may differ in length."""
         for layer in self.cache.layers:
             beyond = max(0, int(layer.get_seq_length()) - slots)
             if beyond or self.records_past:  # layers that record what they drop release it when they are cropped
@@ -389,8 +389,8 @@ class _Run:
 
 
 def weights_read(model: PreTrainedModel) -> int:
-    """Bytes of the weights that a pass over one token reads: all but the input embeddings, unless the head uses them
-    too, and of the experts as many as a token is sent to.
+    """Bytes of weights that a pass over one token reads: all but the input embeddings, unless they are tied to the
+    head, and only as many experts as a token is routed to.
     """
     config = model.config.get_text_config()
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -405,9 +405,7 @@ def weights_read(model: PreTrainedModel) -> int:
 
 
 def cache_bytes(cache: Cache) -> tuple[int, int]:
-    """Bytes of the stored keys and values, which a dense pass reads: in layers where a method selects, and in the
-    others.
-    """
+    """Bytes of stored keys and values that a dense pass reads: in gated layers, and in the other layers."""
     selectable = fixed = 0
     for layer in cache.layers:
         keys, values = layer.keys, layer.values

@@ -1,9 +1,9 @@
-"""Rectification: every few sparse steps one dense pass computes the keys and values of their tokens anew (ReSA).
+"""Rectification: after every few sparse steps, one dense pass recomputes the keys and values of their tokens (ReSA).
 
-A sparse step leaves keys and values that come from sparse hidden states, and later steps build on them. ReSA (Sun et
-al. 2025, arXiv 2506.04108; section 5.4 of SeerAttention-R) bounds what accumulates: after ``n`` sparse steps the last
-``n`` tokens go through the model once more, densely, all at once. What the cache and the method then hold is what a
-dense prefill of the same tokens would have left. Emitted tokens are never changed.
+Sparse steps store keys and values that come from sparse hidden states, and later steps build on them. ReSA (Sun et al.
+2025, arXiv 2506.04108; section 5.4 of SeerAttention-R) bounds the accumulated error: after ``n`` sparse steps, one
+dense pass runs over the last ``n`` tokens. Cache and method state are then those of a dense prefill of the same
+tokens. Emitted tokens never change.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ from seergate.methods.base import Method
 from seergate.methods.selecting import SelectingMethod
 
 IDS, POSITIONS, DENSE = "rectify_ids", "rectify_positions", "rectify_dense"
-"""Entries in the state of a cache's first gated layer, which keeps them in step with its rows: ids and positions of a
-row's newest tokens, those of token ``i`` at slot ``i % R``, ``[B, R]``; and the number of its first tokens that are
-dense, ``[B]``.
-"""
+"""Entries in the state of a cache's first gated layer, so that they follow its rows: ids and positions of each row's
+newest tokens, ``[B, R]``, token ``i`` at slot ``i % R``; and the number of leading tokens that are dense, ``[B]``."""
 
 
 class Rectification:
@@ -43,20 +41,20 @@ class Rectification:
         assert isinstance(method, SelectingMethod)
         self.every, self.decoder, self.method = options.every, decoder, method
         self.layers, self.passes = layers, passes
-        self.mode = PROMPT  # of the pass that is under way
-        self.busy = False  # with a dense pass of its own
+        self.mode = PROMPT  # of the current pass
+        self.busy = False  # while a dense pass of its own runs
         self.reset()
         self.install()
 
     def install(self) -> None:
-        """Rectify from now on."""
+        """Register the hooks."""
         self._hooks = [
             self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             self.decoder.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
 
     def remove(self) -> None:
-        """Stop rectifying."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -65,11 +63,11 @@ class Rectification:
         self.dense_passes = self.tokens = 0
 
     def stats(self) -> dict[str, Any]:
-        """Under ``"rectification"``: how many dense passes there were, and tokens computed anew."""
+        """``"rectification"``: the interval ``every``, the number of dense ``passes`` and of recomputed ``tokens``."""
         return {"rectification": {"every": self.every, "passes": self.dense_passes, "tokens": self.tokens}}
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Rectify the tokens that are due before new ones come."""
+        """Rectify the tokens that are due before the new tokens are processed."""
         if self.busy:
             return
         cache = cache_of(kwargs)
@@ -89,7 +87,7 @@ class Rectification:
         if stuck := layers_without_return(cache):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.resident, strict=True)]
-        layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been taken back
+        layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been cropped
         sparse = [length - done for length, done in zip(layer.rows.resident, dense, strict=True)]
         # A chunk that attends densely must not build on sparse tokens.
         arrives_dense = self.mode.decoded < new
@@ -102,11 +100,11 @@ class Rectification:
 
     @outside_inference_mode
     def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        """Remember the new tokens."""
+        """Record ids and positions of the new tokens."""
         if self.busy:
             return
         cache = cache_of(kwargs)
-        if cache is None:  # then the model has made one
+        if cache is None:  # the model has made one
             cache = getattr(output, CACHE, None)
         layer = self._first_layer(cache)
         if layer is None or layer.state is None:
@@ -127,7 +125,7 @@ class Rectification:
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.rows.slots - new, layer.rows.slots)[None]
-        elif positions.ndim == 3:  # one of time, height and width, which are the same for text
+        elif positions.ndim == 3:  # time, height and width, which are the same for text
             positions = positions[0]
         positions = positions[:, -new:]
         at = layer.rows.lengths[:, None] - new + torch.arange(new, device=layer.device)
@@ -147,7 +145,7 @@ class Rectification:
 
     @torch.no_grad()
     def _rectify(self, cache: Cache, layer: GatedLayer, rows: list[int], count: int) -> None:
-        """Compute the newest ``count`` tokens of some rows anew."""
+        """Recompute the newest ``count`` tokens of these rows densely."""
         if len(rows) < len(layer.rows):
             with only_rows(cache, rows):
                 self._rectify(cache, layer, list(range(len(rows))), count)
@@ -166,11 +164,11 @@ class Rectification:
         self.tokens += count * len(ends)
 
     def _read_densely(self, cache: Cache, layer: GatedLayer, ids: Tensor, positions: Tensor) -> None:
-        """Read tokens of all rows in a dense pass."""
+        """Run a dense pass over the same number of tokens in all rows."""
         padded = layer.rows.valid is not None
         mask = pad(layer.rows.real_slots(), (0, ids.shape[1]), value=True).long() if padded else None
         device = self.decoder.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
-        if device.type == "meta":  # accelerate brings such weights when they are needed
+        if device.type == "meta":  # accelerate loads such weights on use
             device = layer.device
         self.busy = True
         try:
@@ -194,7 +192,7 @@ def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _record_past(cache: Cache, nothing_pending: bool) -> None:
-    """Make sliding-window layers keep the tokens that the cropped ones had pushed out of the window."""
+    """Make sliding-window layers keep tokens that newer ones push out of the window, so that they can be cropped."""
     for layer in cache.layers:
         if hasattr(layer, "activate_past_recording"):
             layer.activate_past_recording()

@@ -1,4 +1,4 @@
-"""Speculative decoding: which drafted tokens stay, and how many to draft (Leviathan et al. 2023; SparseSpec).
+"""Speculative decoding: acceptance of drafted tokens, and the draft length (Leviathan et al. 2023; SparseSpec).
 
 A drafter proposes tokens one by one, and the target model verifies them together. Emitted tokens follow the target's
 distribution, whatever the drafter is; a bad drafter only costs time.
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.8, 4.0
-"""The assumed acceptance before any draft was verified, and the number of verified tokens that it counts as."""
+"""The assumed acceptance rate before any verification, and the number of verified tokens that it weighs as."""
 
 MEMORY = 0.9
-"""Weight of the tokens verified before, at each new verification: the last ten or so count."""
+"""Factor on the previous counts at each verification: about the last ten verifications count."""
 
 VERIFYING_COST = {"cpu": 0.2}
-"""By kind of device, what each further token adds to the cost of a dense pass; nothing elsewhere. A GPU waits for
+"""Share of a dense pass's cost that each further token adds, by device type; 0 for other types. A GPU is bound by
 memory; a CPU core is kept busy by the arithmetic of a few tokens (`benchmarks/results/lossless.json`)."""
 
 LONGEST_DRAFT = 16
 PROBE_EVERY = 64
-"""While drafting does not pay, it is tried again after this many tokens: acceptance and contexts change."""
+"""While drafting does not pay, one token is drafted after this many tokens: acceptance and contexts change."""
 
 
 def accept_greedy(drafted_BN: Tensor, targets_BM: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept drafted tokens up to the first that differs from the target's choice, ``targets_BM``, which goes one
-    position further.
+    """Accept drafted tokens up to the first that differs from the target's greedy choice, ``targets_BM``, which has
+    one position more.
 
     Returns:
-        Tokens ``[B, M]``, of which the first ``accepted + 1`` count, and how many drafted ones were accepted ``[B]``.
+        Tokens ``[B, M]``, of which the first ``accepted + 1`` are valid; and the number of accepted drafts ``[B]``.
     """
     accepted_B = (drafted_BN == targets_BM[:, :-1]).long().cumprod(1).sum(1)
     return targets_BM, accepted_B
@@ -60,25 +60,25 @@ def accept_sampled(drafted_BN: Tensor, drafter_BNV: Tensor, target_BMV: Tensor) 
 
 
 def expected_tokens(acceptance: float, length: int) -> float:
-    """Tokens that one cycle yields: ``length`` are drafted, each is accepted with this probability if those before it
-    were, and the verification adds one.
+    """Expected tokens of one cycle: ``length`` drafted ones, each accepted with probability ``acceptance`` if its
+    predecessors were, and one from the verification.
     """
     return float(sum(acceptance**i for i in range(length + 1)))
 
 
 def cycle_cost(length: int, dense_bytes: float, draft_bytes: float, per_token: float) -> float:
-    """Cost of ``length`` drafting passes and the verification, in bytes read; arguments as of `expected_speedup`."""
+    """Cost of ``length`` drafting passes and the verification, in bytes read; arguments as in `expected_speedup`."""
     return length * draft_bytes + dense_bytes * (1 + per_token * length)
 
 
 def expected_speedup(
     acceptance: float, length: int, dense_bytes: float, draft_bytes: float, per_token: float = 0.0
 ) -> float:
-    """The cost of a token decoded densely, divided by its cost with drafts. Decoding is assumed to be bound by memory.
+    """Cost per token of dense decoding over that of decoding with drafts. Decoding is assumed to be memory-bound.
 
     Args:
         acceptance: probability that a drafted token is accepted.
-        dense_bytes: weights, keys and values that a dense pass reads once, whether for one token or for several.
+        dense_bytes: weights, keys and values that a dense pass reads, whether for one token or for several.
         draft_bytes: the same for a drafting pass.
         per_token: cost of each further token of a dense pass, as a share of its cost (`VERIFYING_COST`).
     """
@@ -89,7 +89,7 @@ def expected_speedup(
 def best_length(
     acceptance: float, dense_bytes: float, draft_bytes: float, longest: int, per_token: float = 0.0
 ) -> int:
-    """The draft length ``0..longest`` of the largest `expected_speedup`; the shortest of equals."""
+    """The draft length ``0..longest`` with the largest `expected_speedup`; the shortest if several are equal."""
 
     def gain(length: int) -> tuple[float, int]:
         return expected_speedup(acceptance, length, dense_bytes, draft_bytes, per_token), -length
@@ -100,8 +100,8 @@ def best_length(
 class DraftLength:
     """Chooses how many tokens to draft, from the acceptance rate and the bytes that passes read.
 
-    It uses counts of bytes and tokens only, never a clock, so that runs are reproducible. ``fixed`` is a length
-    that is always taken, ``longest`` the most that is chosen without one, and ``per_token`` as of `expected_speedup`.
+    It uses counts of bytes and tokens only, never a clock, so that runs are reproducible. ``fixed`` is a length that
+    is always taken, ``longest`` the maximum without one, and ``per_token`` as in `expected_speedup`.
     """
 
     def __init__(self, fixed: int | None, longest: int, per_token: float = 0.0) -> None:
@@ -112,11 +112,11 @@ class DraftLength:
 
     @property
     def acceptance(self) -> float:
-        """The probability, as estimated, that a drafted token is accepted if those before it were."""
+        """Estimated probability that a drafted token is accepted if its predecessors were."""
         return self._accepted / self._tried
 
     def choose(self, dense_bytes: float, draft_bytes: float) -> int:
-        """The length of the next draft; 0 where drafting does not pay."""
+        """Return the length of the next draft; 0 if drafting does not pay."""
         if self.fixed is not None:
             return self.fixed
         length = best_length(self.acceptance, dense_bytes, draft_bytes, self.longest, self.per_token)
@@ -126,7 +126,7 @@ class DraftLength:
         return length
 
     def verified(self, length: int, accepted: int) -> None:
-        """Update the estimate with a draft of ``length`` tokens, the first ``accepted`` of which were accepted."""
+        """Update the estimate with a draft of ``length`` tokens, of which the first ``accepted`` were accepted."""
         tried = min(length, accepted + 1)
         self._accepted = MEMORY * self._accepted + accepted
         self._tried = MEMORY * self._tried + tried

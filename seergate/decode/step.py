@@ -1,4 +1,4 @@
-"""Attention in a gated layer: dense for prompts, driven by the method where tokens are decoded.
+"""Attention of a gated layer: dense in prefill, driven by the method in decode steps.
 
 Shape suffixes: B batch, S new tokens, T key tokens, H query heads, K KV heads, G = H / K, R = G * S, D head dimension.
 """
@@ -26,16 +26,16 @@ from seergate.ops import Selection
 from seergate.stats import DecodeStats, StepRecord
 
 MOST_FOLDED = 64
-"""A chunk of at most this many tokens is attended to with `newest_tokens_attention` in dense passes; a longer one is a
-prompt, and the model's own attention is made for those."""
+"""Dense passes over at most this many tokens use `newest_tokens_attention`; longer ones are prompts, for which the
+model's own attention is made."""
 
 DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 @dataclass
 class GatedAttention:
-    """Attention of one call, after its new tokens joined the cache. ``dense`` is the attention that the model would
-    have used; with ``measure_recall``, the share of its probability on what was read is computed too.
+    """Attention of one call, after its new tokens have joined the cache. ``dense`` is the model's own attention; with
+    ``measure_recall``, the share of its probability on the blocks read is computed too.
     """
 
     context: ForwardContext
@@ -55,7 +55,7 @@ class GatedAttention:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as of `hf.call.seergate_attention`."""
+        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as in `hf.call.seergate_attention`."""
         layer, state = self.layer, self.layer.state
         if state is None:
             raise SeergateError(
@@ -100,7 +100,7 @@ class GatedAttention:
             return outputs[0][:, None] if len(outputs) == 1 else torch.stack(outputs, dim=1)
 
     def _choose(self, state: Any, steps: list[Step]) -> Sequence[Selection | PerHeadSelection | None]:
-        """The blocks that each token reads, ``None`` for all: the layer's own choice, or its anchor's."""
+        """The selection of each token, by this layer or its anchor; ``None`` to read all blocks."""
         layer, method, anchor = self.layer, self.layer.method, self.layer.anchor
         if not isinstance(method, SelectingMethod):
             return [None] * len(steps)
@@ -154,7 +154,7 @@ class GatedAttention:
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
-    """The step of each of the newest ``count`` tokens, as if those after it had not come yet."""
+    """Yield the step of each of the newest ``count`` tokens, without the tokens after it."""
     new = step.counts[0]  # without padding; the same in all rows
     for i in range(new - count, new):
         at = slice(i, i + 1)
@@ -172,8 +172,8 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
 
 
 def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs: dict[str, Any]) -> Step:
-    """The `Step` that a method sees, for the tokens that have just joined the cache; ``query [B, H, S, D]`` and
-    ``kwargs`` as the attention function gets them.
+    """Build the `Step` for the tokens that have just joined the cache, from ``query [B, H, S, D]`` and ``kwargs`` of
+    the attention function.
     """
     scaling = kwargs.get("scaling")
     return layer.storage.step(
@@ -183,7 +183,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         k_BKSD=context.k,
         starts=context.starts,
         counts=context.counts,
-        # a row without a real token yet reads a zero; nothing reads its output
+        # a row without a real token yet attends to a zero key; its output is not used
         lengths=layer.rows.lengths.clamp(min=1),
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
@@ -200,8 +200,8 @@ def _foldable(step: Step) -> bool:
 
 
 def newest_tokens_attention(step: Step) -> Tensor:
-    """Dense causal attention of the newest tokens of each row, none of them padding: ``[B, S, H, D]``. The step has
-    neither attention sinks nor a cap on the scores.
+    """Dense causal attention of the newest tokens of each row, none of them padding: ``[B, S, H, D]``. The step must
+    have neither attention sinks nor a softcap.
 
     The query heads of a group and the new tokens become rows of one matrix per KV head, so that keys and values are
     read once and never repeated. (The stock implementations repeat them for each query head, which on a CPU takes ten
@@ -228,13 +228,13 @@ def newest_tokens_attention(step: Step) -> Tensor:
 def block_probabilities(step: Step, block_size: int) -> Tensor:
     """Dense attention's probability of each block, for each query head: ``[B, K, G, N]``."""
     probabilities = log_probabilities(step).exp()
-    probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # an attention sink's share is not a token's
+    probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # without the share of an attention sink
     missing = -probabilities.shape[-1] % block_size
     return nn.functional.pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
 
 
 def recall_of(blocks_BKGN: Tensor, selection: Selection | PerHeadSelection) -> Tensor:
-    """Share of the blocks' probability on those that are read, mean over query heads: ``[B]``."""
+    """Share of the probability ``[B, K, G, N]`` that falls on the selected blocks, mean over query heads: ``[B]``."""
     indices = selection.heads.indices if isinstance(selection, PerHeadSelection) else selection.indices
     chosen = indices.unflatten(1, (blocks_BKGN.shape[1], -1)).expand(-1, -1, blocks_BKGN.shape[2], -1)
     read = blocks_BKGN.gather(-1, chosen.clamp(min=0).long()) * (chosen >= 0)

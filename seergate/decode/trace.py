@@ -1,4 +1,4 @@
-"""A trace of decoding: which blocks each layer and KV head read at each step, as a Parquet file.
+"""Decoding trace: the blocks that each layer and KV head read at each step, in a Parquet file.
 
 One line per decode step, layer, row of the batch and KV head:
 
@@ -6,14 +6,14 @@ One line per decode step, layer, row of the batch and KV head:
 |---|---|---|
 | `step` | int32 | decode steps of this layer before this one, counted from the start of the trace |
 | `layer`, `row`, `head` | int32 | which layer, row of the batch and KV head |
-| `position` | int32 | place of the decoded token among its row's real tokens, from 0 |
+| `position` | int32 | index of the decoded token among its row's real tokens |
 | `tokens` | float | tokens read |
-| `blocks` | list of int32 | the blocks read, ascending; null where the method chose no blocks and read all it holds |
+| `blocks` | list of int32 | the blocks read, ascending; null if the method selected none and read all residents |
 | `scores` | list of float | the method's scores of the past blocks, as logits; null in a layer that has none |
-| `attention` | list of float | each past block's share of dense attention (`ops.block_targets`), of the same query |
+| `attention` | list of float | each past block's share of the query's dense attention (`ops.block_targets`) |
 
-The last two are null without ``attention``. The file's metadata has, under `seergate`, JSON with `method` (its
-configuration), `name`, `nominal` (its budget), `model`, `block_size` and `every`.
+The last two columns are null without ``attention``. The file's metadata has JSON under the key `seergate`: `method`
+(its configuration), `name`, `nominal` (its budget), `model`, `block_size` and `every`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINES_AT_ONCE = 1 << 13
 
 
 class Trace:
-    """Writes a trace, whose metadata begins with ``about``; the other arguments are those of `Handle.traced`."""
+    """Writer of a trace. ``about`` goes into its metadata; the other arguments are those of `Handle.traced`."""
 
     def __init__(
         self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1, attention: bool = False
@@ -60,7 +60,7 @@ class Trace:
         self._lines: list[dict[str, Any]] = []
 
     def record(self, record: StepRecord) -> None:
-        """Write down one decode step of one layer."""
+        """Record one decode step of one layer."""
         layer, step, state, size = record.layer, record.step, record.state, record.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
@@ -101,7 +101,11 @@ class Trace:
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The numbers of a trace, by column (all but ``blocks``), and its metadata."""
+    """Return the scalar columns of a trace as arrays, by name, and its metadata.
+
+    Raises:
+        SeergateError: if the file cannot be read or is not a trace.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -52,7 +52,7 @@ for _method in (
     register(_method)
 
 _LAZY = {"ReasonCache": "reason_cache", "RandomSharing": "random_sharing"}
-"""Classes of the optional slice `seergate.reason`, which is imported when one of them is used."""
+"""Classes of the optional package `seergate.reason`, which is imported when one of them is used."""
 METHODS.update({name: f"seergate.reason.method:{kind}" for kind, name in _LAZY.items()})  # type: ignore[misc]
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Base classes of methods: a dataclass of options, and a state per layer and request that sees every new token.
 
-The host owns the KV cache and the model; a method sees tensors only. Rows are content-anchored: index 0 along the
-token axis is a row's first real token, whatever padding or batch it came in.
+The engine owns the KV cache and the model; a method sees tensors only. Index 0 along the token axis is a row's first
+real token, whatever its padding and batch.
 
 Shape suffixes: B batch, S new tokens, C capacity of the cache, N blocks, H query heads, K KV heads, D head dimension.
 """
@@ -32,13 +32,13 @@ class Rotary(Protocol):
         ...
 
     def frequencies(self) -> Tensor:
-        """Radians per position of each pair that is rotated, the first pair's first."""
+        """Radians per position of each rotated pair, in the order of the pairs."""
         ...
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The facts about one attention layer that a state is made for."""
+    """Shape, dtype, device and RoPE of the attention layer that a state belongs to."""
 
     layer: int
     batch: int
@@ -52,24 +52,24 @@ class LayerSpec:
 
 @dataclass
 class Step:
-    """The new tokens of one forward in one layer, after they joined the cache.
+    """The new tokens of one forward pass in one layer, after they have joined the cache.
 
     In a compiled step (one token per row on a static cache) the host does not know the rows' lengths: ``starts`` and
     ``counts`` are empty, and a method uses ``lengths`` alone.
 
     Attributes:
-        q_pre_BHSD, k_pre_BKSD: before RoPE; each row's tokens first, whatever follows ``counts[b]`` is padding.
+        q_pre_BHSD, k_pre_BKSD: new queries and keys before RoPE; what follows row b's first ``counts[b]`` is padding.
         q_BHSD, k_BKSD: the same after RoPE.
-        starts: per row, how many tokens it had before.
-        counts: per row, how many are new.
+        starts: tokens of each row before this pass.
+        counts: new tokens of each row.
         keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
-        lengths: int64 ``[B]`` on the cache's device, the new tokens included.
-        sm_scale: factor on query . key.
+        lengths: int64 ``[B]`` on the cache's device, tokens of each row, the new ones included.
+        sm_scale: factor on the query-key products.
         sinks: ``[H]`` attention-sink logits, if the model has them.
-        softcap: cap on the scores, if the model has one.
-        offsets: per row, the position that the model gave to its first token; ``None`` for 0.
-        hidden: gives the hidden states ``[B, S, W]`` that the attention module got, each row's tokens first; of a
-            prompt or of a token that comes alone, where a model calls.
+        softcap: cap on the attention logits, if the model has one.
+        offsets: per row, the position that the model gave to its first token; ``None``: all 0, or a compiled step.
+        hidden: returns the attention module's input ``[B, S, W]``, each row's tokens first; ``None`` if there is no
+            model, and for tokens that are decoded one by one in a pass over several.
         p_BKGT: at a decode step, the attention probabilities of all residents, 0 beyond a row's length; ``None``
             unless the state has ``reads_all_keys``.
     """
@@ -92,27 +92,27 @@ class Step:
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values as the ops take them, and the page table where they lie in pages."""
+        """Keys and values as the ops take them, and the page table of a paged cache, otherwise ``None``."""
         return self.keys_BKCD, self.values_BKCD, None
 
     @property
     def softmax_options(self) -> dict[str, Any]:
-        """Scale, sinks and cap, as `ops.sparse_decode` and `ops.dense_decode` take them."""
+        """Scale, sinks and cap, as keyword arguments of `ops.sparse_decode` and `ops.dense_decode`."""
         return {"sm_scale": self.sm_scale, "sinks": self.sinks, "softcap": self.softcap}
 
     @property
     def ends(self) -> list[int]:
-        """Per row, how many tokens it has now: ``lengths`` without a device read."""
+        """Tokens of each row, the new ones included: ``lengths`` without a device read."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
     @property
     def host_lengths(self) -> list[int] | None:
-        """`ends`, or ``None`` where the host does not know them."""
+        """`ends`, or ``None`` in a compiled step."""
         return self.ends if self.starts else None
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest row; where the host does not know it, the capacity of the cache."""
+        """Tokens of the longest row; in a compiled step, the capacity of the cache."""
         return max(self.ends) if self.starts else self.keys_BKCD.shape[2]
 
 
@@ -123,14 +123,14 @@ KeysOf = Callable[[int, int, int], Tensor]
 class LayerState:
     """State of a method in one layer during one request.
 
-    Every tensor lives in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select
-    rows without knowing the method.
+    Every tensor is in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select rows
+    without knowing the method.
 
     Attributes:
-        method: the method whose state this is; a subclass declares its class.
+        method: the method of this state; a subclass declares its class.
         tokens_per_entry: tokens per entry of each tensor ``rows[name] [B, K, N, ...]`` that grows with the sequence.
-        reads: growing tensors that each decode step reads in whole, beside keys and values.
-        reads_all_keys: true if each decode step reads the keys of all tokens to decide.
+        reads: growing tensors that each decode step reads completely, besides keys and values.
+        reads_all_keys: true if the method's decision at each decode step reads the keys of all residents.
         parts: states of other methods that this one is composed of.
     """
 
@@ -145,7 +145,7 @@ class LayerState:
         self.tokens_per_entry: dict[str, int] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
-        """Copies the rows' tensors. The method and its gates are shared, unless they are copied as well."""
+        """Copy the rows' tensors. The method and its gates are shared, unless they are copied as well."""
         for part in vars(self).values():
             if isinstance(part, (nn.Module, Method)):
                 memo.setdefault(id(part), part)
@@ -154,21 +154,22 @@ class LayerState:
         return new
 
     def append(self, step: Step) -> None:
-        """See the new tokens. Called once per forward, after they joined the cache and before attention; outside of
-        inference mode, so that later calls in either mode may write to the state's tensors.
+        """Update the state with the new tokens. Called once per forward pass, after they have joined the cache and
+        before attention; outside of inference mode, so that later calls in either mode may write to the state's
+        tensors.
         """
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
-        """Forget the newest tokens.
+        """Remove the newest tokens of each row from the state.
 
         Args:
-            before, after: tokens of each row.
-            keys: reads keys of the cache, which is cropped already.
+            before, after: tokens of each row before and after.
+            keys: returns cached keys of tokens that stay.
             offsets: per row, the position that the model gave to its first token.
         """
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:
-        """Called when blocks of a row have been replaced by older blocks of it, whose entries then hold for both."""
+        """Called when a row's blocks ``newer`` were replaced by its blocks ``older``: copies the entries of these."""
         for name in self.tokens_per_entry:
             self.rows[name][row, :, newer] = self.rows[name][row, :, older]
 
@@ -179,7 +180,7 @@ class LayerState:
             part.select_rows(index)
 
     def append_rows(self, other: LayerState) -> None:
-        """Put another state's rows after this one's. Where their tensors differ in size, zeros fill the rest."""
+        """Append another state's rows. Where their tensors differ in size, zeros fill the rest."""
         for name, ours in self.rows.items():
             theirs = other.rows[name]
             size = [max(a, b) for a, b in zip(ours.shape[1:], theirs.shape[1:], strict=True)]
@@ -197,7 +198,7 @@ class LayerState:
         return own + sum(part.nbytes for part in self.parts)
 
     def covered(self, held: Any, seen: Any) -> Any:
-        """Number of tokens that the entries of a row stand for.
+        """Number of tokens that a row's entries cover.
 
         Args:
             held: resident tokens of the row: a number, or an array or tensor of such numbers.
@@ -206,7 +207,7 @@ class LayerState:
         return seen
 
     def bytes_held(self, held: Any, seen: Any) -> Any:
-        """State bytes of one row, without batch padding or spare capacity; arguments as of `covered`."""
+        """State bytes of one row, without batch padding or spare capacity; arguments as in `covered`."""
         total = sum((part.bytes_held(held, seen) for part in self.parts), 0 * held)
         for name, tensor in self.rows.items():
             if name in self.tokens_per_entry:
@@ -219,25 +220,25 @@ class LayerState:
         """Bytes of growing tensors that a decode step of one row reads, all heads together.
 
         Args:
-            held, seen: as of `covered`; 1 or more.
-            chose: whether the step chose what to read.
+            held, seen: as in `covered`; 1 or more.
+            chose: whether the method decided at this step what to read.
         """
         parts = sum((part.bytes_read(held, seen, chose) for part in self.parts), 0 * held)
         return parts + sum(self._entry_bytes(name, self.covered(held, seen)) for name in self.reads)
 
     def _entry_bytes(self, name: str, tokens: Any) -> Any:
-        """Bytes of the entries of so many tokens."""
+        """Bytes of the entries that cover this many tokens."""
         tensor = self.rows[name]
         each = tensor.shape[1] * math.prod(tensor.shape[3:]) * tensor.element_size()
         return -(-tokens // self.tokens_per_entry[name]) * each
 
     def reads_all(self, seen: int) -> bool:
-        """True if a row of so many tokens reads all of its blocks, even beside longer rows that select."""
+        """True if a row of ``seen`` tokens reads all of its blocks, even in a batch with longer rows that select."""
         return any(part.reads_all(seen) for part in self.parts)
 
     def grown(self, name: str, blocks: int, fill: float = 0.0, limit: int | None = None) -> Tensor:
-        """The tensor ``rows[name] [B, K, N, ...]``, enlarged along its block axis if need be; beyond ``limit`` only as
-        far as ``blocks`` asks for.
+        """Return ``rows[name] [B, K, N, ...]`` with at least ``blocks`` entries along N, the new ones ``fill``. Spare
+        room does not exceed ``limit`` entries, unless ``blocks`` does.
         """
         tensor = self.rows[name]
         if tensor.shape[2] < blocks:
@@ -255,15 +256,15 @@ class Method:
 
     name: ClassVar[str]
     state: ClassVar[type[LayerState]]
-    """The class of the method's states; a method that makes them otherwise overrides `new_state`."""
+    """Class of the method's states; a method that constructs them differently overrides `new_state`."""
     kv_backend: ClassVar[str | None] = None
-    """``"module:function"`` of a method that needs a storage of its own. The function gets the method and the user's
-    `seergate.cache.storage.KVBackend` or ``None``, and returns the backend."""
+    """``"module:function"`` that makes the storage backend of a method that needs its own. The function gets the
+    method and the user's `seergate.cache.storage.KVBackend` or ``None``, and returns the backend."""
 
     limits: ClassVar[tuple[str, ...]] = ("token_budget",)
-    """Options that limit how much is read or held; a setting gives one of them."""
+    """Options that limit how much is read or kept; a configuration sets one of them."""
     budget_option: ClassVar[str] = "token_budget"
-    """The option that an evaluation varies to make methods equal in bytes."""
+    """The option that an evaluation varies to compare methods at equal bytes."""
     from_gates: ClassVar[tuple[str, ...]] = ()
     """Options that the gates supply; empty for a method without gates."""
     shares_blocks: ClassVar[bool] = False
@@ -277,11 +278,11 @@ class Method:
     role: ClassVar[Literal["method", "control", "bound"]] = "method"
     """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` knows what no real method can know."""
     plot_style: ClassVar[tuple[str, str] | None] = None
-    """Colour and marker in plots; a spare pair if ``None``."""
+    """Colour and marker in plots; an unused pair if ``None``."""
     cautions: ClassVar[Mapping[str, str]] = {}
-    """dtype of the model's cache -> a sentence that a report on runs with this dtype needs."""
+    """dtype of the model's cache -> a sentence that reports on runs with this dtype include."""
     evaluation_options: ClassVar[Mapping[str, Any]] = {}
-    """Options that an evaluation sets, unless told otherwise, so that its results repeat."""
+    """Options that an evaluation sets by default, so that its results are reproducible."""
 
     @classmethod
     def option_names(cls) -> set[str]:
@@ -290,12 +291,12 @@ class Method:
 
     @classmethod
     def with_gates(cls, bank: Any, **options: Any) -> Method:
-        """The method with gates (a `seergate.gates.bank.Gates`), their decoding defaults overruled by the options."""
+        """Build the method from gates (`seergate.gates.bank.Gates`); options override the gates' decoding defaults."""
         raise NotImplementedError(f"{cls.__name__} has no gates")
 
     @classmethod
     def budget_values(cls, tokens: int, step: int) -> Sequence[int]:
-        """Values of `budget_option` for texts of so many tokens, from fewest bytes to most.
+        """Values of `budget_option` for texts of ``tokens`` tokens, from fewest bytes to most.
 
         Args:
             tokens: tokens of the text.
@@ -305,8 +306,8 @@ class Method:
 
     @classmethod
     def searched_values(cls) -> dict[str, Sequence[float]]:
-        """Further options by which methods can be made equal in bytes, where they are ``auto``: their values, from
-        fewest bytes to most.
+        """Further options that an evaluation may vary to equalise bytes, where they are ``auto``, with their values
+        from fewest bytes to most.
         """
         return {}
 
@@ -316,17 +317,17 @@ class Method:
         return False
 
     def anchor_of(self, layer: int) -> int:
-        """The layer that chooses what a layer reads: another one below it, or the layer itself."""
+        """Index of the layer that selects the blocks for ``layer``: the layer itself, or one below it."""
         return layer
 
     @property
     def fixed_shapes(self) -> bool:
-        """True if a decode step can be the same operations whatever the rows' lengths, so that it can be compiled."""
+        """True if a decode step runs the same operations for all row lengths, so that it can be compiled."""
         return False
 
     @property
     def nominal(self) -> str:
-        """The nominal budget, for people: tokens, a threshold, or ``"all"``."""
+        """The nominal budget as text: tokens, a threshold, or ``"all"``."""
         for name, sign in (("token_budget", ""), ("threshold", "p > "), ("top_p", "top-p ")):
             value = getattr(self, name, None)
             if value is not None:
@@ -340,7 +341,7 @@ class Method:
 
     @property
     def max_rollback(self) -> int | None:
-        """The most tokens that a rectification may take back at once; ``None`` for any number."""
+        """Maximum number of tokens that one rectification may recompute; ``None`` for any number."""
         return None
 
     def describe(self) -> dict[str, Any]:
@@ -353,17 +354,17 @@ class Method:
 
     @property
     def correction(self) -> Correction | None:
-        """The correction that is part of the method; one given to `seergate.attach` takes its place."""
+        """The correction that is part of the method; a correction passed to `seergate.attach` replaces it."""
         return None
 
     @property
     def calibrated_on(self) -> str | None:
-        """`fingerprint` of the model that the method was calibrated on, if it is for no other."""
+        """`fingerprint` of the only model that the method was calibrated for; ``None`` if it fits any model."""
         return None
 
     @property
     def read_method(self) -> Method:
-        """The method that selects blocks: this one, unless it only decides where keys and values lie."""
+        """The method that selects blocks: this one, unless it only decides where keys and values are stored."""
         return self
 
     def new_state(self, spec: LayerSpec) -> LayerState:

@@ -1,4 +1,4 @@
-"""The controls of every comparison: read everything, read at random, evict at random; and the oracle, its bound."""
+"""Baselines of every comparison: dense attention, random selection and eviction; and an upper bound, the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Dense(Method):
 
 
 class OracleState(SelectingState):
-    """Remembers nothing; reads the cache's keys."""
+    """Keeps no tensors; scores the cache's keys."""
 
     reads_all_keys = True
 
@@ -43,8 +43,8 @@ class Oracle(SelectingMethod):
     """Score a block by the largest attention probability that any query head of the group gives to any of its keys
     (SeerAttention-R, section 4.2).
 
-    An upper bound on accuracy for a block size and budget, not a speed-up: it computes all scores. That probability is
-    the gate's training target before normalisation; threshold and top-p act on it after normalisation over the past
+    An upper bound on accuracy for a block size and budget, not a speed-up: it computes all scores. This probability is
+    the gate's training target before normalisation. Threshold and top-p are applied after normalisation over the past
     blocks, so that they mean the same as for the gate.
     """
 
@@ -56,7 +56,7 @@ class Oracle(SelectingMethod):
 
 
 class RandomState(SelectingState):
-    """Remembers nothing."""
+    """Keeps no tensors."""
 
     method: Random
 
@@ -71,9 +71,9 @@ class RandomState(SelectingState):
 
 @dataclass(kw_only=True)
 class Random(SelectingMethod):
-    """Read the current block and a uniformly random choice of past ones, anew at each step, per layer and KV head.
+    """Read the current block and uniformly random past blocks, drawn at each step for each layer and KV head.
 
-    The choice is a hash of (seed, layer, head, position, block): it repeats, and does not depend on the batch.
+    The choice is a hash of (seed, layer, head, position, block): it is reproducible and independent of the batch.
 
     Attributes:
         seed: seed of the hash.
@@ -99,7 +99,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 class RandomEvictState(BudgetedState):
-    """``index [B, K, T]``, int32: which token of its row a resident is."""
+    """``index [B, K, T]``, int32: index of each resident within its row."""
 
     method: RandomEvict
 
@@ -121,18 +121,18 @@ class RandomEvictState(BudgetedState):
 
 @dataclass(kw_only=True)
 class RandomEvict(BudgetedMethod):
-    """Keep the prompt, and of the generated tokens a uniformly random choice, drawn for each layer and KV head.
+    """Keep the prompt and a uniformly random subset of the generated tokens, drawn for each layer and KV head.
 
-    Known here from the abstract of "Random Attention" only, so budget, interval and law are not the authors'. The draw
-    is a hash of (seed, layer, head, position and, for ``"redraw"``, how much has been decoded): it repeats, and does
-    not depend on the batch. Samples of the same prompt share their draws.
+    Only the abstract of "Random Attention" was available, so budget, interval and law are not the authors'. The draw
+    is a hash of (seed, layer, head, position and, for ``"redraw"``, the number of decoded tokens): it is reproducible
+    and independent of the batch. Samples of the same prompt share their draws.
 
     Attributes:
         recent_tokens: number of newest tokens that always stay.
-        law: ``"redraw"`` draws anew at every eviction, so a token's chance to survive falls geometrically with age;
-            ``"reservoir"`` gives each token its number once, so that the kept tokens are spread evenly over all of it.
-        scope: ``"kv_head"``; or ``"layer"``, one draw for all heads, which takes away that what one head has lost
-            another may still hold.
+        law: ``"redraw"`` draws new numbers at every eviction, so a token's chance to survive falls geometrically with
+            age; ``"reservoir"`` draws one number per token, so the kept tokens are spread evenly over the answer.
+        scope: ``"kv_head"``: one draw per KV head; ``"layer"``: one draw for all heads, so that no head keeps a token
+            that another has evicted.
         seed: seed of the hash.
     """
 
@@ -161,7 +161,7 @@ class RandomEvict(BudgetedMethod):
 
 
 def random_numbers(index_KT: Tensor, seed: int, layer: int, event: int) -> Tensor:
-    """A hash of each entry and its row (head), uniform over 2^53 values, as float64."""
+    """Hash each entry together with its row (head): float64 ``[K, T]``, uniform over 2^53 values."""
     heads = torch.arange(len(index_KT), device=index_KT.device)[:, None]
     base = mix(mix(torch.tensor(seed * 1_000_003 + layer, device=index_KT.device)) + event)
     return (mix(mix(base + heads) + index_KT) >> 11).double()

@@ -1,4 +1,4 @@
-"""Base classes of evicting methods: the residents that stay, per row and KV head, and the state of each.
+"""Base classes of evicting methods and of their states; evictions are per row and KV head.
 
 Shape suffixes: see `seergate.methods.base`.
 """
@@ -20,21 +20,21 @@ from seergate.methods.base import LayerSpec, LayerState, Method, Step
 
 
 class LongPromptWarning(UserWarning):
-    """Warning of a prompt that exceeds an evicting method's budget."""
+    """A prompt exceeds the budget of an evicting method."""
 
 
 @dataclass(kw_only=True)
 class CompressingMethod(Method):
-    """Takes tokens out of the cache, for good (`EvictingMethod`) or into a smaller form in its state (`KV4Bit`)."""
+    """Moves tokens out of the cache: drops them (`EvictingMethod`), or stores them smaller in its state (`KV4Bit`)."""
 
 
 @dataclass(kw_only=True)
 class EvictingMethod(CompressingMethod):
-    """Drops tokens from the cache for good. What stays is decided per KV head, or one set for all of a layer's heads,
-    but never per query head, whose separate sets would take G times the memory.
+    """Evicts tokens from the cache for good. One set of residents is kept per KV head, or per layer for all heads, but
+    never per query head, as separate sets would take G times the memory.
     """
 
-    _has_warned = False  # without an annotation, so that it is no option
+    _has_warned = False  # no annotation, so not an option
 
     @property
     def own_attention(self) -> bool:
@@ -42,7 +42,7 @@ class EvictingMethod(CompressingMethod):
         return False
 
     def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
-        """Warn, once per method object, of a prompt longer than the budget; ``done`` says how it is treated."""
+        """Warn, once per method object, that a prompt exceeds the budget; ``done`` says how it is treated."""
         if not self._has_warned:
             self._has_warned = True
             said = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
@@ -51,12 +51,12 @@ class EvictingMethod(CompressingMethod):
 
 @dataclass(frozen=True)
 class Eviction:
-    """The residents of some rows that stay.
+    """The residents that stay, in the rows that evict.
 
     Attributes:
         rows: the rows in which something is evicted.
         index: int64 ``[len(rows), K, kept]``, ascending; the residents that stay.
-        lengths: how many of them count, per row of ``rows``; the rest is padding.
+        lengths: per row of ``rows``, the number of valid entries in ``index``; the rest is padding.
     """
 
     rows: list[int]
@@ -65,11 +65,11 @@ class Eviction:
 
 
 class AttentionOutput(NamedTuple):
-    """Attention of a decode step.
+    """Result of attention at a decode step.
 
     Attributes:
         output: ``[B, H, D]``.
-        read: tokens that each row read, mean over KV heads, in an attention of the method's own; else ``None``.
+        read: tokens that each row read, mean over KV heads, if the method's own attention ran; otherwise ``None``.
         fetched: bytes that came from slow memory; ``None`` if the cache is not offloaded.
     """
 
@@ -79,11 +79,11 @@ class AttentionOutput(NamedTuple):
 
 
 class CompressingState(LayerState, ABC):
-    """State of a `CompressingMethod`. What the cache still holds are the residents.
+    """State of a `CompressingMethod`. Residents are the tokens that the cache still holds.
 
     Attributes:
-        prompts: per row, tokens of the prompt.
-        decoded: per row, tokens since then, the current one included.
+        prompts: prompt tokens of each row.
+        decoded: tokens of each row since then, the current one included.
     """
 
     def __init__(self, spec: LayerSpec, method: Method) -> None:
@@ -94,7 +94,7 @@ class CompressingState(LayerState, ABC):
         return held
 
     def append(self, step: Step) -> None:
-        """The first tokens of a row are its prompt."""
+        """Count the new tokens; the first tokens of a row are its prompt."""
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             if start == 0:
                 self.prompts[row] = count
@@ -113,7 +113,7 @@ class CompressingState(LayerState, ABC):
         """Called at each decode step before attention; override it to record what eviction needs."""
 
     def attend(self, step: Step) -> AttentionOutput | None:
-        """Attention of a decode step, if it is not ordinary attention to all residents."""
+        """Return the attention of a decode step, or ``None`` for ordinary attention to all residents."""
         return None
 
     @property
@@ -123,16 +123,16 @@ class CompressingState(LayerState, ABC):
 
     @abstractmethod
     def max_resident(self) -> int:
-        """Maximum tokens of a row until the next eviction, once its prompt has been compressed. The
-        cache allocates no more than this.
+        """Maximum tokens of a row until the next eviction, once its prompt has been compressed. The cache allocates no
+        more than this.
         """
 
     @abstractmethod
     def select_kept(self, step: Step) -> Eviction | None:
-        """After attention: which residents stay, or ``None`` for all."""
+        """Called after attention: return the residents that stay, or ``None`` to evict nothing."""
 
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
-        """Update the state after the cache has carried out an eviction; it has room for ``capacity`` tokens now."""
+        """Update the state after an eviction, which left the cache with room for ``capacity`` tokens."""
 
     def select_rows(self, index: Tensor) -> None:
         super().select_rows(index)
@@ -147,7 +147,7 @@ class CompressingState(LayerState, ABC):
 
 
 class EvictingState(CompressingState):
-    """State of an `EvictingMethod`. Entries of its growing tensors leave with the residents that they are about."""
+    """State of an `EvictingMethod`. Entries of its growing tensors are evicted with their residents."""
 
     def append(self, step: Step) -> None:
         super().append(step)
@@ -161,7 +161,7 @@ class EvictingState(CompressingState):
             self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
 
     def add_per_token(self, name: str, dtype: torch.dtype) -> None:
-        """Remember a number per resident and KV head: ``rows[name] [B, K, T]``; `append` adds zeros for new ones."""
+        """Add a tensor of one number per resident and KV head, ``rows[name] [B, K, T]``; `append` adds zeros."""
         spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 
@@ -170,15 +170,15 @@ class EvictingState(CompressingState):
         return self.grown(name, tokens, limit=self.max_resident())
 
     def add_places(self, name: str, step: Step) -> None:
-        """Note in ``rows[name]`` which token of its row each new one is, once `append` has counted them."""
+        """Store in ``rows[name]`` the index of each new token within its row; call it after `append`."""
         places = self.rows[name]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             seen = self.total_tokens(row)
             places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
 
     def keep_best(self, ends: list[int], kept: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
-        """Keep the ``kept[row]`` residents that score best in these rows, which hold ``ends[row]``; ``None`` without
-        such a row. ``scores(row)``: ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
+        """Keep the ``kept[row]`` best of the ``ends[row]`` residents in each row of ``kept``; ``None`` if that is
+        empty. ``scores(row)``: ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
         """
         if not kept:
             return None
@@ -189,12 +189,12 @@ class EvictingState(CompressingState):
 
 
 def trimmed(buffer: Tensor, capacity: int) -> Tensor:
-    """``buffer [B, K, T, ...]`` with at most ``capacity`` entries, the memory of the others given back."""
+    """Cut ``buffer [B, K, T, ...]`` to at most ``capacity`` entries, and release the memory of the others."""
     return buffer if buffer.shape[2] <= capacity else buffer[:, :, :capacity].clone()
 
 
 def compact(buffer: Tensor, eviction: Eviction) -> None:
-    """Move what stays to the front of ``buffer [B, K, T, ...]``, in place."""
+    """Move the entries that stay to the front of ``buffer [B, K, T, ...]``, in place."""
     rows = torch.tensor(eviction.rows, device=buffer.device)[:, None, None]
     heads = torch.arange(buffer.shape[1], device=buffer.device)[:, None]
     slots = torch.arange(eviction.index.shape[2], device=buffer.device)
@@ -213,11 +213,11 @@ class BudgetedMethod(EvictingMethod):
 
     Attributes:
         token_budget: residents after an eviction.
-        interval: tokens from one eviction to the next.
-        prompt: ``"evictable"``: its tokens compete like all others, and one longer than the budget is compressed at
-            once. ``"pinned"``: they stay and count in the budget; where they leave less than ``interval`` (or the
-            recent tokens that always stay) of it to generated tokens, these get so much beyond the budget.
-            ``"extra"``: they stay beside the budget.
+        interval: tokens between evictions.
+        prompt: ``"evictable"``: prompt tokens compete like all others, and a prompt longer than the budget is
+            compressed at once. ``"pinned"``: prompt tokens stay and count in the budget; generated tokens get at least
+            ``interval`` tokens (or the recent tokens that always stay, if more), beyond the budget if necessary.
+            ``"extra"``: prompt tokens stay and do not count in the budget.
     """
 
     token_budget: int = 1024
@@ -225,8 +225,8 @@ class BudgetedMethod(EvictingMethod):
     prompt: str = "evictable"
 
     periodic: ClassVar[bool] = False
-    """True if evictions come at decode steps that are multiples of ``interval`` rather than once ``interval`` tokens
-    are over the budget."""
+    """True if evictions happen at decode steps that are multiples of ``interval``, rather than once ``interval``
+    tokens exceed the budget."""
 
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, interval=1)
@@ -238,7 +238,7 @@ class BudgetedMethod(EvictingMethod):
         return 0
 
     def check_recent(self, name: str) -> None:
-        """Refuse a budget that the recent tokens, option ``name``, do not fit in."""
+        """Raise `ValueError` if the recent tokens, option ``name``, do not fit into the budget."""
         check("token_budget", self.token_budget, self.token_budget >= self.recent, f"at least {name} ({self.recent})")
 
     def kept(self, prompt_tokens: int) -> int:
@@ -250,7 +250,7 @@ class BudgetedMethod(EvictingMethod):
         return max(self.token_budget, prompt_tokens + max(self.interval, self.recent))
 
     def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        """Treatment of a prompt that exceeds the budget; ``None`` if there is room."""
+        """Describe the treatment of a prompt that exceeds the budget; ``None`` if it fits."""
         kept = self.kept(prompt_tokens)
         if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or kept == self.token_budget):
             return None
@@ -260,7 +260,7 @@ class BudgetedMethod(EvictingMethod):
 
 
 class BudgetedState(EvictingState):
-    """State of a `BudgetedMethod`: a subclass says how important residents are."""
+    """State of a `BudgetedMethod`; a subclass scores residents by `importance`."""
 
     method: BudgetedMethod
 
@@ -271,19 +271,19 @@ class BudgetedState(EvictingState):
 
     @abstractmethod
     def importance(self, step: Step, row: int) -> Tensor:
-        """Scores of a row's residents, ``[K, T]`` or, for one decision for all heads, ``[1, T]``; higher stays.
-        Called when something has to go. Scores of what always stays are ignored.
+        """Scores of a row's residents, ``[K, T]`` or, for one decision for all heads, ``[1, T]``; the highest stay.
+        Called when the row evicts. Scores of tokens that always stay are ignored.
         """
 
     def max_resident(self) -> int:
         return max(self.method.kept(prompt) for prompt in self.prompts) + self.method.interval
 
     def clock(self, row: int) -> int:
-        """The steps of a row, at whose multiples of ``interval`` a periodic method evicts."""
+        """Step count of a row; a periodic method evicts at multiples of ``interval``."""
         return self.decoded[row]
 
     def due(self, row: int, held: int) -> bool:
-        """True if a row that holds so many tokens evicts now."""
+        """True if a row of ``held`` residents evicts now."""
         method, decoded = self.method, self.decoded[row]
         kept = method.kept(self.prompts[row])
         if method.periodic and decoded:
@@ -305,7 +305,7 @@ class BudgetedState(EvictingState):
 
 
 def best(scores_RKT: Tensor, kept: list[int]) -> Tensor:
-    """Indices of the ``kept[r]`` highest scores of each row, the newer of equals; ascending.
+    """Ascending indices of the ``kept[r]`` highest scores of each row; of equal scores, the newer ones.
 
     Returns:
         int64 ``[R, K, max(kept)]``, padded with the last index.

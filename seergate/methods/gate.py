@@ -1,8 +1,8 @@
 """The learned gate (SeerAttention-R, sections 3.1 and 3.2).
 
-Keeps, beside the KV cache, the scorer's entries (the K-compression cache), of a block or of a token each, and the raw
-pre-RoPE keys of the two newest entries, from which one is made when it is complete. Entries made in prefill and in
-decode are the same up to rounding.
+Besides the KV cache, the state holds the K-compression cache (the scorer's entries, one per block or token) and the
+pre-RoPE keys of the two newest entries, from which an entry is computed when it is complete. Entries from prefill and
+from decode steps are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class GatedMethod(Method):
     bank: Gates = field(repr=False)
 
     def check_bank(self) -> None:
-        """Refuse a ``bank`` that is something else."""
+        """Raise `SeergateError` if ``bank`` is not a gate bank."""
         if not hasattr(getattr(self.bank, "config", None), "block_size"):
             raise SeergateError(f"bank is a {type(self.bank).__name__}; it must be a GateBank")
         self._copies: dict[tuple[int, torch.device], nn.Module] = {}
 
     def __eq__(self, other: Any) -> bool:
-        """The same options, and the same gates or gates with equal weights."""
+        """True for the same options, and the same gates or gates with equal weights."""
         if type(other) is not type(self):
             return False
         options = [option.name for option in fields(self) if option.name != "bank"]
         return all(getattr(self, name) == getattr(other, name) for name in options) and _same(self.bank, other.bank)
 
     def gate_on(self, spec: LayerSpec) -> Any:
-        """A layer's gate on the layer's device, or ``None`` if it has none: the bank's, or a copy, which gets the
-        bank's weights for every new cache but keeps its address.
+        """Return a layer's gate on the layer's device, or ``None`` without one. On another device than the bank it is
+        a copy, which gets the bank's weights for every new cache but keeps its address.
         """
         if str(spec.layer) not in self.bank.layers:
             return None
@@ -80,15 +80,19 @@ def _same(one: Gates, other: Gates) -> bool:
 
 @dataclass(kw_only=True, eq=False)
 class Gate(GatedMethod, SelectingMethod):
-    """Read the blocks that trained gates pick.
+    """Read the blocks that trained gates select.
 
     Attributes:
-        bank: the gates; it sets the block size.
+        bank: the gates; they determine the block size.
         compat: ``"published"`` reproduces the published code's selection (see `DecodeConfig.compat`); ``"gates"``
-            becomes what the bank asks for.
-        block_size: the bank's block size, for which 0 stands.
+            takes the bank's setting.
+        block_size: the bank's block size; 0 is replaced by it.
         sink_blocks: number of first blocks that are always read, within the budget and outside the softmax; ``None``
-            becomes as many as the gates were trained with.
+            takes the number that the gates were trained with.
+
+    Raises:
+        SeergateError: for gates that score tokens for eviction.
+        ValueError: for another block size than the bank's, or an option out of range.
     """
 
     name: ClassVar[str] = "gate"
@@ -120,11 +124,11 @@ class Gate(GatedMethod, SelectingMethod):
 
     @classmethod
     def from_config(cls, bank: Gates, decode: DecodeConfig, **options: Any) -> Gate:
-        """Gates with a `DecodeConfig`, and a subclass's own options."""
+        """Build the method from gates and a `DecodeConfig`; ``options`` are those that a subclass adds."""
         return cls(bank=bank, **vars(decode), **options)
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """A layer that has no gate stays dense."""
+        """State of one layer; a layer without a gate stays dense."""
         gate = self.gate_on(spec)
         return LayerState(spec, self) if gate is None else GateState(spec, self, gate)
 
@@ -133,7 +137,7 @@ class Gate(GatedMethod, SelectingMethod):
 
     @property
     def max_rollback(self) -> int:
-        """One block: gates remember the raw keys of two."""
+        """One block, as the state holds the pre-RoPE keys of two."""
         return self.block_size
 
     @property
@@ -155,8 +159,8 @@ class Gate(GatedMethod, SelectingMethod):
 
 
 class GateState(SelectingState):
-    """``kg`` the K-compression cache ``[B, J, M, E]``, entries of ``size`` tokens each; ``recent`` the raw keys of the
-    newest positions, position p at slot ``p % (2 * size)``: ``[B, K, 2 * size, D]``.
+    """``kg [B, J, M, E]``: the K-compression cache, entries of ``size`` tokens each. ``recent [B, K, 2 * size, D]``:
+    the pre-RoPE keys of the newest tokens, that of token p at slot ``p % (2 * size)``.
     """
 
     reads = ("kg",)
@@ -186,7 +190,7 @@ class GateState(SelectingState):
                 self._append_many(step)
 
     def _append_many(self, step: Step) -> None:
-        """The prefill path, one row at a time: make all entries that the new tokens complete."""
+        """Prefill path: compute all entries that the new tokens complete, one row at a time."""
         size, recent, kg = self.size, self.rows["recent"], self.rows["kg"]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             opened = start - start % size  # first token of the entry that was open
@@ -202,7 +206,7 @@ class GateState(SelectingState):
             recent[row][:, ring] = keys_KSD[:, keys_KSD.shape[1] - kept :]
 
     def bytes_read(self, held: Any, seen: Any, chose: bool = True) -> Any:
-        """The entry of the block that the current token is in is not read."""
+        """Bytes of the entries that a step reads, which exclude the entry of the current token's block."""
         return super().bytes_read(held - self.size, seen - self.size, chose)
 
     @torch.no_grad()
@@ -214,7 +218,7 @@ class GateState(SelectingState):
         super().block_shared(row, *(slice(part.start * each, part.stop * each) for part in (newer, older)))
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
-        """Raw keys of a reopened entry that are gone are recovered from the rotated ones."""
+        """Crop; pre-RoPE keys of a reopened entry that are gone are recovered from the cached keys by undoing RoPE."""
         size, recent, oldest = self.size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
             held_from = max(int(oldest[row]), old - 2 * size)
@@ -230,10 +234,10 @@ class GateState(SelectingState):
 
 
 def published_selection(scores_BKN: Tensor, lengths: Tensor, block_size: int, rule: DecodeConfig | Gate) -> Selection:
-    """Select as the published decode loop does, by the gates' logits, in rows of ``lengths [B]`` tokens.
+    """Select blocks like the published decode loop, from the gates' logits, in rows of ``lengths [B]`` tokens.
 
-    The block that the newest token belongs to takes part in softmax and top-k: with logit 0 while it is open, with its
-    own score once it is complete. The last and the first block are then read on top of the budget.
+    The block of the newest token takes part in softmax and top-k: with logit 0 while it is open, with its own score
+    once it is complete. The last and the first block are then read on top of the budget.
     """
     used = -(-lengths // block_size)  # blocks in use, the open one included
     width = int(used.max())

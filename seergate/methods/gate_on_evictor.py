@@ -1,4 +1,4 @@
-"""Eviction and selection together: an evictor decides which tokens stay, a gate which of them are read."""
+"""Eviction combined with selection: an evictor decides which tokens stay, a gate which of them are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_ATTENTION = "the gate's attention would take the place of that method's own"
 
 
 class GateOnEvictorState(EvictingState):
-    """Both states, and ``index [B, K, T]``, int32: which token of its row a resident is."""
+    """States of evictor and gate, and ``index [B, K, T]``, int32: index of each resident within its row."""
 
     method: GateOnEvictor
 
@@ -39,7 +39,7 @@ class GateOnEvictorState(EvictingState):
         self.add_per_token("index", torch.int32)
 
     def _whole(self, step: Step) -> Step:
-        """The step as it would be had nothing been evicted."""
+        """The step with the row lengths that it would have without evictions."""
         seen = [self.total_tokens(row) for row in range(len(step.counts))]
         starts = [total - count for total, count in zip(seen, step.counts, strict=True)]
         if starts == step.starts:
@@ -75,7 +75,7 @@ class GateOnEvictorState(EvictingState):
         wanted_BKN = torch.zeros(
             *scores_BKN.shape[:2], scores_BKN.shape[2] + 1, dtype=torch.bool, device=real_B1T.device
         )
-        wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding, -1, falls on the last
+        wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding (-1) goes last
         read_BKT = wanted_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
         counts_BK = read_BKT.sum(2)
         slots = torch.arange(held, device=read_BKT.device)
@@ -97,18 +97,21 @@ class GateOnEvictorState(EvictingState):
 
 @dataclass(kw_only=True)
 class GateOnEvictor(EvictingMethod):
-    """Any evictor, with the gate on what remains: of the residents those are read whose block the gate picks.
+    """Evict with any evictor, and read only residents in the blocks that the gate selects.
 
-    The gate sees every token when it comes, so its blocks are those of the whole text, whatever has left since; its
-    compressed keys of one vector per block stay. Blocks of which nothing is left are not picked. Of an evicted-from
-    block the gate's budget counts the whole size, so that it bounds the tokens that are read.
+    The gate sees every token on arrival, so its blocks are those of the whole text, evicted tokens included, and its
+    compressed keys (one vector per block) are never evicted. Blocks without residents are not selected. A partly
+    evicted block counts in full in the gate's budget, which is thus an upper bound on the tokens read.
 
-    The evictor decides as it would alone; where that takes the probabilities of all residents (H2O, TOVA,
-    LazyEviction), their keys are read for it and counted.
+    The evictor decides as it would alone; if that takes the probabilities of all residents (H2O, TOVA, LazyEviction),
+    their keys are read for it and counted.
 
     Attributes:
         evictor: the method that decides which tokens stay; it may neither re-position them nor read only a part.
         gate: the method that decides which of them are read.
+
+    Raises:
+        ValueError: for an evictor or a gate that cannot be combined.
     """
 
     name: ClassVar[str] = "gate_on_evictor"

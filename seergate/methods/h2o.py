@@ -15,7 +15,7 @@ from seergate.methods.scoring import prompt_probabilities, reduced
 
 
 class H2OState(BudgetedState):
-    """``mass [B, K, T]``: probability that each resident has received; ``queries``: from how many, for the mean."""
+    """``mass [B, K, T]``: attention probability received by each resident; ``queries``: from how many queries."""
 
     method: H2O
     reads_all_keys = True
@@ -42,7 +42,7 @@ class H2OState(BudgetedState):
         p_BKGT = step.p_BKGT
         assert p_BKGT is not None
         held, new = step.max_length, torch.tensor(step.starts, device=p_BKGT.device)[:, None, None]
-        fresh = torch.arange(held, device=p_BKGT.device) >= new  # such a slot may hold what an evicted token left
+        fresh = torch.arange(held, device=p_BKGT.device) >= new  # such a slot may hold the value of an evicted token
         given = reduced(p_BKGT, self.method.group_reduction, 2)
         for name, added in (("mass", given), ("queries", torch.ones_like(given))):
             if name in self.rows:
@@ -62,9 +62,9 @@ class H2O(BudgetedMethod):
 
     Attributes:
         token_budget: heavy hitters and recent tokens together; 1024 + 1024 in the authors' scripts.
-        recent_tokens: how many of them are the newest; half by default.
-        normalise: ``"sum"``, the paper's; ``"mean"`` divides by the number of queries that have seen the key, which
-            takes away the advantage of old tokens.
+        recent_tokens: number of newest tokens within the budget; half of it if ``None``.
+        normalise: ``"sum"``, as in the paper; ``"mean"`` divides by the number of queries that have seen the key,
+            which removes the advantage of old tokens.
         group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.
     """
 

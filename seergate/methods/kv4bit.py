@@ -1,7 +1,7 @@
 """Quantisation of the whole cache to four bits (KIVI, Liu et al., arXiv 2402.02750).
 
-The baseline at equal bytes for methods that evict: nothing is thrown away and everything is read, but all except the
-newest tokens is rounded.
+A baseline at equal bytes for evicting methods: nothing is evicted and everything is read, but all except the newest
+tokens is quantised.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
 
 LEVELS = 15
-"""The highest of the codes 0..15."""
+"""The highest code; codes are 0..15."""
 
 
 class KV4BitState(CompressingState):
-    """Packed codes and, in float16, minima and scales, all in units of ``group`` tokens, N of them:
+    """Quantised tokens in N units of ``group`` tokens each: packed codes, and minima and scales in float16.
 
     ``keys``, ``values [B, K, N, group, D / 2]`` uint8; ``key_range``, ``value_range [B, K, N, 2, ...]``. Row b's first
-    ``total_tokens(b) - residents(b)`` tokens are in here.
+    ``total_tokens(b) - residents(b)`` tokens are quantised.
     """
 
     method: KV4Bit
@@ -54,12 +54,12 @@ class KV4BitState(CompressingState):
         return seen - held
 
     def stored(self, step: Step) -> list[int]:
-        """Per row, how many tokens are rounded."""
+        """Number of quantised tokens of each row."""
         return [self.total_tokens(row) - end for row, end in enumerate(step.ends)]
 
     @torch.no_grad()
     def attend(self, step: Step) -> AttentionOutput | None:
-        """Attention to the rounded tokens and to the others."""
+        """Attention to the quantised tokens and the residents."""
         stored = self.stored(step)
         if not any(stored):
             return None
@@ -67,7 +67,7 @@ class KV4BitState(CompressingState):
         lengths = [old + end for old, end in zip(stored, step.ends, strict=True)]
         slots = torch.arange(max(lengths), device=step.keys_BKCD.device)
         old = torch.tensor(stored, device=slots.device)[:, None]
-        # a row's tokens side by side: those in here first, then those in the cache
+        # concatenate each row's quantised tokens and its residents
         index = torch.where(
             slots < old, slots, (slots - old).clamp(max=step.max_length - 1) + groups * self.method.group
         )
@@ -82,13 +82,13 @@ class KV4BitState(CompressingState):
         )
 
     def _widened(self, kind: str, groups: int) -> Tensor:
-        """The rounded keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""
+        """The dequantised keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""
         codes, span = self.rows[f"{kind}s"][:, :, :groups], self.rows[f"{kind}_range"][:, :, :groups]
         wide = widened(unpacked(codes, self.spec.head_dim), span, self._channels(kind))
         return wide.to(self.spec.dtype).flatten(2, 3)
 
     def _channels(self, kind: str) -> int | None:
-        """Channels per group of a token; ``None`` if a group is one channel of several tokens."""
+        """Channels of a token that share a range; ``None`` if a channel of several tokens does."""
         return None if kind == "key" and self.method.key_groups == "channel" else self.channels
 
     def max_resident(self) -> int:
@@ -96,7 +96,7 @@ class KV4BitState(CompressingState):
 
     @torch.no_grad()
     def select_kept(self, step: Step) -> Eviction | None:
-        """Move whole groups of tokens that are old enough from the cache into the state."""
+        """Move whole groups of tokens that are older than ``residual`` from the cache into the state."""
         size, ends = self.method.group, step.ends
         old = {row: (end - self.method.residual) // size * size for row, end in enumerate(ends)}
         old = {row: count for row, count in old.items() if count > 0}
@@ -119,20 +119,20 @@ class KV4BitState(CompressingState):
 
 @dataclass(kw_only=True)
 class KV4Bit(CompressingMethod):
-    """Keep the newest tokens as they are and all others in 4 bits per number, with a scale and a minimum per group.
+    """Keep the newest tokens unquantised and all others in 4 bits per number, with a scale and a minimum per group.
 
-    As in KIVI a key's channel is rounded over ``group`` consecutive tokens, because some channels of keys are much
-    larger than the rest, and a value over ``group`` of its channels. A group is rounded once, when all of its tokens
-    are old enough, and never again; a prompt is read before it is rounded. (The quantised cache of transformers
-    rounds the whole cache anew every 128 tokens, and has one length for all rows.)
+    As in KIVI, keys are quantised per channel over ``group`` consecutive tokens, because some key channels are much
+    larger than the rest, and values per token over ``group`` channels. A group is quantised once, when all of its
+    tokens are old enough; a prompt is attended to before it is quantised. (The quantised cache of transformers
+    quantises the whole cache again every 128 tokens, and has one length for all rows.)
 
-    For the cache a rounded token is an evicted one: it lies in this method's state. The rounded tokens of one layer at
-    a time are widened for attention; a fused kernel would do that in registers.
+    For the cache a quantised token is an evicted one: it is in this method's state. Attention dequantises the tokens
+    of one layer at a time; a fused kernel would do that in registers.
 
     Attributes:
-        group: numbers that share a scale and a minimum, float16 each: 4 bits become 5 at 32.
-        residual: minimum number of newest tokens that are not rounded; 128 in KIVI.
-        key_groups: ``"channel"``: as above; ``"token"``: keys are grouped like values.
+        group: numbers that share a scale and a minimum in float16: at 32, 4 bits per number become 5.
+        residual: minimum number of newest tokens that are not quantised; 128 in KIVI.
+        key_groups: ``"channel"``: per channel over tokens, as in KIVI; ``"token"``: keys are grouped like values.
     """
 
     name: ClassVar[str] = "kv4bit"
@@ -155,19 +155,19 @@ class KV4Bit(CompressingMethod):
 
 
 def _grouped(x: Tensor, channels: int | None) -> tuple[Tensor, int]:
-    """``x [.., group, D]`` with the axis that shares a range, and its place."""
+    """``x [.., group, D]``, channels split into groups if ``channels`` is given, and the axis that shares a range."""
     return (x, -2) if channels is None else (x.unflatten(-1, (-1, channels)), -1)
 
 
 def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
-    """Round groups of tokens to 16 levels between their minimum and their maximum.
+    """Quantise groups of tokens to 16 levels between their minimum and their maximum.
 
     Args:
         x_BKNGD: ``[B, K, N, group, D]``.
-        channels: how many neighbouring channels of a token share a range; ``None``: all tokens of a channel do.
+        channels: number of adjacent channels of a token that share a range; ``None`` if all tokens of a channel do.
 
     Returns:
-        Codes 0..15, uint8 ``[B, K, N, group, D]``, and minima and scales, float16 ``[B, K, N, 2, ..]``. The codes are
+        Codes 0..15, uint8 ``[B, K, N, group, D]``, and minima and scales, float16 ``[B, K, N, 2, ..]``. Codes are
         chosen for the float16 minimum and scale, so that these add no error of their own.
     """
     x, axis = _grouped(x_BKNGD.to(torch.promote_types(x_BKNGD.dtype, torch.float32)), channels)
@@ -187,7 +187,7 @@ def widened(codes_BKNGD: Tensor, span: Tensor, channels: int | None) -> Tensor:
 
 
 def packed_pairs(codes: Tensor) -> Tensor:
-    """Two codes per byte along the last axis; an odd one is alone."""
+    """Pack two codes per byte along the last axis; an odd width is padded."""
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., ::2] | codes[..., 1::2] << 4

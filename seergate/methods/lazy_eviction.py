@@ -1,4 +1,4 @@
-"""LazyEviction: keep tokens whose attention is due to come back (Zhang et al., arXiv 2506.15969)."""
+"""LazyEviction: keep tokens whose attention is expected to recur (Zhang et al., arXiv 2506.15969)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LazyState(BudgetedState):
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         slots = torch.arange(held, device=device)
         new = slots == torch.tensor(step.starts, device=device)[:, None, None]
-        active.copy_(torch.where(new, (now - 1).clamp(min=0), active))  # born at the end of the previous step
+        active.copy_(torch.where(new, (now - 1).clamp(min=0), active))  # active at the previous step
         mri.masked_fill_(new, 0)
         hit = (reduced(p_BKGT, self.method.group_reduction, 2) >= self.method.alpha) & (now > 0)
         mri.copy_(torch.where(hit, torch.maximum(mri, now - active), mri))
@@ -55,27 +55,26 @@ class LazyState(BudgetedState):
 
 @dataclass(kw_only=True)
 class LazyEviction(BudgetedMethod):
-    """Every ``window`` decode steps keep the last ``window`` tokens and those that are not overdue.
+    """Every ``window`` decode steps keep the last ``window`` tokens and those whose attention is likely to recur.
 
     A token is active at a step if its attention probability is at least ``alpha``. Its maximum recurrence interval
-    (MRI) is the longest time between two of its activations so far. It scores high while the time since its last
-    activation is short against its own MRI, and if its MRI is small (the paper's H1 and H2).
+    (MRI) is the longest time between two of its activations so far. The score is high while the time since the last
+    activation is short compared with the MRI (the paper's H1), and if the MRI is small (H2).
 
-    The paper's code is followed where its text leaves room: H1 is ``2 / (1 + exp(1 + elapsed / MRI))``, so at most
-    0.54 (``h1``). The code keeps every query head's own cache and state, in half precision; here a token is active for
-    a KV head if it is for the group, and times are integers. Nothing protects the prompt, and one longer than the
+    The paper's code is followed where its text is ambiguous: H1 is ``2 / (1 + exp(1 + elapsed / MRI))``, so at most
+    0.54 (``h1``). The code has a cache and a state per query head, in half precision; here a token is active for a KV
+    head if it is for the group, and times are integers. The prompt is not protected, and a prompt longer than the
     budget stays whole until the first multiple of ``window``.
 
     Attributes:
         token_budget: 1492 in the authors' scripts for MATH-500 and a Qwen model.
-        window: steps between evictions and recent tokens that always stay, the paper's W: the 80th percentile of MRI
-            (``seergate calibrate``), 175 for that model and task.
-        alpha: 1e-4 for Qwen models, 5e-4 for Llama ones.
+        window: steps between evictions, and number of recent tokens that always stay (the paper's W): the 80th
+            percentile of MRI (``seergate calibrate``), 175 for MATH-500 and a Qwen model.
+        alpha: probability from which a token is active; 1e-4 for Qwen models, 5e-4 for Llama models.
         use_h1, use_h2: whether each term counts. The paper has both; on GSM8K it loses 4 to 6 points without H1 and
             about one without H2 (Table 4).
         h1: ``"capped"``: as in the authors' code, at most 0.54; ``"full"``: ``2 / (1 + exp(elapsed / MRI))``, which
-            takes up all of 0 to 1, the range that appendix D of the paper gives both terms, and weighs more against
-            H2.
+            covers 0 to 1, the range of both terms in appendix D of the paper, and weighs more against H2.
         group_reduction: ``"max"`` or ``"mean"`` of the probabilities of a group.
     """
 
@@ -116,8 +115,8 @@ class LazyEviction(BudgetedMethod):
 
 
 def recurrence_score(elapsed: Tensor, mri: Tensor, use_h2: bool = True, h1: str | None = "capped") -> Tensor:
-    """H1 + H2 of LazyEviction, for steps since the last activation and maximum recurrence intervals; without H1 if
-    ``h1`` is ``None``.
+    """H1 + H2 of LazyEviction for ``elapsed`` steps since the last activation and maximum recurrence intervals
+    ``mri``; without H1 if ``h1`` is ``None``.
     """
     score = torch.zeros_like(mri)
     if h1 is not None:

@@ -1,7 +1,7 @@
-"""Quest: page selection by an upper bound (Tang et al., arXiv 2406.10774), and ReSA, which selects by it too.
+"""Quest: page selection by an upper bound (Tang et al., arXiv 2406.10774), and ReSA, which uses the same bound.
 
-ReSA (Sun et al., arXiv 2506.04108; section 5.4 of the paper) corrects sparse steps by a dense pass now and then, which
-every selecting method can do. Here is how ReSA's own code selects.
+ReSA (Sun et al., arXiv 2506.04108; section 5.4 of SeerAttention-R) corrects sparse steps by regular dense passes,
+which any selecting method can have. This module has the selection of ReSA's own code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seergate.ops import Selection
 
 
 class PageState(LayerState):
-    """Largest and smallest key after RoPE of each page and channel: ``high``, ``low [B, K, N, D]``."""
+    """Elementwise maximum and minimum of the keys after RoPE of each page: ``high``, ``low [B, K, N, D]``."""
 
     method: Any  # with a block_size and a group_reduction
     reads = ("high", "low")
@@ -50,7 +50,7 @@ class PageState(LayerState):
             self.recompute(row, first, step.keys_BKCD[row : row + 1, :, first * self.block_size : start + count])
 
     def recompute(self, row: int, first: int, keys_1KSD: Tensor) -> None:
-        """Compute the pages of one row from ``first`` on again, from the keys of their tokens."""
+        """Recompute the bounds of a row's pages from page ``first`` on, from the keys of their tokens."""
         size, high, low = self.block_size, self.rows["high"], self.rows["low"]
         if keys_1KSD.shape[2]:
             pooled = ops.pool_keys(keys_1KSD, size, ("max", "min"))[0]
@@ -59,18 +59,18 @@ class PageState(LayerState):
 
     @torch.no_grad()
     def page_bounds(self, step: Step) -> Tensor:
-        """The bound of every page for the newest query (`page_bounds`)."""
+        """Bounds of all pages for the newest query; see the function `page_bounds`."""
         pages = -(-step.max_length // self.block_size)
         high, low = (self.rows[name][:, :, :pages] for name in self.reads)
         return page_bounds(step.q_BHSD[:, :, 0], high, low, self.method.group_reduction)
 
 
 def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduction: str) -> Tensor:
-    """The upper bounds of a query's products with the keys of each page, from the page's largest and smallest keys.
+    """Upper bounds of a query's products with the keys of each page, from the page's largest and smallest keys.
 
     Args:
-        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, the bound of their mean
-            (``"mean_query"``), all ``[B, K, N]``; or each of them, ``"separate"``: ``[B, H, N]``.
+        group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, or ``"mean_query"``, the bound of
+            their mean: ``[B, K, N]``; ``"separate"``, the bound of each query: ``[B, H, N]``.
     """
     wide = torch.promote_types(q_BHD.dtype, torch.float32)
     high, low = high_BKND.to(wide), low_BKND.to(wide)
@@ -101,21 +101,20 @@ class QuestState(PageState, SelectingState):
 
 @dataclass(kw_only=True)
 class Quest(SelectingMethod):
-    """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, which no key of the page can exceed.
+    """Score a page by ``sum_d max(q_d * min_d, q_d * max_d)``, an upper bound on the query's products with its keys.
 
-    The budget includes the current page, which is always read, as in Quest's own kernels; the code that its accuracy
-    was measured with lets that page compete with the others. Bounds are taken per query head. Quest itself, made for
-    models without groups, lets each query head choose; here the heads of a group decide together unless told otherwise
-    (``group_reduction``), so that a KV head reads no more than the budget.
+    The budget includes the current page, which is always read, as in Quest's own kernels; in the code of its accuracy
+    experiments that page competes with the others. Bounds are taken per query head. Quest is made for models without
+    groups, where each query head selects; here the heads of a group select together by default (``group_reduction``),
+    so that a KV head reads no more than the budget.
 
     Attributes:
-        block_size: Quest's page; 16 in its paper.
-        dense_layers: Quest keeps the first two layers dense; pass ``()`` to compare on equal terms.
+        block_size: tokens per page; 16 in Quest's paper.
+        dense_layers: layers that read everything; the first two in Quest, ``()`` to compare on equal terms.
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's query heads; ``"separate"``, as in the
-            authors' code: each query head reads the pages of its own choice. Keys and values are held once per KV head
-            all the same; a KV head reads the union of its group's choices.
-        min_pages: minimum number of pages that are read, however small the token budget; 3 in the accuracy code, 1 in
-            the kernels.
+            authors' code: each query head reads the pages that it selects. Keys and values are still stored once per
+            KV head; a KV head reads the union of its group's selections.
+        min_pages: minimum number of pages read, whatever the token budget; 3 in the accuracy code, 1 in the kernels.
     """
 
     name: ClassVar[str] = "quest"
@@ -159,7 +158,7 @@ class ReSA(SelectingMethod):
     defaults are those of ReSA's code.
 
     Attributes:
-        token_budget: how much is read at least; 16 blocks in ReSA's code.
+        token_budget: minimum number of tokens that are read; 16 blocks in ReSA's code.
         share: share of a row's blocks that is read.
         rectify_every: sparse steps between two dense passes; ``None`` for none.
     """
@@ -195,9 +194,9 @@ class ReSA(SelectingMethod):
 
 
 def union(selection: Selection, kv_heads: int) -> Selection:
-    """The blocks that any query head of a group chose: ``[B, H, N]`` -> ``[B, K, N']``."""
+    """The blocks that any query head of a group selected: ``[B, H, N]`` -> ``[B, K, N']``."""
     indices_BKM = selection.indices.unflatten(1, (kv_heads, -1)).flatten(2)
-    # ascending, each once, padding last: what equals its neighbour on the left counts as padding
+    # sort and remove duplicates: an index that equals its left neighbour becomes padding, which is last
     last = torch.iinfo(indices_BKM.dtype).max
     ranked = indices_BKM.masked_fill(indices_BKM < 0, last).sort(-1).values
     ranked[..., 1:] = torch.where(ranked[..., 1:] == ranked[..., :-1], last, ranked[..., 1:])

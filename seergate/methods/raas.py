@@ -16,7 +16,7 @@ from seergate.methods.quest import PageState
 
 
 class RaaSState(PageState, EvictingState):
-    """Quest's bounds of every page, and ``used [B, K, N]``, int32: the decode step that last used it."""
+    """Quest's bounds of every page, and ``used [B, K, N]``, int32: the decode step at which each was last used."""
 
     method: RaaS
 
@@ -27,16 +27,16 @@ class RaaSState(PageState, EvictingState):
         self.bounds = torch.zeros(0)  # of the current step
 
     def _pinned(self, row: int) -> int:
-        """Pages of a prompt that stays."""
+        """Number of prompt pages that always stay."""
         return 0 if self.method.prompt == "evictable" else -(-self.prompts[row] // self.method.block_size)
 
     def _room(self, row: int) -> int:
-        """Pages that may leave: those that generated tokens fill, and those of a prompt that does not stay."""
+        """Maximum number of pages that may be evicted: those of generated tokens, and of an evictable prompt."""
         pages = self.method.token_budget // self.method.block_size
         return pages if self.method.prompt == "extra" else max(1, pages - self._pinned(row))
 
     def _used(self, pages: int) -> int:
-        """Number of pages, of so many, that count as used at a step."""
+        """Number of pages that count as used at a step, if ``pages`` are resident."""
         method = self.method
         of = pages if method.share_of == "resident" else method.token_budget // method.block_size
         return min(pages, max(1, int(method.share * of)))
@@ -61,7 +61,7 @@ class RaaSState(PageState, EvictingState):
         self.grown("used", self.rows["high"].shape[2])
 
     def observe_attention(self, step: Step) -> None:
-        """Note which pages are used."""
+        """Record which pages are used at this step."""
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
@@ -78,7 +78,7 @@ class RaaSState(PageState, EvictingState):
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
 
     def attend(self, step: Step) -> AttentionOutput | None:
-        """Read only a part of the prompt, with ``prompt_budget``."""
+        """Read only a part of the prompt if ``prompt_budget`` is set."""
         if self.method.prompt_budget is None:
             return None
         size, pages = self.method.block_size, [-(-end // self.method.block_size) for end in step.ends]
@@ -130,34 +130,33 @@ class RaaSState(PageState, EvictingState):
 
 @dataclass(kw_only=True)
 class RaaS(EvictingMethod):
-    """At each step the half of the pages with the highest Quest bounds are used; the least recently used one leaves.
+    """Mark the half of the pages with the highest Quest bounds as used at each step; evict the least recently used.
 
-    The prompt is never evicted, and its pages count in the budget; a page that it shares with generated tokens counts
-    as its own. A page leaves when one more opens than the budget has room for, so at most ``token_budget + 1`` tokens
-    are resident. If the prompt uses the whole budget, only the currently filling page is kept for generated tokens:
-    the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step the one with the
-    lowest bound leaves, of equal ones the oldest; the current page stays.
+    By default the prompt is never evicted, and its pages count in the budget; a page with both prompt and generated
+    tokens counts as a prompt page. A page is evicted when a new one exceeds the budget, so that residents are at most
+    ``token_budget + 1``. If the prompt uses the whole budget, only the currently filling page is kept for generated
+    tokens: the paper's collapse at small budgets (section 4.2, Figure 5). Of pages last used at the same step, the one
+    with the lowest bound is evicted, of equal bounds the oldest; the current page stays.
 
-    The authors' accuracy code keeps everything under a mask, per query head; here stamps are per KV head, and memory
-    is given back. That code does not protect the prompt, and counts half of the *budget's* pages as used:
+    The authors' accuracy code keeps everything and masks evicted pages per query head; here stamps are per KV head,
+    and memory is released. That code does not protect the prompt, and counts half of the *budget's* pages as used:
     ``prompt="evictable"`` and ``share_of="budget"``.
 
     Attributes:
-        token_budget: for all tokens (or for generated ones, see ``prompt``); the paper studies 64 to 1024 and finds
-            the latter enough.
+        token_budget: tokens of all pages (or of generated tokens only, see ``prompt``); the paper studies 64 to 1024
+            and finds 1024 enough.
         block_size: tokens per page.
-        share: the paper's r: which part of the resident pages counts as used at a step, rounded down, at least one.
-        share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of as many as the budget
-            has.
-        threshold: use instead the pages whose softmax over all bounds is at least this, as an earlier version of the
-            paper does with attention probabilities.
-        prompt: ``"pinned"``: its pages stay and count in the budget, as in the paper; ``"extra"``: they stay beside
-            it, so that the whole budget is for generated tokens. ``"evictable"``: they count in it and leave like all
-            others; at the first generated token those that it does not use were never used. One longer than the budget
-            stays whole until then.
-        prompt_budget: read only so many tokens of the prompt at a step, the pages with the highest bounds: Quest for
-            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads all of it. It takes
-            a prompt that stays.
+        share: share of the pages that counts as used at a step, rounded down, at least one page; the paper's r.
+        share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of the budget's pages.
+        threshold: if set, the used pages are those whose softmax over all bounds is at least this; an earlier version
+            of the paper does so with attention probabilities.
+        prompt: ``"pinned"``: its pages stay and count in the budget, as in the paper; ``"extra"``: they stay and do
+            not count, so that the whole budget is for generated tokens; ``"evictable"``: they count and are evicted
+            like all others. Such a prompt stays whole until the first generated token, and pages not used then count
+            as never used.
+        prompt_budget: maximum prompt tokens that are read per step, in the pages with the highest bounds: Quest for
+            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads the whole prompt.
+            Not for an ``"evictable"`` prompt.
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
     """
 
@@ -195,7 +194,7 @@ class RaaS(EvictingMethod):
 
 
 def recency(used_RKN: Tensor, bounds_RKN: Tensor) -> Tensor:
-    """A score that orders pages by last use, then by bound, then by age, the best (latest, highest, newest) first."""
+    """Score pages by last use, then by bound, then by age; the latest, highest and newest page scores highest."""
     total = used_RKN.shape[-1]
     order = total - 1 - bounds_RKN.flip(-1).sort(dim=-1, descending=True, stable=True).indices
     order = order.gather(-1, used_RKN.gather(-1, order).sort(dim=-1, descending=True, stable=True).indices)

@@ -1,4 +1,4 @@
-"""Methods by name: seergate's, registered ones, and those of plugins."""
+"""Registry of methods by name: built-in methods, registered ones, and those of plugins."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from seergate.gates.bank import Gates
 
 ENTRY_POINTS = "seergate.methods"
-"""Group of the entry points by which an installed package offers methods: name of the method = "module:Class"."""
+"""Entry point group in which installed packages offer methods: name of the method = "module:Class"."""
 PLUGINS = "SEERGATE_PLUGINS"
-"""Environment variable: modules, separated by commas, that register methods when they are imported. The command line's
-``--plugin`` sets it, so that worker processes know the same methods."""
+"""Environment variable: comma-separated modules that register methods when imported. The command line's ``--plugin``
+sets it, so that worker processes know the same methods."""
 
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 
 
 class _Registry(UserDict[str, Any]):
-    """Name -> class, or "module:Class", which is imported when it is asked for."""
+    """Name -> class, or "module:Class", which is imported on first access."""
 
     def __getitem__(self, name: str) -> type[Method]:
         found = self.data[name]
@@ -42,7 +42,7 @@ class _Registry(UserDict[str, Any]):
 
 
 METHODS: MutableMapping[str, type[Method]] = _Registry()
-"""Name -> class of every method that is known so far, in the order in which reports list them."""
+"""Name -> class of every known method, in the order in which reports list them."""
 
 
 def _check(kind: Any) -> None:
@@ -56,10 +56,10 @@ def _check(kind: Any) -> None:
 
 
 def register(kind: AnyMethod) -> AnyMethod:
-    """Make a method known by its ``name``, in `attach`, in evaluations and on the command line. A class decorator.
+    """Class decorator that makes a method available by its ``name`` in `attach`, evaluations and the command line.
 
     Raises:
-        SeergateError: if it is no method, or if its name is another method's.
+        SeergateError: if the class is not a valid method, or if another method has its name.
     """
     _check(kind)
     known = METHODS.get(kind.name)
@@ -70,7 +70,9 @@ def register(kind: AnyMethod) -> AnyMethod:
 
 
 def load_plugins(*modules: str) -> None:
-    """Import these modules, which register methods, and offer the methods of installed packages."""
+    """Import these modules, which register methods, and add the methods of installed packages. Raises `SeergateError`
+    if there is no such module.
+    """
     if modules and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for module in modules:
@@ -85,11 +87,11 @@ def load_plugins(*modules: str) -> None:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a method. ``EVICTOR+gate`` names a `GateOnEvictor`, ``NAME+gate`` of a method that shares blocks
-    the same class as ``NAME``.
+    """Return the class of a method: `GateOnEvictor` for ``EVICTOR+gate``; for ``NAME+gate`` of a method that shares
+    blocks, the class of ``NAME``.
 
     Raises:
-        SeergateError: for an unknown name, with the nearest known one.
+        SeergateError: for an unknown name, with the nearest known one, or if the method cannot have the gate.
     """
     if name.endswith(SUFFIX):
         inner = method_class(name.removesuffix(SUFFIX))
@@ -113,17 +115,15 @@ def method_class(name: str) -> type[Method]:
 
 
 def reading_class(name: str) -> type[Method]:
-    """The class of the method that chooses what is read under a name: `Gate` for a method that shares blocks, read
-    with the gate.
+    """Return the class that selects what is read: `Gate` for ``NAME+gate`` of a method that shares blocks, otherwise
+    as `method_class`.
     """
     kind = method_class(name)
     return Gate if name.endswith(SUFFIX) and kind.shares_blocks else kind
 
 
 def keeping_class(name: str) -> type[Method]:
-    """The class of the method that decides what the cache holds under a name: that of ``EVICTOR`` for
-    ``EVICTOR+gate``.
-    """
+    """Return the class that decides what the cache keeps: for ``EVICTOR+gate``, the class of ``EVICTOR``."""
     return method_class(name.removesuffix(SUFFIX))
 
 
@@ -133,7 +133,7 @@ def has_gates(name: str) -> bool:
 
 
 def option_names(name: str) -> set[str]:
-    """The options that `make_method` takes for a method, ``bank`` left out."""
+    """Names of the options that `make_method` takes for a method, without ``bank``."""
     kind = keeping_class(name)
     if not name.endswith(SUFFIX):
         return kind.option_names()
@@ -145,7 +145,7 @@ def option_names(name: str) -> set[str]:
 
 
 def check_options(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse unknown options of a method."""
+    """Raise `SeergateError` for an option that is not ``known``."""
     known = sorted(known)
     for option in sorted(set(given) - set(known)):
         hint = did_you_mean(option, known) if known else "it has none"
@@ -156,14 +156,14 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
     """Build a method by name.
 
     Args:
-        name: a key of `METHODS`; or ``EVICTOR+gate``, which takes the evictor's options, ``bank`` and
-            ``read_budget``, the gate's token budget; or, of a method that shares blocks, ``NAME+gate``, which takes
-            ``bank`` and the options of both.
+        name: a key of `METHODS`; ``EVICTOR+gate``, with the evictor's options, ``bank`` and ``read_budget``, the
+            gate's token budget; or, for a method that shares blocks, ``NAME+gate``, with ``bank`` and the options of
+            both.
         bank: the gates, for methods that have them.
-        **options: the method's own.
+        **options: the method's own options.
 
     Raises:
-        SeergateError: for an unknown name, or an option that is unknown or missing.
+        SeergateError: for an unknown name, an unknown or missing option, or missing gates.
         ValueError: for an option out of range.
     """
     kind = method_class(name)

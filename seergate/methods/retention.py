@@ -1,5 +1,5 @@
-"""Retention gates: trained evictors, which score each token once, when it comes. Those of Fast KVzip predict how much
-attention it will get, those of TRIM-KV how long it is worth keeping.
+"""Retention gates: trained evictors that score each token once, on arrival. The gates of Fast KVzip predict how much
+attention it will get, the gates of TRIM-KV how long it is worth keeping.
 
 Shape suffixes: see `seergate.methods.base`; W width of the model.
 """
@@ -29,7 +29,7 @@ class RetentionMethod(GatedMethod, BudgetedMethod):
 
     Attributes:
         bank: gates whose scorer has the method's name.
-        interval: tokens from one eviction to the next; 128, the buffer of both papers.
+        interval: tokens between evictions; 128, the buffer of both papers.
     """
 
     state: ClassVar[type[RetentionState]]
@@ -53,13 +53,13 @@ class RetentionMethod(GatedMethod, BudgetedMethod):
         return cls(bank=bank, **{**bank.decode_defaults, **options})
 
     def new_state(self, spec: LayerSpec) -> LayerState:
-        """A layer that has no gate keeps everything."""
+        """State of one layer; a layer without a gate keeps everything."""
         gate = self.gate_on(spec)
         return LayerState(spec, self) if gate is None else self.state(spec, self, gate)
 
 
 class RetentionState(BudgetedState):
-    """``score`` of each resident, and which token of its row it is, ``place``: ``[B, K, T]``."""
+    """``score`` of each resident, and ``place``, its index within its row: ``[B, K, T]``."""
 
     def __init__(self, spec: LayerSpec, method: RetentionMethod, gate: RetentionGate) -> None:
         super().__init__(spec, method)
@@ -95,16 +95,17 @@ class FastKVzipState(RetentionState):
 
 @dataclass(kw_only=True, eq=False)
 class FastKVzip(RetentionMethod):
-    """Keep the newest tokens and those to which the gates expect most attention (Kim, Han, Yun, arXiv 2601.17668).
+    """Keep the newest tokens and those with the highest predicted attention (Kim, Han, Yun, arXiv 2601.17668).
 
     The authors rank the tokens of all layers and KV heads together, so that some heads keep more than others; here all
-    KV heads keep as many. Their code gives the first tokens the highest score there is, and evicts where the length
-    of the text is a multiple of 128.
+    KV heads keep equally many. Their code gives the first tokens the highest possible score, and evicts when the
+    length of the text is a multiple of 128.
 
     Attributes:
         token_budget: 4096 in the authors' script for answers of reasoning models.
-        window: the newest tokens, which always stay: the gates' ``block_size`` if ``None``. The authors' is 128.
-        first_tokens: the first tokens of a text, which count as 1.
+        window: number of newest tokens that always stay; the gates' ``block_size`` if ``None``, 128 in the authors'
+            code.
+        first_tokens: number of first tokens of a text, which get the score 1.
     """
 
     name: ClassVar[str] = "fast_kvzip"
@@ -136,11 +137,11 @@ class TrimKVState(RetentionState):
 
 @dataclass(kw_only=True, eq=False)
 class TrimKV(RetentionMethod):
-    """Keep the tokens with the highest ``beta ** age`` (Bui et al., arXiv 2512.03324). Nothing protects the newest
-    tokens, or the prompt.
+    """Keep the tokens with the highest ``beta ** age`` (Bui et al., arXiv 2512.03324).
 
-    Ages count as in the authors' code, in which the newest token is 2 old; in their training attention it is 0. Their
-    caches of one budget for all heads of a layer or model, and the factor of the key's norm, are not here.
+    Neither the newest tokens nor the prompt are protected. Ages are those of the authors' code, where the newest token
+    has age 2; in their training attention it has age 0. Their caches of one budget for all heads of a layer or model,
+    and the factor of the key's norm, are not implemented.
 
     Attributes:
         token_budget: 1024 in the authors' code, where gates were trained for 512 to 4096.

@@ -1,4 +1,4 @@
-"""Reasoning Path Compression: now and then, compress what has been generated (Song et al., arXiv 2505.13866)."""
+"""Reasoning Path Compression: compress the generated tokens at intervals (Song et al., arXiv 2505.13866)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RPCState(WindowState):
     method: RPC
 
     def events(self, row: int) -> int:
-        """Number of compressions that a row has had, or is due."""
+        """Number of compressions of a row so far, one that is due now included."""
         return max(0, self.decoded[row] - self.method.window) // self.method.interval
 
     def kept(self, row: int) -> int:
@@ -31,7 +31,7 @@ class RPCState(WindowState):
         return self.prompts[row] + quota + self.method.window
 
     def max_resident(self) -> int:
-        """Maximum tokens of a row until its next compression, which grows with the answer."""
+        """Maximum tokens of a row until its next compression; it grows with the answer."""
         return max(self.kept(row) for row in range(len(self.prompts))) + self.method.interval
 
     @torch.no_grad()
@@ -60,12 +60,12 @@ class RPCState(WindowState):
 class RPC(EvictingMethod):
     """Every ``interval`` decoded tokens keep the prompt, the last ``window`` tokens and a part of the rest.
 
-    At the n-th compression ``n * (interval // ratio)`` tokens between prompt and window stay: those to which the
-    window's queries attend most, smoothed over neighbours. So memory is not fixed: it grows with the answer's length
+    At the n-th compression ``n * (interval // ratio)`` tokens between prompt and window stay, chosen by the attention
+    of the window's queries, smoothed over neighbours. So memory is not fixed: it grows with the answer's length
     divided by ``ratio``, and there is no token budget.
 
-    As in the paper the window holds the last ``window`` distinct queries; its code has one less, the newest twice
-    (``selector``).
+    As in the paper the window holds the last ``window`` distinct queries; the paper's code has one query less and the
+    newest twice (``selector``).
 
     Attributes:
         interval: the paper's P; 4096, or 1024 for more compression.
@@ -73,7 +73,7 @@ class RPC(EvictingMethod):
         ratio: the paper's c, the compression ratio.
         kernel: odd width of the average over neighbouring tokens.
         scope: ``"layer"``: one decision for all heads, the paper's best; ``"kv_head"``: one per group.
-        selector: ``"distinct"``: every query of the window counts once; ``"newest_twice"``: as in the authors' code
+        selector: ``"distinct"``: every query of the window counts once; ``"newest_twice"``, as in the authors' code:
             the newest counts twice and the oldest not at all.
     """
 
@@ -101,5 +101,5 @@ class RPC(EvictingMethod):
 
     @property
     def nominal(self) -> str:
-        """There is no token budget: the cache grows with the answer."""
+        """Share of the answer that stays; there is no token budget."""
         return f"1/{self.ratio} of the answer"

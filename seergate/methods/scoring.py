@@ -1,4 +1,4 @@
-"""Attention probabilities and rankings, as the evicting methods score residents with them. All in float32 or wider.
+"""Attention probabilities and pooling, with which evicting methods score residents. All in float32 or wider.
 
 Shape suffixes: B batch, R chosen rows, W window queries, T residents, H query heads, K KV heads, G = H / K, D head
 dimension.
@@ -17,11 +17,11 @@ from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import EvictingState
 
 TILE = 128
-"""Rows of a prompt, or of its keys, that are compared with all keys at a time."""
+"""Number of queries of a prompt, or of keys, that are compared with all keys at a time."""
 
 
 def reduced(x: Tensor, group_reduction: str, dim: int) -> Tensor:
-    """One value per KV head: the ``"max"`` or ``"mean"`` over the query heads of its group, which are axis ``dim``."""
+    """Reduce axis ``dim``, the query heads of a group, by ``"max"`` or ``"mean"`` to one value per KV head."""
     return x.amax(dim) if group_reduction == "max" else x.mean(dim)
 
 
@@ -30,7 +30,7 @@ def log_probabilities(step: Step) -> Tensor:
     infinity beyond a row's length. Attention sinks take their share of the probability.
     """
     keys = step.keys_BKCD[:, :, : step.max_length]
-    q_BKGD = step.q_BHSD[:, :, 0].to(keys.device).unflatten(1, (keys.shape[1], -1))  # offloaded keys lie elsewhere
+    q_BKGD = step.q_BHSD[:, :, 0].to(keys.device).unflatten(1, (keys.shape[1], -1))  # keys may be offloaded
     wide = torch.promote_types(keys.dtype, torch.float32)
     logits = (q_BKGD.to(wide) * step.sm_scale) @ keys.to(wide).transpose(-1, -2)
     if step.softcap is not None:
@@ -73,8 +73,8 @@ def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:
 
 
 def causal_softmax(q_RHWD: Tensor, keys_RKTD: Tensor, first: int, step: Step) -> Tensor:
-    """Probabilities ``[R, K, G, W, T]`` of consecutive queries, the first of them at index ``first`` of the keys; an
-    attention sink of the model takes its share.
+    """Probabilities ``[R, K, G, W, T]`` of consecutive queries, the first at index ``first`` of the keys. Attention
+    sinks of the model take their share.
     """
     scores = logits(q_RHWD, keys_RKTD, step)
     own = first + torch.arange(scores.shape[-2], device=scores.device)
@@ -87,7 +87,7 @@ def causal_softmax(q_RHWD: Tensor, keys_RKTD: Tensor, first: int, step: Step) ->
 
 
 def prompt_probabilities(step: Step, row: int) -> Iterator[Tensor]:
-    """The causal attention of one row's prompt, some query rows at a time: ``[K, G, tile, T]``."""
+    """Yield the causal attention of one row's prompt, a tile of queries at a time: ``[K, G, tile, T]``."""
     count = step.counts[row]
     keys = step.k_BKSD[row : row + 1, :, :count]
     for first in range(0, count, TILE):
@@ -95,17 +95,17 @@ def prompt_probabilities(step: Step, row: int) -> Iterator[Tensor]:
 
 
 def pooled(scores_RKT: Tensor, kernel: int, kind: str) -> Tensor:
-    """Smooth over neighbours, same length. ``"avg"`` divides by ``kernel`` at the ends too; ``"max"`` pads with
-    nothing.
+    """Pool over ``kernel`` neighbours without changing the length. ``"avg"`` divides by ``kernel`` at the ends too;
+    ``"max"`` ignores the padding.
     """
     pool = F.avg_pool1d if kind == "avg" else F.max_pool1d
     return pool(scores_RKT, kernel, stride=1, padding=kernel // 2)
 
 
 class WindowState(EvictingState):
-    """Remembers the queries of the last ``method.window`` tokens of each row, after RoPE: ``queries [B, H, W, D]``.
+    """Ring buffer of the queries after RoPE of each row's last ``method.window`` tokens: ``queries [B, H, W, D]``.
 
-    A ring: the token with index i of its row lies in slot ``i % W``.
+    The query of the token with index i in its row is in slot ``i % W``.
     """
 
     method: Any
@@ -129,7 +129,7 @@ class WindowState(EvictingState):
             queries[row][:, slots] = step.q_BHSD[row, :, count - taken : count]
 
     def window(self, row: int) -> Tensor:
-        """The queries of one row, oldest first, ``[1, H, W, D]``; it must have seen as many tokens."""
+        """The window's queries of one row, oldest first, ``[1, H, W, D]``; the row must have seen W tokens."""
         seen, size = self.total_tokens(row), self.method.window
         slots = torch.arange(seen - size, seen) % size
         return self.rows["queries"][row : row + 1, :, slots.to(self.spec.device)]

@@ -22,11 +22,11 @@ from seergate.ops.selection import BlockBudget
 
 
 class PerHeadSelection(NamedTuple):
-    """The blocks to read where the query heads of a group choose apart.
+    """The blocks to read if the query heads of a group select separately.
 
     Attributes:
-        indices, counts: the union of a group's choices, as in `Selection`.
-        heads: the choice of each query head, ``[B, H, N]``.
+        indices, counts: the union of a group's selections, as in `Selection`.
+        heads: the selection of each query head, ``[B, H, N]``.
     """
 
     indices: Tensor
@@ -68,7 +68,7 @@ class SelectingMethod(Method):
 
     @property
     def rule(self) -> dict[str, Any]:
-        """The rule, as `seergate.ops.select_blocks` takes it."""
+        """The selection rule, as keyword arguments of `seergate.ops.select_blocks`."""
         if self.budget_share is None:
             return {"token_budget": self.budget, "threshold": self.threshold, "top_p": self.top_p}
         least = (2 + self.sink_blocks) * self.block_size if self.budget_min is None else self.budget_min
@@ -76,7 +76,7 @@ class SelectingMethod(Method):
 
     @property
     def block_budget(self) -> BlockBudget | None:
-        """How many blocks a row reads, where its length decides; ``None`` with a threshold or top-p."""
+        """Number of blocks that a row reads as a function of its length; ``None`` with a threshold or top-p."""
         of_length = {name: value for name, value in self.rule.items() if name not in ("threshold", "top_p")}
         return BlockBudget.of(self.block_size, self.sink_blocks, **of_length)
 
@@ -95,7 +95,7 @@ class SelectingMethod(Method):
         return {"budget_share": shares, "threshold": thresholds}
 
     def selects_in(self, layer: int) -> bool:
-        """True if steps of this layer may read less than everything."""
+        """True if decode steps of this layer may read less than everything."""
         return layer not in self.dense_layers
 
     def anchor_of(self, layer: int) -> int:
@@ -110,7 +110,7 @@ class SelectingMethod(Method):
         return with_all_blocks(selection, step.ends, self.block_size, short) if short else selection
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
-        """The blocks that the rule picks by these scores, in rows of ``lengths [B]`` tokens."""
+        """Select blocks from scores by the rule, in rows of ``lengths [B]`` tokens."""
         return ops.select_blocks(
             scores_BKN,
             lengths,
@@ -126,12 +126,12 @@ class SelectingMethod(Method):
 
     @property
     def covered_tokens(self) -> int:
-        """The longest row that the budget has room for, in tokens; -1 without one or if always selecting."""
+        """Tokens of the longest row that fits into the budget; -1 without a budget or if `always_selects`."""
         budget = self.block_budget
         return -1 if budget is None or self.always_selects else budget.covered * self.block_size
 
     def reads_all(self, length: int) -> bool:
-        """True if a row of so many tokens reads all of its blocks, even beside longer rows that select."""
+        """True if a row of ``length`` tokens reads all of its blocks, even in a batch with longer rows that select."""
         return length <= max(self.covered_tokens, self.dense_below)
 
 
@@ -157,14 +157,14 @@ class SelectingState(LayerState, ABC):
         """
 
     def logits(self, step: Step) -> Tensor:
-        """`scores` per KV head ``[B, K, N]`` and on the scale of attention's logits: a softmax over past blocks can be
-        set beside the true attention.
+        """`scores` per KV head ``[B, K, N]``, on the scale of attention logits, so that their softmax over past blocks
+        is comparable to the true attention.
         """
         return self.scores(step)
 
 
 def on_device(selection: Any, device: torch.device) -> Any:
-    """A `Selection` or a `PerHeadSelection` where the layer is that reads it; ``None`` stays."""
+    """Move a `Selection` or a `PerHeadSelection` to a device; ``None`` stays ``None``."""
     if selection is None or selection.counts.device == device:
         return selection
     parts = (x.to(device) if isinstance(x, Tensor) else on_device(x, device) for x in selection)
@@ -172,9 +172,9 @@ def on_device(selection: Any, device: torch.device) -> Any:
 
 
 def with_all_blocks(selection: Selection, ends: list[int], block_size: int, short: int) -> Selection:
-    """The selection, but rows of at most ``short`` tokens read all of their blocks; ``ends``: tokens of each row.
+    """The selection, but all blocks for rows of at most ``short`` tokens; ``ends``: tokens of each row.
 
-    A row's own length decides, so that it reads the same alone and beside longer rows.
+    A row's own length decides, so that it reads the same blocks alone and in a batch with longer rows.
     """
     blocks = [-(-end // block_size) if end <= short else 0 for end in ends]
     if not any(blocks):

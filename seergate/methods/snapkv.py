@@ -1,5 +1,5 @@
-"""SnapKV, applied again and again while decoding (Li et al., arXiv 2404.14469), and R-KV, which subtracts the
-redundancy among keys (Cai et al., arXiv 2505.24133).
+"""SnapKV, applied repeatedly during decoding (Li et al., arXiv 2404.14469), and R-KV, which subtracts the redundancy
+among keys (Cai et al., arXiv 2505.24133).
 """
 
 from __future__ import annotations
@@ -36,29 +36,30 @@ class SnapKVState(WindowState, BudgetedState):
         if method.pooled_by == "group":
             scores_KGT = reduced(scores_KGT, method.group_reduction, 1)[:, None]
         scores_KT = reduced(pooled(scores_KGT, method.kernel, method.pooling), method.group_reduction, 1)
-        return F.pad(scores_KT, (0, method.window))  # the window stays in any case
+        return F.pad(scores_KT, (0, method.window))  # the window always stays
 
 
 @dataclass(kw_only=True)
 class SnapKV(BudgetedMethod):
-    """Every ``interval`` decode steps keep the last ``window`` tokens and those that their queries attend to most.
+    """Every ``interval`` decode steps keep the last ``window`` tokens and those to which their queries attend most.
 
-    The paper compresses a long prompt once; of a reasoning model's long answer that would keep everything. So it is
-    repeated, as in R-KV's comparison (``compress``). The queries are kept as they were, at their own positions.
+    The paper compresses a long prompt once, which would keep all of a reasoning model's long answer. So compression is
+    repeated, as in R-KV's comparison (``compress``). Queries are stored after RoPE, at their original positions.
 
     Attributes:
         token_budget: residents after an eviction.
         window: the observation window; 32 in the authors' code, 8 in R-KV's.
         interval: steps between evictions.
-        compress: ``"repeatedly"``; or ``"prompt"``: once, a prompt that is longer than the budget, as in the paper.
-            Then all that is generated stays.
+        compress: ``"repeatedly"``; or ``"prompt"``, as in the paper: only a prompt longer than the budget is
+            compressed, once, and all generated tokens stay.
         kernel: odd width of the pooling over neighbouring tokens; 7 in the authors' long-context settings.
         pooling: ``"max"`` or ``"avg"``.
         group_reduction: ``"mean"`` or ``"max"`` of the probabilities of a group; or ``"max_logits"``, as in R-KV: the
-            largest logit of the group goes into a softmax over the tokens before the window. The authors' code stores
-            keys per query head, and each keeps its own tokens.
-        pooled_by: ``"query_head"``: each query head's probabilities are pooled, as in the authors' code, then the
-            group is reduced; ``"group"``: the other way round. One and the same but for ``"max"`` of a ``"mean"``.
+            softmax over the tokens before the window is of the group's largest logits. In the authors' code each query
+            head stores its own keys and keeps its own tokens.
+        pooled_by: order of pooling and group reduction: ``"query_head"``, as in the authors' code: pool each query
+            head's probabilities first; ``"group"``: reduce the group first. It matters only if one is a maximum and
+            the other a mean.
     """
 
     name: ClassVar[str] = "snapkv"
@@ -90,8 +91,8 @@ class SnapKV(BudgetedMethod):
 
 
 def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool) -> Tensor:
-    """Attention of the window's queries to the tokens before it, mean over the queries: ``[K, G, T - W]``; if by the
-    largest logits of a group, ``[K, 1, T - W]``.
+    """Attention of the window's queries to the tokens before it, mean over the queries: ``[K, G, T - W]``; with
+    ``by_logits``, from a group's largest logits: ``[K, 1, T - W]``.
     """
     before = keys_1KTD.shape[2] - q_1HWD.shape[2]
     if by_logits:
@@ -118,25 +119,24 @@ class RKVState(SnapKVState):
 class RKV(SnapKV):
     """SnapKV with ``importance_weight * I - (1 - importance_weight) * R`` as the score.
 
-    I is the window's attention, max-pooled. R is high for keys that others resemble: the softmax of each key's mean
-    cosine similarity to all residents, in which the similarity of each resident to its ``spared`` newest look-alikes
-    (above ``similarity_threshold``) counts as zero, so that of equal tokens the newest survives.
+    I is the window's attention, max-pooled. R is the redundancy of a key: the softmax of its mean cosine similarity to
+    all residents. The similarity of each resident to its ``spared`` newest look-alikes (above
+    ``similarity_threshold``) counts as zero, so that of equal tokens the newest survives.
 
-    Where paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07; the code spares one
-    look-alike, and index 0 if there is none (here: none then; ``spare_first`` does as the code). Indices are sorted,
-    which the code's first version does not do; without it neighbours and "newest" lose their meaning after the first
-    eviction. The paper evicts whenever ``interval`` tokens have been generated, the code by the length of the whole
-    text (``trigger``).
+    Paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07. The code spares one
+    look-alike, or index 0 if there is none; here none is spared then, unless ``spare_first``. Indices are sorted here,
+    but not in the code's first version, where neighbours and "newest" lose their meaning after the first eviction. The
+    paper evicts after every ``interval`` generated tokens, the code by the length of the whole text (``trigger``).
 
     Attributes:
         window, interval, kernel, pooling, group_reduction, pooled_by: see `SnapKV`.
-        trigger: ``"generated"``: at every multiple of ``interval`` generated tokens; ``"length"``, as in the authors'
-            code: with the token after every multiple of ``interval`` tokens, the prompt's included.
+        trigger: ``"generated"``: evict at every multiple of ``interval`` generated tokens; ``"length"``, as in the
+            authors' code: one token after every multiple of ``interval`` tokens, the prompt's included.
         importance_weight: weight of the attention against redundancy, the paper's lambda.
-        similarity_threshold: cosine from which two keys are look-alikes.
-        spared: how many of its newest look-alikes a key does not count as similar to, the paper's beta.
-        spare_first: as in the authors' code, for a resident without a look-alike the similarity to the very first
-            resident counts as zero; the redundancy of that one is too low then.
+        similarity_threshold: cosine similarity above which two keys are look-alikes.
+        spared: number of a key's newest look-alikes whose similarity counts as zero, the paper's beta.
+        spare_first: as in the authors' code, the similarity of a resident without look-alikes to the first resident
+            counts as zero, which makes the redundancy of the first resident too low.
     """
 
     name: ClassVar[str] = "r_kv"

@@ -15,7 +15,7 @@ from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingS
 
 
 class StreamingState(EvictingState):
-    """Remembers nothing beyond the cache."""
+    """Keeps no tensors."""
 
     method: StreamingLLM
 
@@ -50,7 +50,7 @@ class StreamingState(EvictingState):
         return Eviction(rows, index, (held - 1).tolist())
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Residents, of ``ends[b]``, that a row attends: indices ``[B, n]``, the last repeated as padding; counts."""
+        """Residents that row b, of ``ends[b]``, attends to: indices ``[B, n]``, padded with the last; their number."""
         budget, sinks = self.method.token_budget, self.method.sink_tokens
         lengths = torch.tensor(ends, device=device)
         held = lengths.clamp(max=budget)
@@ -64,17 +64,16 @@ class StreamingState(EvictingState):
 class StreamingLLM(EvictingMethod):
     """Attend to the first ``sink_tokens`` and the newest tokens, ``token_budget`` in all, the current one included.
 
-    As in the paper's section 3.2 positions are those **inside the cache**: keys are kept before RoPE and rotated to
-    ``0 .. n - 1`` at each step, the query to ``n - 1``. With original positions it is another method, sinks and a
-    window (``positions``).
+    As in the paper's section 3.2, positions are those **inside the cache**: keys are stored before RoPE and rotated to
+    ``0 .. n - 1`` at each step, the query to ``n - 1``. With ``positions="original"`` it is just sinks and a window.
 
     Attributes:
-        token_budget: tokens attended; the paper's enabling script has 4 + 512.
+        token_budget: tokens attended to; the paper's enabling script has 4 + 512.
         sink_tokens: number of first tokens that always stay.
-        positions: ``"cache"``, the paper's; ``"original"``: keys stay as they were rotated when they came, as in
-            kvpress's StreamingLLM without key rerotation.
-        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; they
-            are not attended in the meantime. At most ``token_budget + interval`` tokens are resident.
+        positions: ``"cache"``, as in the paper; ``"original"``: keys keep the rotation of their position in the text,
+            as in kvpress's StreamingLLM without key rerotation.
+        interval: evicted tokens leave the cache in batches of this many, so that it is not moved at every step; until
+            then they are not attended to. At most ``token_budget + interval`` tokens are resident.
     """
 
     name: ClassVar[str] = "streaming_llm"

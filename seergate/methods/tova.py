@@ -14,7 +14,7 @@ from seergate.methods.scoring import causal_softmax
 
 
 class TOVAState(BudgetedState):
-    """Remembers nothing beyond the cache."""
+    """Keeps no tensors."""
 
     method: TOVA
     reads_all_keys = True
@@ -23,7 +23,7 @@ class TOVAState(BudgetedState):
         held = step.ends[row]
         if step.p_BKGT is not None:
             p_KGT = step.p_BKGT[row, ..., :held]
-        else:  # of a prompt the last query counts
+        else:  # for a prompt, its last query
             newest, keys = step.q_BHSD[row : row + 1, :, held - 1 : held], step.k_BKSD[row : row + 1, :, :held]
             p_KGT = causal_softmax(newest, keys, held - 1, step)[0, :, :, 0]
         return p_KGT.mean((0, 1))[None] if self.method.scope == "layer" else p_KGT.mean(1)
@@ -37,8 +37,8 @@ class TOVA(BudgetedMethod):
 
     Attributes:
         token_budget: the paper studies 256 to 4096.
-        protect_current: keep the current token, which in the paper may lose against all others and leave at once.
-        scope: ``"layer"``: one set for all heads, the paper's; ``"kv_head"``: the mean over a group, a set per head.
+        protect_current: always keep the current token; in the paper it may be evicted at once.
+        scope: ``"layer"``, as in the paper: one set of tokens for all heads; ``"kv_head"``: one set per group.
     """
 
     name: ClassVar[str] = "tova"

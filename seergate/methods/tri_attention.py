@@ -30,10 +30,9 @@ class Centres:
 
     Attributes:
         mean: per layer ``[H, D]``, the mean query of each head.
-        modulus: per layer ``[H, M]``, the mean length of each head's RoPE pairs, then of the dimensions that RoPE
-            leaves alone.
-        tokens: how many queries went in.
-        rope: per layer ``[2, P]``, radians per position of each of RoPE's pairs, and the factor that RoPE puts on it.
+        modulus: per layer ``[H, M]``, the mean length of each head's RoPE pairs, then of the dimensions without RoPE.
+        tokens: number of queries measured.
+        rope: per layer ``[2, P]``, radians per position of each RoPE pair, and RoPE's scale factor on it.
         made: the conditions of the measurement; ``"model"`` is the model's fingerprint. Empty if unknown.
     """
 
@@ -59,7 +58,7 @@ class Centres:
         return digest.hexdigest()[:16]
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, in one step; the centres must name their model."""
+        """Write one safetensors file, atomically. Raises `SeergateError` if ``made`` does not name the model."""
         if "model" not in self.made:
             raise SeergateError("these centres do not name their model (made); query_centres records it")
         kinds = {"mean": self.mean, "modulus": self.modulus, "rope": self.rope}
@@ -74,7 +73,7 @@ class Centres:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:
-        """Read what `save` wrote."""
+        """Read what `save` wrote. Raises `SeergateError` if the file does not exist or holds something else."""
         if not Path(path).is_file():
             raise SeergateError(f"{path} is no file; TriAttention needs what seergate calibrate wrote")
         found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
@@ -93,7 +92,7 @@ class Centres:
 
 
 class TriAttentionState(BudgetedState):
-    """Remembers nothing beyond the cache."""
+    """Keeps no tensors per token; holds the layer's rotated mean queries."""
 
     method: TriAttention
 
@@ -138,22 +137,22 @@ class TriAttentionState(BudgetedState):
 
 @dataclass(kw_only=True)
 class TriAttention(BudgetedMethod):
-    """Keep the tokens that a head's average query will attend to most, averaged over the distances to come.
+    """Keep the tokens with the highest expected attention of a head's average query, averaged over future distances.
 
-    A head's queries before RoPE cluster around a mean. Rotated to the positions to come, that mean predicts the
-    logits of future queries; ``(mean modulus - modulus of the mean) * |k|``, summed over RoPE's pairs, is added for
-    what does not cluster. Scores are standardised over the competing tokens, per query head.
+    The queries of a head cluster around a mean before RoPE. Rotated to future positions, this mean predicts the logits
+    of future queries; ``(mean modulus - modulus of the mean) * |k|``, summed over RoPE's pairs, is added for the
+    spread around it. Scores are standardised over the competing tokens, per query head.
 
-    The prompt stays and counts in the budget, as in the authors' runner. The rotated mean is one vector per query
-    head, whose product with the cached keys is the paper's sum of cosines, so no key is rotated back and no position
-    is stored. The authors' modes that couple the same head number of different layers, or all layers, are not here.
+    The prompt stays and counts in the budget, as in the authors' runner. The product of the rotated mean with a cached
+    key is the paper's sum of cosines, so no key is rotated back and no position is stored. The authors' modes that
+    couple the same head number of different layers, or all layers, are not implemented.
 
     Attributes:
         centres: the calibrated centres, or the file that they were saved to.
         recent_tokens: number of newest tokens that always stay; none in the authors' runner, 128 in their server
             plugin.
         offsets: distances into the future are 1, 2, 4, ... up to this.
-        offset_reduction: ``"mean"`` or ``"max"`` over them.
+        offset_reduction: ``"mean"`` or ``"max"`` over the distances.
         group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
     """
 
@@ -201,8 +200,8 @@ class TriAttention(BudgetedMethod):
 
 
 def tri_scores(queries_HOD: Tensor, spread_HM: Tensor, keys_KTD: Tensor, pairs: Pairs) -> Tensor:
-    """TriAttention's score before standardisation, ``[K, G, T]``: the largest of the products with a head's queries
-    (one per offset), and the spread times the moduli of the key.
+    """TriAttention's score before standardisation, ``[K, G, T]``: the largest product of a key with a head's queries
+    (one per offset), plus the spread times the key's moduli.
     """
     heads = keys_KTD.shape[0]
     products_KGOT = queries_HOD.unflatten(0, (heads, -1)) @ keys_KTD[:, None].transpose(-1, -2)
@@ -214,7 +213,7 @@ class Pairs:
 
     Attributes:
         count: pairs and untouched dimensions together.
-        scale: ``[count]``, the factor that RoPE puts on each.
+        scale: ``[count]``, RoPE's scale factor on each.
     """
 
     def __init__(self, rotary: Rotary, head_dim: int, device: torch.device) -> None:
@@ -245,7 +244,7 @@ class Pairs:
         return torch.cat((pairs, x[..., self.plain].abs()), dim=-1)
 
     def turn(self, x_HD: Tensor, offsets: Tensor) -> Tensor:
-        """``x`` turned by each offset (positions), without RoPE's scale: ``[H, O, D]``."""
+        """``x`` rotated by each offset (in positions), without RoPE's scale: ``[H, O, D]``."""
         angles = offsets.double()[:, None] * self.frequencies.double()
         cos, sin = angles.cos().to(x_HD.dtype), angles.sin().to(x_HD.dtype)
         real, imaginary = x_HD[:, None, self.real], x_HD[:, None, self.imaginary]
@@ -256,7 +255,7 @@ class Pairs:
 
 
 class QueryCentresState(LayerState):
-    """Adds to its method's sums."""
+    """Adds the new queries to its method's sums."""
 
     method: QueryCentres
 
@@ -278,7 +277,7 @@ class QueryCentresState(LayerState):
 
 @dataclass(kw_only=True, eq=False)
 class QueryCentres(Method):
-    """Calibration of `TriAttention`: dense attention that sums up the queries that pass. Not a method to decode with.
+    """Calibration of `TriAttention`: dense attention that sums up the queries. Not a method to decode with.
 
     Attributes:
         sums: per layer, the sum of queries, the sum of moduli, and their number; in float64.
@@ -291,7 +290,7 @@ class QueryCentres(Method):
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def centres(self) -> Centres:
-        """The means so far, of one query or more."""
+        """Return the means so far. Raises `SeergateError` if no query has passed."""
         if not self.sums:
             raise SeergateError("no query has passed, so there is nothing to average")
         mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}

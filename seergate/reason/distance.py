@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 Block = tuple[int, int]
-"""A physical block: its index, and a serial number that changes when the index is used again."""
+"""A physical block: its index, and a serial number that changes when the index is allocated again."""
 
 
 @torch.no_grad()
 def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> list[float]:
-    """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)`` of each pair of pages, in float64: d tokens
-    per page, h KV heads, Frobenius norms over a page. ``layers``: keys and values ``[pages, K, P, D]`` of each.
+    """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)`` of each pair of pages, in float64: d tokens per
+    page, h KV heads, Frobenius norms over a page. ``layers``: keys and values ``[pages, K, P, D]`` of each layer.
     """
     if not pairs:
         return []
@@ -48,10 +48,7 @@ class PercentileThreshold:
     seen: list[float] = field(default_factory=list)
 
     def admit(self, distances: Sequence[float]) -> list[bool]:
-        """For each distance, whether it is within the percentile of those seen, itself included; false during warm-up.
-
-        All of them are added to the distances seen.
-        """
+        """Add distances to those seen; return for each if it is within the percentile of all, false in warm-up."""
         warm = len(self.seen) >= self.warm_up
         self.seen += distances
         if not warm or not self.seen or self.percentile == 0:

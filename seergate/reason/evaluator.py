@@ -1,8 +1,8 @@
 """Decides for `ReasonCache` which blocks are shared, from the events of a cache. Has neither threads nor a cache.
 
-A row is followed under the number that the cache gave it. The evaluator knows of it only what the calls have said, and
-may lag behind the cache; each decision names the blocks it is about by serial number, and the cache drops decisions on
-blocks that it does not have any more. Until the cache reports what became of a decision, it counts as carried out.
+Rows are identified by the uid that the cache gave them. The evaluator knows only what events have reported, and may
+lag behind the cache; a decision therefore names its blocks by serial number, and the cache drops decisions about
+blocks that it has freed. A decision counts as applied until the cache reports its outcome.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from seergate.reason.steps import ReasoningStep, Segmenter, adaptive_threshold, 
 
 @dataclass(frozen=True)
 class Decision:
-    """Let a row's logical block ``newer`` be the physical block of its logical block ``older``.
+    """Map a row's logical block ``newer`` to the physical block of its logical block ``older``.
 
     Attributes:
-        row: number of the row.
+        row: uid of the row.
         newer_serial, older_serial: serial numbers of the physical blocks that were compared.
         kind: kind of the repeat (`kind_of_repeat`), or ``"random"``.
     """
@@ -42,8 +42,8 @@ class Decision:
 
 @dataclass
 class _Row:
-    """State of a row, without a segmenter before its first tokens, and without pages before its first full block.
-    ``pages`` returns the `SharedPages` that it is in, or ``None`` once they are gone.
+    """State of a row. ``segmenter`` is ``None`` before the first tokens, ``pages`` before the first full block.
+    ``pages`` returns the row's `SharedPages`, or ``None`` once they are gone.
     """
 
     threshold: PercentileThreshold
@@ -53,12 +53,12 @@ class _Row:
 
 
 class Evaluator:
-    """Receives the events of rows, and puts decisions into the ``decisions`` of their pages; ``decode`` turns token
+    """Receives the events of rows, and appends decisions to the ``decisions`` of their pages; ``decode`` turns token
     ids into text.
 
     Attributes:
-        counts: ``steps``, ``similar_steps`` (pairs above the threshold), ``same_structure`` (of them),
-            ``measured_blocks`` (pairs), ``decisions``.
+        counts: ``steps``, ``similar_steps`` (pairs above the threshold), ``same_structure`` (those with equal formal
+            content), ``measured_blocks`` (pairs of blocks), ``decisions``.
         seconds: per stage: ``text``, ``lexical``, ``structural``, ``distance``.
     """
 
@@ -81,7 +81,7 @@ class Evaluator:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
 
     def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
-        """New tokens of some rows: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
+        """Process new tokens of rows, given by uid: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
         for uid, tokens, count in zip(rows, ids.tolist(), counts, strict=True):
             row, first = self._row(uid), 0
             if row.segmenter is None:
@@ -94,13 +94,13 @@ class Evaluator:
                 self._give_way()
 
     def blocks_sealed(self, uid: int, pages: Callable[[], Any], first: int, blocks: Sequence[Block]) -> None:
-        """Blocks of a row are full and written in every layer: its logical ones from ``first`` on."""
+        """Record that a row's logical blocks from ``first`` on are full and written in every layer."""
         row = self._row(uid)
         row.pages = pages
         row.blocks[first:] = blocks
 
     def row_forked(self, uid: int, fork: int) -> None:
-        """A row goes on twice."""
+        """Copy the state of a row for its fork."""
         row = self._row(uid)
         threshold = row.threshold
         if threshold is not self._common:
@@ -109,14 +109,14 @@ class Evaluator:
         self._rows[fork] = replace(row, threshold=threshold, segmenter=segmenter, blocks=list(row.blocks))
 
     def row_cropped(self, uid: int, length: int, blocks: int) -> None:
-        """A row has only its first ``length`` tokens now, and ``blocks`` full blocks."""
+        """Crop the state of a row to its first ``length`` tokens and ``blocks`` full blocks."""
         row = self._row(uid)
         if row.segmenter is not None:
             row.segmenter.crop(length)
         del row.blocks[blocks:]
 
     def rows_gone(self, rows: Sequence[int]) -> None:
-        """Rows that will not go on."""
+        """Drop the state of rows that have ended."""
         for uid in rows:
             self._rows.pop(uid, None)
 
@@ -133,7 +133,7 @@ class Evaluator:
             time.sleep(0)
 
     def _look_back(self, uid: int, row: _Row, steps: list[ReasoningStep], index: int) -> None:
-        """Compare a step that has just ended with all before it."""
+        """Compare a step that has just ended with all earlier ones, and decide which of its blocks to share."""
         self.counts["steps"] += 1
         pages = None if row.pages is None else row.pages()
         if not index or pages is None or not (layers := pages.buffers()):
@@ -195,7 +195,7 @@ class Evaluator:
         return [(newer, older) for newer, (_, older) in near.items()]
 
     def _any_blocks(self, row: _Row, number: int, first: int, index: int) -> list[tuple[int, int]]:
-        """Blocks of the reasoning that are not shared yet, ``number`` of them, each with a random earlier block.
+        """Draw up to ``number`` unshared blocks of the reasoning, each with a random earlier block.
 
         ``first`` is the reasoning's first whole block.
         """

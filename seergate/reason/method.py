@@ -1,7 +1,7 @@
 """ReasonCache: similar reasoning blocks of a request share one physical block (Chen et al., arXiv 2507.21433).
 
-There is no public implementation. docs/reason_cache.md lists what the paper leaves open and what was chosen. What the
-method is, and its options, stand here; `seergate.reason.evaluator` decides, `seergate.reason.sharing` carries out.
+There is no public implementation. docs/reason_cache.md lists what the paper leaves open and what was chosen. This
+module holds the method and its options; `seergate.reason.evaluator` decides, `seergate.reason.sharing` applies.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from seergate.reason.steps import BLANK_LINE
 class ReasonCache(Method):
     """Replace a full block of a reasoning step by a block of an earlier, similar step of the same request.
 
-    Nothing leaves the sequence: attention reads as many tokens as before, from fewer places. A worker on the CPU
-    compares steps while decoding goes on; between two forward passes its decisions are carried out by changing
-    entries of the block table.
+    No token is evicted: attention reads as many tokens as before, from fewer physical blocks. A worker on the CPU
+    compares steps during decoding; its decisions are applied between forward passes by changing entries of the block
+    table.
 
     Attributes:
-        reads: the method that chooses what is read of the cache (`Gate`, `Quest`, ...); everything if ``None``.
-        block_size: tokens per block, a multiple of the reading method's; that method's, or 16, if ``None``.
-        max_blocks: how many blocks a cache may have, all rows together.
-        strict, soft: ends of the adaptive threshold on the similarity of steps.
-        structural_check: whether formulas and code of two steps must be the same.
+        reads: the method that selects the blocks to read (`Gate`, `Quest`, ...); ``None`` reads everything.
+        block_size: tokens per block, a multiple of the reading method's; ``None`` takes that method's, or 16.
+        max_blocks: maximum number of blocks of a cache, all rows together; ``None`` for no limit.
+        strict, soft: upper and lower end of the adaptive threshold on the similarity of steps.
+        structural_check: whether formulas and code of two steps must be equal.
         percentile: percentile of the distances seen so far up to which blocks are shared; at 0 none is.
         percentile_of: ``"request"``: the distances of the row itself; ``"all"``: of all rows so far.
-        warm_up: distances that are collected before anything is shared.
-        max_candidates: similar earlier steps whose blocks are looked at, the most similar ones.
+        warm_up: number of distances that are collected before anything is shared.
+        max_candidates: maximum number of similar earlier steps whose blocks are compared, the most similar first.
         pairing: which blocks of two similar steps are compared: ``"ordinal"``, the i-th whole block of one with the
-            i-th of the other; ``"nearest"``, every one with every one.
+            i-th of the other; ``"nearest"``, every block with every block.
         border: regular expression that ends a step.
         include_prompt: whether the prompt (the tokens of the first forward pass) has steps too.
-        asynchronous: whether decisions are made on a thread of their own. Otherwise they are made between forward
-            passes, which holds decoding up, and gives the same result in every run.
-        tokenizer: turns token ids into text; the one that lies with the model if ``None``.
+        asynchronous: whether decisions are made on a separate thread. Otherwise they are made between forward passes,
+            which delays decoding and gives the same result in every run.
+        tokenizer: turns token ids into text; ``None`` loads the model's own.
 
     Raises:
-        SeergateError: for an evicting method to read with, or a library that the structural check lacks.
+        SeergateError: if ``reads`` evicts or is a `ReasonCache`, or if a library of the structural check is missing.
         ValueError: for an option out of range.
     """
 
@@ -109,7 +109,7 @@ class ReasonCache(Method):
         return self.read_method.nominal
 
     def describe(self) -> dict[str, Any]:
-        """As of any method, with the page size and the reading method's options, as ``gate.NAME``."""
+        """Options by name, with the page size, and the reading method's options as ``gate.NAME``."""
         read = {} if self.reads is None else self.reads.describe()
         own = super().describe() | {"block_size": page_tokens(self.read_method, self.block_size)}
         return own | {f"gate.{key}": value for key, value in read.items()}
@@ -121,10 +121,10 @@ class ReasonCache(Method):
 
 @dataclass(kw_only=True)
 class RandomSharing(ReasonCache):
-    """The control of the paper's Table I: share as many blocks as `ReasonCache` would, at the same times, but any.
+    """The control of the paper's Table I: share as many blocks as `ReasonCache`, at the same times, but random ones.
 
-    Each decision is replaced by one about two full blocks of the reasoning that are drawn at random, so that the
-    saving is equal. Blocks of the prompt are drawn only with ``include_prompt``.
+    Each decision is replaced by one about two random full blocks of the reasoning, so that the saving is equal. Blocks
+    of the prompt are drawn only with ``include_prompt``.
 
     Attributes:
         seed: seed of the random choice.

@@ -1,10 +1,9 @@
-"""Paged caches: keys and values in pages that several rows, or several places of a row, may share.
+"""Paged caches: keys and values in pages that several rows, or several positions of a row, may share.
 
-`BlockStore` keeps which page holds which tokens; it has no tensors. A page is allocated empty, filled by its one user,
-and sealed when it is full. A sealed page is not written again until it has been freed, so several may use it:
-forks of a row (beam search), rows with the same prompt, and later pages of a row whose contents are alike
-(ReasonCache). It is freed when its last user releases it. `CachePages` are the pages of a cache, `Paged` is the
-storage of one layer.
+`BlockStore` is the block table and has no tensors. A page is allocated empty, filled by its one user, and sealed when
+it is full. A sealed page is read-only until it is freed, so several users may share it: forks of a row (beam search),
+rows with the same prompt, and later blocks of a row with similar contents (ReasonCache). It is freed when its last
+user releases it. `CachePages` are the pages of a cache, `Paged` is the storage of one layer.
 
 Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of a row.
 """
@@ -35,17 +34,17 @@ from seergate.ops.paging import unpaged
 from seergate.stats import token_bytes
 
 Copies = list[tuple[int, int]]
-"""Physical blocks to be copied, (from, to), all at once and before anything is written."""
+"""Pairs (from, to) of physical blocks to copy, all at once and before anything is written."""
 
 GROWTH_BLOCKS, GROWTH_SHARE = 16, 1 / 8
-"""A store without a limit grows by whichever is larger, this many blocks or this share of those it has."""
+"""A store grows by this many blocks or by this share of its blocks, whichever is larger, up to its limit."""
 
 PAGE_TOKENS = 16
-"""Tokens per block where neither the user nor the method gives a number (vLLM's default)."""
+"""Tokens per block if neither the user nor the method gives a number (vLLM's default)."""
 
 
 class OutOfBlocks(SeergateError, MemoryError):
-    """A paged cache has reached its limit. A `MemoryError` too: what backs off when memory runs out backs off here."""
+    """A paged cache has reached its limit. Also a `MemoryError`, for callers that retry when memory runs out."""
 
 
 @dataclass
@@ -53,10 +52,10 @@ class Row:
     """One sequence.
 
     Attributes:
-        uid: number of the row, which never changes; a fork gets another.
-        table: the physical block of each logical one.
-        sealed: how many of its first blocks are known to be sealed.
-        repeats: how many entries of the table name a block that an earlier entry names too.
+        uid: number of the row, which never changes; a fork gets a new one.
+        table: the physical block of each logical block.
+        sealed: number of first blocks that are known to be sealed.
+        repeats: number of table entries whose block occurs earlier in the table.
     """
 
     uid: int
@@ -69,14 +68,15 @@ class Row:
 class BlockStore:
     """Block table of a paged cache: the physical block, or page, of each row's tokens.
 
-    There may be up to ``limit`` blocks. ``numbers`` numbers blocks and rows; stores whose rows may meet share it.
+    There may be up to ``limit`` blocks. ``numbers`` yields uids of rows and serials of blocks; stores whose rows may
+    be joined share it.
 
     Attributes:
         rows: the rows, in the order of the batch.
-        references: per physical block, how many table entries name it.
-        sealed: per physical block, whether it must not be written any more.
-        serials: per physical block, the number of its present allocation: it tells a block from what it held before.
-        stale: positions of rows whose tables have changed since the copy on the device was updated.
+        references: per physical block, the number of table entries that refer to it.
+        sealed: per physical block, whether it is read-only.
+        serials: per physical block, the serial number of its current allocation; every allocation gets a new one.
+        stale: indices of rows whose tables have changed since the copy on the device was updated.
     """
 
     def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
@@ -108,21 +108,21 @@ class BlockStore:
         return sum(len(row.table) for row in self.rows)
 
     def blocks_of(self, tokens: int) -> int:
-        """Blocks that so many tokens take."""
+        """Number of blocks that ``tokens`` tokens take."""
         return -(-tokens // self.block_size)
 
     def add_rows(self, number: int) -> None:
-        """Put empty rows at the end."""
+        """Append empty rows."""
         self.stale.update(range(len(self.rows), len(self.rows) + number))
         self.rows += [Row(next(self.numbers), []) for _ in range(number)]
 
     def extend(self, counts: Sequence[int]) -> Copies:
-        """Make room for new tokens in every row. A row's last block, if it is not full and may not be written, is
-        replaced by a copy. `OutOfBlocks` at the limit: nothing has changed then.
+        """Make room for ``counts[b]`` new tokens of row b; return the copies to make. A row's last block is replaced
+        by a copy if it is partly filled and sealed or shared. Raises `OutOfBlocks` at the limit, before any change.
         """
         opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
         needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
-        # Of a block whose users all leave it, the last one's copy takes its place.
+        # If all users of a block replace it, the last copy takes the freed block.
         leaving = Counter(row.table[-1] for row, reopened in zip(self.rows, opens, strict=True) if reopened)
         needed += sum(n - (n == self.references[block]) for block, n in leaving.items())
         self._reserve(needed)
@@ -143,14 +143,14 @@ class BlockStore:
         return copies
 
     def seal(self) -> None:
-        """Seal every block that is full by now: what `extend` made room for has been written."""
+        """Seal every full block; the tokens that `extend` made room for must have been written."""
         for row in self.rows:
             for block in range(row.sealed, row.length // self.block_size):
                 self.sealed[row.table[block]] = True
             row.sealed = row.length // self.block_size
 
     def crop(self, lengths: Sequence[int]) -> None:
-        """Keep the first tokens of each row."""
+        """Keep the first ``lengths[b]`` tokens of row b."""
         self.seal()  # a full block stays as it is, even if a row now uses only part of it
         for position, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
             if not 0 <= length <= row.length:
@@ -165,8 +165,8 @@ class BlockStore:
             row.length, row.sealed = length, length // self.block_size
 
     def select(self, index: Sequence[int]) -> dict[int, int]:
-        """Take these rows, in this order; a row that comes again is a fork, which shares all of its blocks. Returns
-        fork -> row that it was taken from, by uid.
+        """Keep the rows ``index``, in that order; a repeated row becomes a fork, which shares all blocks. Return the
+        uid of each fork -> the uid of its original.
         """
         forks: dict[int, int] = {}
         taken: set[int] = set()
@@ -190,11 +190,11 @@ class BlockStore:
 
     def clear(self) -> None:
         """Drop all rows."""
-        BlockStore.select(self, [])  # not an override, which reports what becomes of rows
+        BlockStore.select(self, [])  # not an override, which reports events
 
     def adopt(self, other: BlockStore) -> Copies:
-        """Put another store's rows after this one's; blocks that they share stay shared. Returns what must be copied,
-        from the other store's blocks to this one's. `OutOfBlocks` at the limit: nothing has changed then.
+        """Append another store's rows; blocks that they share stay shared. Return the copies to make, from the other
+        store's blocks to this one's. Raises `OutOfBlocks` at the limit, before any change.
         """
         other.seal()
         self._reserve(other.physical)
@@ -211,7 +211,7 @@ class BlockStore:
         return list(homes.items())
 
     def remap(self, position: int, block: int, physical: int) -> None:
-        """Let a row's logical block be another physical one; no data moves. Both must be sealed."""
+        """Map a row's logical block to another physical one, without moving data. Both must be sealed."""
         row = self.rows[position]
         old = row.table[block]
         for what, number in (("replaced", old), ("shared", physical)):
@@ -226,7 +226,7 @@ class BlockStore:
         self.stale.add(position)
 
     def _closed(self, row: Row) -> bool:
-        """True if a row's next token falls into a block that it may not write."""
+        """True if a row's next token belongs to a sealed or shared block."""
         if row.length % self.block_size == 0:
             return False
         last = row.table[-1]
@@ -264,7 +264,7 @@ class BlockStore:
 
 
 class PagedStep(Step):
-    """A step whose cache lies in pages. Ops read the pages; a method that asks for all keys gets a copy of them.
+    """A step on a paged cache. Ops read the pages; a method that reads `keys_BKCD` or `values_BKCD` gets a copy.
 
     With a ``page_table``, int32 ``[B, P]``, keys and values are given as pages ``[pages, K, page, D]``; without one
     (`replace`) as in any step.
@@ -273,17 +273,17 @@ class PagedStep(Step):
     def __init__(self, page_table: Tensor | None = None, **facts: Any) -> None:
         super().__init__(**facts)
         self._stored: Any = (self.keys_BKCD, self.values_BKCD, page_table)
-        if page_table is not None:  # gathered where a method asks for them
+        if page_table is not None:  # gathered on first access
             del self.keys_BKCD, self.values_BKCD
 
     @cached_property
     def keys_BKCD(self) -> Tensor:  # type: ignore[override]
-        """A copy."""
+        """All keys, gathered into a copy."""
         return unpaged(self._stored[0], self._stored[2])
 
     @cached_property
     def values_BKCD(self) -> Tensor:  # type: ignore[override]
-        """A copy."""
+        """All values, gathered into a copy."""
         return unpaged(self._stored[1], self._stored[2])
 
     @property
@@ -292,8 +292,8 @@ class PagedStep(Step):
 
 
 def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
-    """Tokens per page: ``size``, or if ``None`` the method's block size, or `PAGE_TOKENS`. Refuses what does not fit
-    the method, and a wrong ``limit`` on the number of pages.
+    """Tokens per page: ``size``, or if ``None`` the method's block size, or `PAGE_TOKENS`. Raises `SeergateError` if
+    pages would cut the method's blocks, or if a number is not positive.
     """
     own = int(getattr(method, "block_size", PAGE_TOKENS))
     size = own if size is None else size
@@ -307,10 +307,10 @@ def page_tokens(method: Method, size: int | None, limit: int | None = None) -> i
 
 
 class CachePages(BlockStore):
-    """The pages of one cache, and the order in which its layers operate on them.
+    """The pages of one cache, whose layers all have the same block tables.
 
-    All layers have the same tables. The first layer that comes to an operation (new tokens, rows reordered, ...)
-    carries it out in the tables; the others find it done and only touch their own tensors (`once`).
+    The first layer that comes to an operation (new tokens, reordered rows, ...) applies it to the tables; the others
+    use its result and change only their own tensors (`once`).
     """
 
     @outside_inference_mode
@@ -332,11 +332,11 @@ class CachePages(BlockStore):
         return [layer for reference in self._layers if (layer := reference()) is not None]
 
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values ``[pages, K, P, D]`` of every layer."""
+        """Keys and values ``[pages, K, page, D]`` of every layer."""
         return [(layer.key_pages, layer.value_pages) for layer in self.layers if layer.is_allocated]
 
     def once(self, layer: Paged, operation: Callable[[], Any]) -> Any:
-        """Carry out the layer's next operation, unless another layer has already done so; its result."""
+        """Apply the layer's next operation to the tables, unless another layer has done so; return its result."""
         if layer.turn == self._turn:
             self._newest = {}
             self._done = operation()
@@ -365,7 +365,7 @@ class CachePages(BlockStore):
 
     @outside_inference_mode
     def table(self, device: torch.device) -> Tensor:
-        """Int32 ``[B, P]`` on a device: the physical block of each logical one; 0 beyond a row's last."""
+        """Block table on a device, int32 ``[B, P]``: the physical block of each logical one; 0 beyond a row's last."""
         rows, stale = self.rows, self.stale
         width = max((len(row.table) for row in rows), default=0)
         if len(rows) != len(self._tables) or width > self._tables.shape[1]:
@@ -382,15 +382,15 @@ class CachePages(BlockStore):
         return self._on_device[device][:, :width]
 
     def newest(self, device: torch.device, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Address of the token after the first ``lengths [B]`` of each row: blocks and offsets in them, ``[B]``."""
+        """Physical block and offset of the token after the first ``lengths [B]`` of each row: two tensors ``[B]``."""
         if device not in self._newest:  # the same in all layers of a forward pass
             rows, size = torch.arange(len(lengths), device=device), self.block_size
             self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
         return self._newest[device]
 
     def remap(self, position: int, block: int, physical: int, like: int | None = None) -> None:
-        """Let a row's logical ``block`` be another physical one. The methods take over what they know of ``like``, the
-        logical block of the same row that it now equals; ``None`` if its contents have not changed.
+        """Map a row's logical ``block`` to another physical one. The method states copy the entries of ``like``, the
+        logical block of the row whose contents it now has; ``None`` if the contents are unchanged.
         """
         super().remap(position, block, physical)
         if like is None:
@@ -411,7 +411,7 @@ class Paged(Storage):
         pages.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
-        """Refused: a page belongs to one cache."""
+        """Raise `SeergateError`: a page belongs to one cache."""
         raise SeergateError("a paged cache cannot be copied; repeat its rows instead (cache.batch_repeat_interleave)")
 
     def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
@@ -459,12 +459,12 @@ class Paged(Storage):
 
     @property
     def keys(self) -> Tensor:
-        """A copy."""
+        """All keys, gathered into a copy."""
         return unpaged(self.key_pages, self.pages.table(self.device))
 
     @property
     def values(self) -> Tensor:
-        """A copy."""
+        """All values, gathered into a copy."""
         return unpaged(self.value_pages, self.pages.table(self.device))
 
     def some_keys(self, row: int, first: int, end: int) -> Tensor:
@@ -507,7 +507,7 @@ class Paged(Storage):
         return self.pages.physical * self._page_bytes() if self.is_allocated else 0
 
     def row_bytes(self, held: list[int]) -> np.ndarray:
-        """A page that a row has several times counts once; a page that it shares with others counts whole."""
+        """Bytes of each row's pages: a page repeated in a row counts once, a page shared with other rows in full."""
         used = np.array([len(row.table) - row.repeats for row in self.pages.rows])
         return used * self._page_bytes()
 

@@ -1,4 +1,4 @@
-"""Paging: keys and values in pages."""
+"""Paging: the backend of caches that keep keys and values in pages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Paging(KVBackend):
     """Keep keys and values in pages instead of one buffer per layer.
 
     Attributes:
-        block_size: tokens per page, a multiple of the method's block size; the method's own, or 16, if ``None``.
-        max_blocks: how many pages a cache may have, all rows together; ``None`` for no limit. Reaching it raises
+        block_size: tokens per page, a multiple of the method's block size; ``None`` takes the method's, or 16.
+        max_blocks: maximum number of pages of a cache, all rows together; ``None`` for no limit. Reaching it raises
             `OutOfBlocks`.
-        share_prefixes: let rows whose prompts begin with the same tokens share the pages of that beginning, once the
-            prompt has been read; only pages that are equal to the last bit.
-        reason: the method that lets similar pages of a row share memory, which brings its paging itself.
+        share_prefixes: whether rows whose prompts begin with the same tokens share the pages of this prefix after
+            prefill; only pages that are equal to the last bit.
+        reason: the method that shares similar pages of a row; `ReasonCache` sets it itself.
     """
 
     tag: ClassVar[str] = "paged"
@@ -37,9 +37,9 @@ class Paging(KVBackend):
     max_blocks: int | None = None
     share_prefixes: bool = False
     reason: ReasonCache | None = field(default=None, repr=False)
-    page: int = field(init=False, repr=False, compare=False)  # tokens of one under the handle's method
-    numbers: Iterator[int] = field(init=False, repr=False, compare=False)  # of its blocks and rows
-    sharing: BlockSharing | None = field(init=False, repr=False, compare=False)  # what shares pages, if anything does
+    page: int = field(init=False, repr=False, compare=False)  # tokens per page; set by `bind`
+    numbers: Iterator[int] = field(init=False, repr=False, compare=False)  # of blocks and rows; set by `bind`
+    sharing: BlockSharing | None = field(init=False, repr=False, compare=False)  # set by `bind`
 
     @property
     def lossy(self) -> bool:
@@ -64,8 +64,8 @@ class Paging(KVBackend):
         return {} if self.sharing is None else self.sharing.stats()
 
     def saving_ratios(self, layers: Sequence[Any]) -> list[float] | None:
-        """One minus physical over logical blocks (the paper's memory saving ratio). Blocks that are shared with other
-        rows do not count.
+        """One minus physical over logical blocks (the paper's memory saving ratio). Sharing with other rows does not
+        count as saving.
         """
         storages = (getattr(layer, "storage", None) for layer in layers)
         pages = next((storage.pages for storage in storages if isinstance(storage, Paged)), None)
@@ -83,7 +83,7 @@ class Paging(KVBackend):
 
 
 def paging_of(reason: ReasonCache, given: KVBackend | None) -> Paging:
-    """The paging that `ReasonCache` brings."""
+    """Return the paging of a `ReasonCache`; ``given``, the user's own, may set ``share_prefixes`` only."""
     if given is not None and not isinstance(given, Paging):
         raise SeergateError(f"{reason.name!r} shares pages; leave storage={given!r} out")
     if given is not None and (given.block_size is not None or given.max_blocks is not None):

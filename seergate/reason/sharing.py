@@ -1,4 +1,4 @@
-"""Carries out the sharing of blocks: between two forward passes a cache reports its events and applies decisions.
+"""Applies block sharing: between two forward passes a cache reports its events and applies decisions.
 
 `BlockSharing` belongs to a handle, `SharedPages` to one cache under it. Nothing in here waits for a decision.
 """
@@ -27,12 +27,12 @@ from seergate.reason.paged import BlockStore, CachePages, Copies, Row
 from seergate.reason.worker import Worker
 
 Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
-"""Numbers of the rows, ids ``[B, S]`` (each row's first), and how many of them are the row's."""
+"""Uids of the rows, ids ``[B, S]`` (each row's tokens first), and the number of tokens of each row."""
 
 
 class BlockSharing:
-    """State shared by the caches of one handle: token ids of the forward pass, the evaluator (``None`` without
-    ``reason``), the worker that calls it, counters.
+    """State shared by the caches of one handle: token ids of the forward pass, counters, the evaluator (``None``
+    without ``reason``), and the worker that calls it.
     """
 
     def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
@@ -51,14 +51,14 @@ class BlockSharing:
         self._ids = args[0] if args else kwargs.get("input")
 
     def take_ids(self) -> Tensor:
-        """The ids ``[B, S]`` of the forward pass that is going on."""
+        """Return and clear the ids ``[B, S]`` of the current pass. Raises `SeergateError` if there are none."""
         ids, self._ids = self._ids, None
         if ids is None:
             raise SeergateError("sharing of blocks compares token ids; give the model input_ids, not inputs_embeds")
         return ids
 
     def put(self, evaluator: Evaluator, calls: list[Callable[[], None]]) -> None:
-        """Hand calls of the evaluator to the worker, and say once if it has failed."""
+        """Submit calls of the evaluator to the worker, and warn once if the worker has failed."""
         if gone := [self.gone.popleft() for _ in range(len(self.gone))]:
             calls = [partial(evaluator.rows_gone, gone), *calls]
         if calls:
@@ -78,15 +78,15 @@ class BlockSharing:
             self.evaluator.reset()
 
     def stats(self) -> dict[str, Any]:
-        """The figures so far.
+        """Return the figures so far.
 
         Returns:
             ``"method"``, and under ``"sharing"``: ``amsr`` (the paper's average memory saving ratio: one minus
             physical over logical blocks of the rows, each by itself, mean over forward passes); ``physical_peak`` and
             ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks`` by kind of repeat;
-            ``prefix_blocks`` (shared between rows); ``dropped`` (decisions about blocks that were gone); what the
-            evaluator counted; ``seconds`` by stage, ``apply`` being the only one that holds decoding up while the
-            worker has a thread of its own; ``error`` of the worker.
+            ``prefix_blocks`` (shared between rows); ``dropped`` (decisions about blocks that were gone); the
+            evaluator's counts; ``seconds`` by stage, of which only ``apply`` delays decoding if the worker has its own
+            thread; ``error`` of the worker.
         """
         found = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
@@ -107,22 +107,22 @@ class BlockSharing:
         return {"method": reason.name + reads, "sharing": found}
 
     def remove(self) -> None:
-        """End the worker, and stop recording ids."""
+        """Stop the worker, and stop recording ids."""
         self._hook.remove()
         self.worker.stop()
 
 
 class SharedPages(CachePages):
-    """Pages of a cache whose rows may share them. Any thread may add to ``decisions``, which are carried out between
-    two forward passes.
+    """Pages of a cache whose rows may share them. Any thread may append to ``decisions``, which are applied between
+    forward passes.
     """
 
     def __init__(self, sharing: BlockSharing, block_size: int, limit: int | None, numbers: Iterator[int]) -> None:
         super().__init__(block_size, limit, numbers)
         self.decisions: deque[Decision] = deque()
         self._reference = weakref.ref(self)
-        self._calls: list[Callable[[], None]] = []  # of the forward pass that is going on, and what followed it
-        self._reported: dict[int, int] = {}  # row -> how many of its first blocks the evaluator knows to be sealed
+        self._calls: list[Callable[[], None]] = []  # of the current forward pass, and what followed it
+        self._reported: dict[int, int] = {}  # row -> number of first blocks that were reported as sealed
         self._prompt: Prompt | None = None
         self._join(sharing)
 
@@ -133,11 +133,11 @@ class SharedPages(CachePages):
 
     @property
     def evaluator(self) -> Evaluator | None:
-        """The handle's evaluator."""
+        """The handle's evaluator, if it has one."""
         return None if self.sharing is None else self.sharing.evaluator
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
-        """As of any pages; the ids of the new tokens are noted too."""
+        """Make room for new tokens, and record their ids."""
         copies = super().advance(counts, context)
         if self.sharing is None or context.take_qk is None:  # then the plain model runs
             return copies
@@ -152,7 +152,7 @@ class SharedPages(CachePages):
         return copies
 
     def between_passes(self) -> None:
-        """Tell the worker what has come, carry out what was decided, count."""
+        """Report events to the worker, apply decisions, and update the counters."""
         super().between_passes()
         if self.sharing is None:
             return
@@ -193,7 +193,7 @@ class SharedPages(CachePages):
         return forks
 
     def adopt(self, other: BlockStore) -> Copies:
-        """As of any pages; what is known of the rows comes along."""
+        """Append another store's rows, and report them to this handle's evaluator."""
         if not isinstance(other, SharedPages) or other.sharing is None:
             return super().adopt(other)
         other.seal()
@@ -206,8 +206,8 @@ class SharedPages(CachePages):
         return copies
 
     def resumed(self, backend: KVBackend) -> None:
-        """Leave the cache to another handle; refused if similar blocks were shared, as only this one knows with what
-        they were compared.
+        """Attach the cache to another handle. Raises `SeergateError` if its own handle has an evaluator, which alone
+        knows what blocks were compared with.
         """
         sharing = getattr(backend, "sharing", None)
         if sharing is self.sharing:
@@ -224,17 +224,16 @@ class SharedPages(CachePages):
             self._reported.setdefault(uid, 0)
 
     def _report(self, evaluator: Evaluator, row: Row, first: int) -> Callable[[], None]:
-        """Tells the evaluator which blocks of a row are sealed, from ``first`` on."""
+        """Return a call that tells the evaluator which blocks of a row are sealed, from ``first`` on."""
         known = tuple((block, self.serials[block]) for block in row.table[first : row.sealed])
         self._reported[row.uid] = first + len(known)
         return partial(evaluator.blocks_sealed, row.uid, self._reference, first, known)
 
     def _catch_up(self, sharing: BlockSharing, at_once: bool = False) -> None:
-        """Share the pages of a prompt that has been read. Report sealed blocks to the evaluator, then events, as a
-        step is examined when its blocks are known; then the blocks once more, as events may have dropped them.
+        """Share the pages of a prompt after prefill. Report to the evaluator sealed blocks, then events, as a step is
+        examined only if its blocks are known; then the blocks again, as events may have dropped them.
 
-        A thread gets the report when a block has been sealed, not at every pass, as waking it takes time from
-        decoding.
+        A worker with a thread gets reports only when a block has been sealed, as waking the thread delays decoding.
         """
         if self._prompt is not None:
             sharing.prefix_blocks += self._share_prefixes(*self._prompt)
@@ -254,7 +253,7 @@ class SharedPages(CachePages):
             sharing.dropped += 1
             return
         row = self.rows[position]
-        # what becomes of the decision is reported: the evaluator takes it for carried out
+        # report the outcome: the evaluator counts the decision as applied
         self._reported[row.uid] = min(self._reported.get(row.uid, 0), decision.newer)
         if (
             max(decision.newer, decision.older) >= row.sealed
@@ -267,16 +266,16 @@ class SharedPages(CachePages):
         sharing.shared[decision.kind] += 1
 
     def _share_prefixes(self, rows: tuple[int, ...], ids: Tensor, counts: tuple[int, ...]) -> int:
-        """Let each full page be that of the first row that begins with the same tokens up to its end.
+        """Map each full page to that of the first row with the same tokens up to the page's end.
 
         `num_return_sequences` and repeated sampling put the same prompt into several rows. Pages are shared only if
         they are equal to the last bit, so no output changes: the same row computed at another place of the batch may
-        round differently. Returns how many pages were given back.
+        round differently. Returns the number of pages freed.
         """
         if tuple(row.uid for row in self.rows) != rows:
             return 0
         size = self.block_size
-        known: dict[tuple[int, ...], int] = {}  # page before it and tokens -> page: a page's is its whole prefix
+        known: dict[tuple[int, ...], int] = {}  # (previous page, tokens) -> page: identifies the whole prefix
         shared = 0
         for position, (tokens, count) in enumerate(zip(ids.tolist(), counts, strict=True)):
             row, physical = self.rows[position], -1

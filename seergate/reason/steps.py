@@ -14,7 +14,7 @@ from seergate.reason.structure import Tree, formal_content
 
 BLANK_LINE = r"\n[ \t\r]*\n"
 TAIL = 64
-"""A border between steps may be spread over tokens; this many characters before a token are looked at with it."""
+"""Number of characters before a token that are searched with it, as a border between steps may span tokens."""
 
 VERIFYING = re.compile(
     r"\b(wait|check|verif\w*|confirm\w*|double|again|sure|hold on|re-?\w*(check|examin)\w*)\b", re.IGNORECASE
@@ -22,7 +22,7 @@ VERIFYING = re.compile(
 """Words that introduce a check of an earlier step."""
 
 LOOP_STEPS = 3
-"""Number of consecutive steps that make a loop, each repeating the step at the same distance before it."""
+"""Number of consecutive steps that make a loop if each repeats the step at the same distance before it."""
 
 
 @dataclass
@@ -34,8 +34,8 @@ class ReasoningStep:
         ids: the step's token ids.
         text: decoded from the tokens.
         in_code: whether it begins inside a code fence that an earlier step opened.
-        repeats: index of the earlier step that it was found to be alike, if any.
-        counts, norm: how often it has each token id, and the norm of these counts as a vector.
+        repeats: index of the most similar earlier step, if any is similar.
+        counts, norm: number of occurrences of each token id, and the Euclidean norm of these counts.
     """
 
     start: int
@@ -52,16 +52,16 @@ class ReasoningStep:
 
     @cached_property
     def formal(self) -> Tree | None:
-        """Its formal content."""
+        """The step's `formal_content`."""
         return formal_content(self.text, self.in_code)
 
     @property
     def end(self) -> int:
-        """The token after its last."""
+        """Index of the token after the step's last."""
         return self.start + len(self.ids)
 
     def whole_blocks(self, block_size: int) -> range:
-        """The blocks that lie in it entirely."""
+        """Indices of the blocks that lie entirely in the step."""
         first = -(-self.start // block_size)
         return range(first, max(first, self.end // block_size))
 
@@ -88,7 +88,7 @@ def adaptive_threshold(similarities: Sequence[float], strict: float, soft: float
 def kind_of_repeat(steps: Sequence[ReasoningStep], index: int) -> str:
     """Kind of redundant thinking of a repeated step: ``"loop"``, ``"self_verification"`` or ``"revisitation"``.
 
-    The paper names the kinds and gives examples, no rule. Here a loop is a run of steps that repeat at a constant
+    The paper names the kinds and gives examples, but no rule. Here a loop is a run of steps that repeat at a constant
     distance; a self-verification has a word of `VERIFYING` in it or in the step before; the rest are revisitations.
     """
     recent = steps[max(0, index - LOOP_STEPS + 1) : index + 1]
@@ -101,10 +101,10 @@ def kind_of_repeat(steps: Sequence[ReasoningStep], index: int) -> str:
 
 
 class Segmenter:
-    """Cuts a row's tokens into steps as they come.
+    """Cuts a row's tokens into steps as they arrive.
 
-    A step ends with the token that completes a border, a regular expression. A border right after another one, with
-    nothing but white space between, ends nothing. The first step begins after ``start`` tokens (the prompt).
+    A step ends with the token that completes a border, a regular expression. A border that follows another one with
+    only white space between ends no step. The first step begins after ``start`` tokens (the prompt).
     """
 
     def __init__(self, decode: Callable[[list[int]], str], border: str = BLANK_LINE, start: int = 0) -> None:
@@ -123,7 +123,7 @@ class Segmenter:
         return self.steps[-1].end if self.steps else self._start
 
     def feed(self, ids: Sequence[int]) -> list[ReasoningStep]:
-        """Take in new tokens; returns the steps that they end."""
+        """Add new tokens; return the steps that they complete."""
         ended = []
         for token in ids:
             if token not in self._pieces:
@@ -149,7 +149,7 @@ class Segmenter:
         return step
 
     def crop(self, length: int) -> None:
-        """Forget the tokens from ``length`` on. A step of which one is forgotten is open again."""
+        """Remove the tokens from ``length`` on. A step that loses a token is open again."""
         reopened = self._open
         while self.steps and self.steps[-1].end > length:
             step = self.steps.pop()

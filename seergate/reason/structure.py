@@ -1,9 +1,8 @@
 """The structural check of ReasonCache: formulas and code of two steps as trees, which must be equal (IV-A1).
 
-LaTeX is parsed by pylatexenc, Python by `ast`. What neither can read (other languages, half a formula) is compared
-token by token, which is stricter. The paper does not define formal content. Here it is what
-stands between LaTeX's math delimiters or in a code fence, and runs of operands and operators with a digit or an equals
-sign.
+LaTeX is parsed by pylatexenc, Python by `ast`. What neither can parse (other languages, half a formula) is compared
+token by token, which is stricter. The paper does not define formal content. Here it is the text between LaTeX's math
+delimiters or in a code fence, and runs of operands and operators with a digit or an equals sign.
 """
 
 from __future__ import annotations
@@ -25,19 +24,18 @@ MATH = re.compile(
     r"|\$[^$\n]+\$",
     re.S,
 )
-r"""A formula does not hold the delimiter that opens it: many that nothing closes are each read up to the next one, so
-that the time does not grow with the square of the text's length. ``\\[`` is the end of a line, and opens nothing."""
+r"""A formula cannot contain its own opening delimiter, so that unclosed ones are each searched only up to the next one
+and time does not grow with the square of the text's length. ``\\[`` is a line break, and opens nothing."""
 
 OPERAND = r"[\w.()\[\]{}\\]"
 PLAIN = re.compile(rf"(?<!{OPERAND})(?:{OPERAND}+[ \t]*[-+*/^=<>≤≥≠≈×÷·][ \t]*)+{OPERAND}+")
-"""Begins where an operand begins: from its middle on, the search could only fail once more (and would, at each of its
-characters)."""
+"""Matches begin only at the start of an operand: from inside it, the search would fail again at each character."""
 
 TOKEN = re.compile(r"\d+(?:\.\d+)?|[^\W\d_]+|\S")
 
 
 def formal_content(text: str, in_code: bool = False) -> Tree | None:
-    """The formulas and the code of a step, which may begin ``in_code``, as one tree, in order; ``None`` for prose."""
+    """Return formulas and code of a step in order, as one tree; ``None`` for prose. ``in_code``: it begins in code."""
     parts: list[Tree] = []
     for number, piece in enumerate(FENCE.split(text)):
         if in_code ^ bool(number % 2):
@@ -63,7 +61,7 @@ def _token_tree(label: str, text: str) -> Tree:
 
 
 def latex_tree(source: str) -> Tree:
-    """A formula with its delimiters as a tree; as its tokens if it does not parse."""
+    """Parse a formula, delimiters included, into a tree; into its tokens if it does not parse."""
     from pylatexenc.latexwalker import LatexWalker
 
     try:
@@ -95,7 +93,7 @@ def _latex_forest(nodes: Any) -> tuple[Tree, ...]:
 
 
 def code_tree(source: str) -> Tree:
-    """Python as its syntax tree, in one text; anything else as its tokens."""
+    """Return Python code as its syntax tree, in one text; anything else as its tokens."""
     try:
         return "python", ((ast.dump(ast.parse(textwrap.dedent(source))), ()),)
     except (SyntaxError, ValueError, RecursionError, MemoryError):

@@ -1,4 +1,4 @@
-"""Makes the calls of the `Evaluator`, on a thread of its own or on the cache's. Errors do not reach decoding."""
+"""Runs the calls of the `Evaluator`, on a separate thread or on the cache's. Errors do not reach decoding."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 START_SECONDS = 10.0
-"""How long decoding waits, once, for the thread to start; without one nothing is shared."""
+"""Maximum seconds that decoding waits, once, for the thread to start; without a thread nothing is shared."""
 
 Calls = Sequence[Callable[[], Any]]
 
 
 class Worker:
-    """Makes calls in the order in which they come: at once, or on a thread, which starts with the first of them.
+    """Runs calls in order: at once, or on a thread that starts with the first call.
 
-    `put` never waits for a thread. It computes on one core, without helpers that would take the cores from decoding.
+    After its start, `put` never waits for the thread, which computes on one core and so takes none from decoding.
 
     Attributes:
         error: the exception of a call, or the reason why there is no thread; later calls are dropped.
@@ -30,13 +30,13 @@ class Worker:
         self._pool: ThreadPoolExecutor | None = None
 
     def put(self, calls: Calls) -> None:
-        """Hand calls over."""
+        """Run calls, or submit them to the thread."""
         if not self.threaded:
             self._make(calls)
         elif self.error is None:
             try:
                 self._running().submit(self._make, calls)
-            except Exception as error:  # the system has no more threads to give, say
+            except Exception as error:  # such as no more threads
                 self.error = error
 
     def _make(self, calls: Calls) -> None:
@@ -55,14 +55,14 @@ class Worker:
         if self._pool is None:
             self._pool, cores = ThreadPoolExecutor(1, "seergate reason_cache"), torch.get_num_threads()
             started = wait([self._pool.submit(self._begin)], START_SECONDS).done
-            torch.set_num_threads(cores)  # what threads to come get; those that are there have numbers of their own
+            torch.set_num_threads(cores)  # the default of new threads; existing ones keep their own number
             if not started:
                 raise TimeoutError(f"its thread did not start within {START_SECONDS:g} seconds")
         return self._pool
 
     def _begin(self) -> None:
-        torch.get_num_threads()  # a thread takes the common number when it is first asked
-        if self.error is None:  # it has been waited for
+        torch.get_num_threads()  # a thread takes the default at its first query
+        if self.error is None:  # the wait has not timed out
             torch.set_num_threads(1)
 
     def wait(self, timeout: float) -> bool:
