@@ -78,6 +78,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"step-{checkpoint.step:08d}"
     draft = root / f"{_DRAFT}{final.name}-{os.getpid()}"
+    shutil.rmtree(draft, ignore_errors=True)  # of a save that failed
     draft.mkdir()
     tensors = checkpoint.state | {f"random.{name}": x for name, x in checkpoint.random.items()}
     save_file(

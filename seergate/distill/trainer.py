@@ -329,6 +329,7 @@ class _Run:
             check_engine(self.config, world.size)
             check_trackers(self.config)
         self.check()
+        world.from_main(lambda: clear_drafts(root))  # before long work, which may need the room
         newest = newest_checkpoint(root) if self.config.resume else None
         world.must_agree(
             str(newest and newest.name),

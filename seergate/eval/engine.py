@@ -336,7 +336,8 @@ class Engine:
         Raises:
             SeergateError: if not even one sample fits into memory.
         """
-        self.waiting.extend(requests)
+        self.waiting = deque(requests)
+        self._start_anew()
         try:
             while self.step():
                 pass

@@ -115,6 +115,24 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
     assert peaks == [400 * token, (400 + 39) * token, 28 * token]
 
 
+def test_an_engine_runs_again_after_a_run_that_ended_or_failed():
+    found, fail = [], [False, False, True, False]
+
+    def keep(generation):
+        if fail.pop(0):
+            raise InterruptedError
+        found.append((generation.request.key, generation.token_ids, generation.costs))
+
+    with attached(support.model(), "quest", token_budget=16, block_size=8) as handle:
+        engine = support.engine(handle, keep, batch_size=2, limit=Limit(12))
+        engine.run(requests_for(PROMPTS[:1]))
+        engine.run(requests_for(PROMPTS[:1]))
+        with pytest.raises(InterruptedError):
+            engine.run(requests_for(PROMPTS[1:]))
+        engine.run(requests_for(PROMPTS[:1]))
+    assert found[0][2] and found == found[:1] * 3
+
+
 def test_rows_that_read_their_prompts_together_share_what_was_allocated():
     with attached(support.model(), methods.H2O(token_budget=24, interval=4)) as handle:
         stats = handle.count_with(RowStats)
