@@ -79,8 +79,10 @@ class ForwardModes:
             vars(self).update(before)
 
     def forced(self, mode: Phase) -> AbstractContextManager[None]:
-        """Make all passes in a ``with`` block dense, or decode all of their tokens one by one (not if the method
-        evicts).
+        """Make all passes in a ``with`` block dense, or decode all of their tokens one by one.
+
+        Raises:
+            SeergateError: for ``"decode"`` under a method that evicts.
         """
         if mode == "decode" and not self.decodes_drafts:
             raise SeergateError(

@@ -149,11 +149,12 @@ class CompressingState(LayerState, ABC):
 class EvictingState(CompressingState):
     """State of an `EvictingMethod`. Entries of its growing tensors are evicted with their residents."""
 
+    per_token: tuple[str, ...] = ()  # names given to `add_per_token`
+
     def append(self, step: Step) -> None:
         super().append(step)
-        for name, size in self.tokens_per_entry.items():
-            if size == 1:
-                self.room(name, step.max_length)
+        for name in self.per_token:
+            self.room(name, step.max_length)
 
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
         for name, size in self.tokens_per_entry.items():
@@ -162,6 +163,7 @@ class EvictingState(CompressingState):
 
     def add_per_token(self, name: str, dtype: torch.dtype) -> None:
         """Add a tensor of one number per resident and KV head, ``rows[name] [B, K, T]``; `append` adds zeros."""
+        self.per_token = (*self.per_token, name)
         spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 

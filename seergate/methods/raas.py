@@ -22,7 +22,7 @@ class RaaSState(PageState, EvictingState):
 
     def __init__(self, spec: LayerSpec, method: RaaS) -> None:
         super().__init__(spec, method)
-        self.add_per_token("used", torch.int32)
+        self.rows["used"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
         self.tokens_per_entry["used"] = method.block_size
         self.bounds = torch.zeros(0)  # of the current step
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pkgutil
 import sys
 from collections import UserDict
 from collections.abc import Iterable, MutableMapping
@@ -36,8 +35,10 @@ class _Registry(UserDict[str, Any]):
     def __getitem__(self, name: str) -> type[Method]:
         found = self.data[name]
         if isinstance(found, str):
-            self.data[name] = found = pkgutil.resolve_name(found)
+            module, _, attribute = found.partition(":")
+            found = getattr(importlib.import_module(module), attribute, None)
             _check(found)
+            self.data[name] = found
         return found  # type: ignore[no-any-return]
 
 

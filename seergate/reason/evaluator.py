@@ -74,11 +74,11 @@ class Evaluator:
 
     @contextmanager
     def _timed(self, stage: str) -> Iterator[None]:
-        began = time.perf_counter()
+        seconds, began = self.seconds, time.perf_counter()  # of before a `reset` by another thread
         try:
             yield
         finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - began
+            seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
 
     def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
         """Process new tokens of rows, given by uid: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""

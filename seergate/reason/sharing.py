@@ -123,11 +123,11 @@ class SharedPages(CachePages):
         self._reference = weakref.ref(self)
         self._calls: list[Callable[[], None]] = []  # of the current forward pass, and what followed it
         self._reported: dict[int, int] = {}  # row -> number of first blocks that were reported as sealed
-        self._prompt: Prompt | None = None
         self._join(sharing)
 
     def _join(self, sharing: BlockSharing | None) -> None:
         self.sharing = sharing  # None under a handle that shares nothing
+        self._prompt: Prompt | None = None
         if sharing is not None and sharing.evaluator is not None:
             weakref.finalize(self, sharing.gone.extend, self._reported)
 
