@@ -178,9 +178,7 @@ class Batch:
         return logits
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
-        """Decode a given reply after each row and return the log-probability of each reply in nats; ``logits [rows,
-        V]`` are those of the replies' first tokens.
-        """
+        """Log-probability in nats of a given reply to each row; ``logits [rows, V]`` are those of the first tokens."""
         sums = [0.0] * len(replies)
         for i in range(longest := max(map(len, replies))):
             known = logits.float().log_softmax(-1)

@@ -198,10 +198,7 @@ def check_grader(name: str) -> Grader:
 
 
 def check_gold(name: str, gold: str) -> None:
-    """Raise `SeergateError` for a gold answer that no answer can match under the grader of this name.
-
-    Only ``exact`` accepts an empty one.
-    """
+    """Raise `SeergateError` for a gold answer that no answer can match; only ``exact`` takes an empty one."""
     if name == "letter" and not re.fullmatch("[A-Z]", gold.strip()):
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
     if name == "number" and last_number(gold) is None:
