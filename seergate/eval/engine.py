@@ -60,6 +60,9 @@ class Limit:
     Attributes:
         max_new_tokens: limit of the answer alone; ``None`` for no such limit.
         max_total_tokens: limit of prompt and answer together; ``None`` for no such limit.
+
+    Raises:
+        ValueError: if a limit is below 1, or neither is given.
     """
 
     max_new_tokens: int | None = None

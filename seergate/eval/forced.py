@@ -37,9 +37,7 @@ def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int
 
 
 class TeacherForcing:
-    """Compares settings of a model (nothing attached) on the same texts ``ids [N, S]``; the first ``prompt`` tokens of
-    each text are prefilled, the others decoded.
-    """
+    """Compares settings of a model (nothing attached) on texts ``ids [N, S]`` after a prefill of ``prompt`` tokens."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, prompt: int) -> None:
         self.model, self.ids, self.prompt = model, ids.to(model.device), prompt

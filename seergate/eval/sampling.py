@@ -55,6 +55,9 @@ class Sampling:
         top_p: 1 is off.
         min_p: 0 is off.
         repetition_penalty: 1 is off.
+
+    Raises:
+        ValueError: if a value is out of range.
     """
 
     temperature: float = 0.0

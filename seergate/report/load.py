@@ -239,9 +239,7 @@ class Sweep:
 
     @property
     def proxies_on(self) -> str | None:
-        """The setting whose generations all proxies were measured on; ``None`` if the windows differ or it was not
-        recorded.
-        """
+        """The setting on whose generations all proxies were measured; ``None`` if unknown, or if windows differ."""
         found = [s.proxies or {} for s in self.having("next_token_kl")]
         same = len({record.get("contexts") for record in found}) == 1
         return found[0].get("reference") if same else None

@@ -317,9 +317,7 @@ def error_bars(
 
 
 def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
-    """Draw the paper's accuracy in percent beside finished settings that it ran too: a hollow marker at the x value of
-    each, and a horizontal line for dense.
-    """
+    """Draw the paper's accuracy (%) for finished settings that it ran too: hollow markers, and a line for dense."""
     for method in dict.fromkeys(s.method for _, s in points):
         ours = [(x, s) for x, s in points if s.method == method and s.complete]
         found = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
