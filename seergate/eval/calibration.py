@@ -1,7 +1,7 @@
-"""Options that some methods take from the model and the task (`Method.calibrates`).
+"""Calibration of method options on the model and the task (`Method.calibrates`).
 
-``NAME:OPTION=auto`` in a sweep is measured before the evaluation: on problems that are not evaluated where the task
-can make others, else on 1 % of the problems, as LazyEviction's authors do.
+An option given as ``NAME:OPTION=auto`` in a sweep is measured before the evaluation: on held-out problems if the task
+can make some, else on 1 % of the evaluated problems, as LazyEviction's authors do.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
 
 FRACTION = 100
-"""One in so many problems is answered where the task cannot make others than the evaluated ones."""
+"""One in ``FRACTION`` problems is answered if the task cannot make held-out problems."""
 FRESH = 4
-"""Number of problems that are answered where the task can make others."""
+"""Number of held-out problems that are answered if the task can make some."""
 
 
 def check_auto(specs: Sequence[MethodSpec], matched: bool = False) -> None:
-    """Refuse ``auto`` for an option that cannot be measured. Those of `Method.searched_values` are found only where
-    settings are ``matched`` in bytes.
+    """Raise `SeergateError` if an option is ``auto`` and cannot be measured. Options in `Method.searched_values` can
+    be ``auto`` only if settings are ``matched`` in bytes.
     """
     for spec in specs:
         searched = reading_class(spec.name).searched_values()
@@ -56,17 +56,17 @@ def check_auto(specs: Sequence[MethodSpec], matched: bool = False) -> None:
 
 
 def calibrated_options() -> list[tuple[str, str]]:
-    """Methods and their options that can be measured."""
+    """The (method, option) pairs that can be calibrated."""
     return [(name, option) for name in METHODS for option in METHODS[name].calibrates]
 
 
 def calibration_of(kind: type[Method], option: str) -> type[Calibration]:
-    """The measurement of an option of a method."""
+    """The class that measures an option of a method."""
     return resolve_name(kind.calibrates[option])  # type: ignore[no-any-return]
 
 
 def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted: int | None) -> list[list[int]]:
-    """Token ids of ``wanted`` of a task's prompts, spread evenly; of 1 % of them if ``None``."""
+    """Token ids of ``wanted`` prompts spread evenly over a task; of 1 % of its prompts if ``None``."""
     problems = task.bound(tokenizer).problems()
     count = max(1, len(problems) // FRACTION) if wanted is None else min(wanted, len(problems))
     chosen = [problems[i * len(problems) // count] for i in range(count)]
@@ -74,7 +74,7 @@ def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted
 
 
 def other_problems(task: Task) -> tuple[Task, int | None]:
-    """A task with other problems of the same kind and how many to use; or the same task and ``None``."""
+    """A task with held-out problems of the same kind and their number; the task itself and ``None`` if it has none."""
     if "variables" not in task.options:  # by its options: a file may be called chain_sum, too
         return task, None
     seed = (task.options["seed"] + CHAIN_SUM_SEEDS // 2) % CHAIN_SUM_SEEDS
@@ -84,7 +84,7 @@ def other_problems(task: Task) -> tuple[Task, int | None]:
 def made_on(
     model: PreTrainedModel, task: Task, prompts: Prompts, max_new_tokens: int, sampling: Sampling
 ) -> dict[str, Any]:
-    """Everything that a measurement depends on, as plain JSON types; kept with it and compared before it is reused."""
+    """Everything that a measurement depends on, as plain JSON types; stored with it and compared before its reuse."""
     return {
         "model": fingerprint(model),
         "rope": rope_of(model),
@@ -97,42 +97,42 @@ def made_on(
 
 
 class Calibration(ABC):
-    """The measurement of one option of a method; a subclass is a dataclass of how it is measured."""
+    """The measurement of one option of a method; subclasses are dataclasses whose fields say how to measure it."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Calibration:
-        """The measurement with these options; those that it does not have are ignored."""
+        """Make the measurement from a method's options; options that are not its fields are ignored."""
         return cls(**{field.name: options[field.name] for field in fields(cls) if field.name in options})  # type: ignore[arg-type]
 
     @property
     @abstractmethod
     def file_name(self) -> str:
-        """Name of the file where an evaluation keeps the result."""
+        """Name of the file in which an evaluation stores the result."""
 
     @abstractmethod
     def made(self, path: Path) -> dict[str, Any] | None:
-        """`made_on` of a result; ``None`` if the file holds none."""
+        """The `made_on` that is stored with a result; ``None`` if the file holds no result."""
 
     @abstractmethod
     def measure(
         self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
     ) -> list[str]:
-        """Answer prompts with dense attention and write the result; returns it in words, a line each.
+        """Answer prompts with dense attention, write the result to ``path`` and return it in words, line by line.
 
         Args:
             model: a model in eval mode, nothing attached.
-            about: kept in it; ``made`` is what `made_on` gives.
+            about: metadata to store with the result; its entry ``made`` is the `made_on`.
             **how: ``max_new_tokens``, ``sampling`` and ``ends`` of the answers.
         """
 
     def value(self, path: Path, token_budget: int | None) -> Any:
-        """The option's value under a token budget: here the file."""
+        """The option's value under a token budget; by default the path of the file."""
         return str(path)
 
 
 class Calibrator:
-    """Measures options that are ``"auto"``, each once, for one model, with nothing attached, and the task that the
-    settings will be evaluated on. A result in ``directory`` that was made on the same model and prompts is used again.
+    """Measures each ``"auto"`` option once, for one model (nothing attached) and the task that settings are evaluated
+    on. A result in ``directory`` is reused if its `made_on` is the same.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Calibrator:
         self.task, self.wanted = other_problems(task.bound(tokenizer))
 
     def __call__(self, spec: MethodSpec) -> MethodSpec:
-        """A setting, checked by `check_auto`, with every option that is ``"auto"`` measured."""
+        """Return a setting, already checked by `check_auto`, with every ``"auto"`` option measured."""
         measured = {option: self._measured(spec, option) for option in spec.uncalibrated}
         return replace(spec, calibrated=spec.calibrated | measured)
 

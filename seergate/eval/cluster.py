@@ -1,8 +1,8 @@
-"""Generation on several devices or machines, by Ray: one actor per device holds the model and an engine.
+"""Generation on several devices or machines with Ray: one actor per device holds the model and an engine.
 
-The driver hands out samples and takes them in; it alone grades and writes. A sample is handed to one actor. Where an
-actor or its node is lost, its samples are handed to the others: they draw from generators of their own, so they come
-out the same.
+The driver sends each request to one actor and collects the samples; only the driver grades and writes. If an actor or
+its node is lost, the other actors generate its samples. Every sample has its own random generator, so it comes out
+the same on any actor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ by name."""
 
 
 class Generator:
-    """The actor: makes the samples that it is given, with one model."""
+    """The Ray actor, which generates samples with one model."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -35,15 +35,15 @@ class Generator:
         self.finished = list[Generation]()
 
     def load(self) -> tuple[str, str]:
-        """Load the model; the weights' fingerprint, and the node that this runs on."""
+        """Load the model; return the fingerprint of its weights and the id of the actor's node."""
         import ray
 
         self.model, self.tokenizer, self.gates = self.loader()
         return fingerprint(self.model), ray.get_runtime_context().get_node_id()
 
     def begin(self, job: Job, neighbours: int) -> int:
-        """Attach the method of a job, in place of that of the job before; returns how many samples are made together.
-        ``neighbours`` actors share this device's memory, this one included.
+        """Attach a job's method in place of the previous job's; return the batch size. ``neighbours`` is the number of
+        actors that share this device's memory, including this one.
         """
         if self.handle is not None:
             self.handle.detach()
@@ -53,9 +53,7 @@ class Generator:
         return self.engine.batch_size
 
     def work(self, requests: list[Request]) -> tuple[list[Generation], int]:
-        """Take more requests and go on until a sample is finished. Returns the finished samples, and how many samples
-        are made together from now on.
-        """
+        """Add requests and decode until a sample is finished; return the finished samples and the batch size."""
         self.engine.waiting.extend(requests)
         self.finished.clear()
         while not self.finished and self.engine.step():
@@ -64,10 +62,10 @@ class Generator:
 
 
 class Cluster:
-    """The actors, which stay for all settings of a sweep. A context manager: leaving it ends them.
+    """The actors, which run for a whole sweep. A context manager: leaving it ends them.
 
     Args:
-        workers: how many actors; 0 for one per GPU of the cluster, or per node where there is none.
+        workers: number of actors; 0 for one per GPU of the cluster, or one per node if there are no GPUs.
         address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
 
     Raises:
@@ -96,14 +94,14 @@ class Cluster:
     def generate(
         self, job: Job, weights: str, requests: Iterable[Request], on_finished: Callable[[Generation], None]
     ) -> None:
-        """Make samples.
+        """Generate the samples of a job.
 
         Args:
-            weights: fingerprint of the model that the actors must have.
-            on_finished: called for each sample, in this thread.
+            weights: fingerprint of the model that every actor must have loaded.
+            on_finished: called with each finished sample, in this thread.
 
         Raises:
-            SeergateError: if an actor fails, with its reason, or if all of them are lost.
+            SeergateError: if an actor fails (with its reason) or has loaded other weights, or if all actors are lost.
         """
         import ray
 
@@ -116,7 +114,7 @@ class Cluster:
         beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
         begun = [(actor, actor.begin.remote(job, beside[self.nodes[actor]] or 1)) for actor in self.actors]
         room = {actor: self._result(actor, task) for actor, task in begun}
-        share = -(-len(waiting) // len(self.actors))  # or one actor might take all
+        share = -(-len(waiting) // len(self.actors))  # so that no actor takes all
         idle, running = list(self.actors), dict[Any, Any]()
         while waiting or any(lent.values()):
             for actor in idle:

@@ -17,8 +17,8 @@ from seergate.eval.judge import GradingPool
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of a setting: samples that are ``done``, those of them that are ``correct`` (``None`` where nothing is
-    graded), and the samples, tokens and seconds that were made since the run was started or resumed.
+    """Progress of a setting: samples ``done`` of ``total``, how many are ``correct`` (``None`` if nothing is graded);
+    and samples ``made``, ``tokens`` generated and ``seconds`` spent since the run was started or resumed.
     """
 
     label: str
@@ -31,24 +31,24 @@ class Progress:
 
     @property
     def eta(self) -> float | None:
-        """Seconds until the setting is done at the pace so far; ``None`` before a tenth of what was missing is made:
-        samples that run side by side end together.
+        """Estimated seconds until the setting is done; ``None`` until a tenth of the missing samples is made, because
+        the first samples of a batch end late and together.
         """
         left = self.total - self.done
         return self.seconds * left / self.made if self.made and 10 * self.made >= self.made + left else None
 
 
 class Collector:
-    """Writes samples and has them graded. The generating thread does not wait for grades, which may take seconds each.
+    """Writes samples and grades them in other threads, because a grade may take seconds.
 
-    A sample is on the disk when `take` returns: ungraded at first (`SampleLog.keep`), then graded in `samples.jsonl`.
-    A context manager: leaving it waits for all grades. After an error it waits only for those that have been begun,
-    and the others are left to the next run.
+    A sample is on the disk when `take` returns: first ungraded (`SampleLog.keep`), later graded in `samples.jsonl`.
+    A context manager: leaving it waits for all grades; after an error it waits only for those in progress and leaves
+    the others to the next run.
 
     Args:
         golds: problem id -> right answer.
-        samples: earlier samples of the run.
-        on_progress: called after every grade, from a thread that grades; one call at a time.
+        samples: graded samples that the run already has.
+        on_progress: called after every grade, from a grading thread; one call at a time.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Collector:
         self.threads = ThreadPoolExecutor(judges.processes, thread_name_prefix="grading")
 
     def take(self, generation: Generation) -> None:
-        """Write a sample and have it graded. Several threads may call it.
+        """Write a sample and queue it for grading. Several threads may call it.
 
         Raises:
             SeergateError: if the sample was taken before.
@@ -94,20 +94,20 @@ class Collector:
             self._queue([sample])
 
     def take_kept(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Have samples graded that an earlier run has kept."""
+        """Queue the ungraded samples of an earlier run for grading."""
         with self.lock:
             self._note(samples)
             self._queue(samples)
 
     def _note(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Refuse a sample that was taken before: a file with duplicates cannot be read."""
+        """Note the samples' keys; raise if one was taken before, because a file with duplicates cannot be read."""
         for key in map(store.key_of, samples):
             if key in self.seen:
                 raise SeergateError(f"the sample {key} was made twice; this is an error in seergate, please report it")
             self.seen.add(key)
 
     def _queue(self, samples: Sequence[dict[str, Any]]) -> None:
-        self.waiting += len(samples)  # all of them first: kept samples are forgotten when nothing waits
+        self.waiting += len(samples)  # count all first: `_grade` deletes the ungraded samples when none waits
         for sample in samples:
             self.threads.submit(self._grade, sample)
 
@@ -139,7 +139,7 @@ class Collector:
         try:
             grade = self.judges.grade(self.grader, sample["completion"], sample["gold"])
             with self.lock:
-                if self.abandoned:  # the process that grades is being ended, so this may be no verdict
+                if self.abandoned:  # the grading processes are being ended, so this grade may be wrong
                     return
                 graded = {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason}
                 self.log.append({**sample, **graded})
@@ -149,7 +149,7 @@ class Collector:
                 if not self.waiting:
                     self.log.forget()
                 self.report()
-        except BaseException as error:  # the thread that generates raises it
+        except BaseException as error:  # `take` raises it in the generating thread
             self.error = self.error or error
 
     def __enter__(self) -> Collector:

@@ -1,7 +1,7 @@
-"""Decode statistics per sample: bytes and tokens read and held, by row.
+"""Decode statistics per sample: the bytes and tokens that each row of a batch reads and holds.
 
-What a row reads does not depend on its batch, nor does what it holds: its own tokens, and what the method remembers of
-them. The memory that is allocated does, because the longest row decides; it is divided equally.
+What a row reads and what it holds (its tokens, and the method's state for them) do not depend on its batch. The
+allocated memory does, because the longest row determines it; it is divided equally among the rows.
 """
 
 from __future__ import annotations
@@ -17,45 +17,45 @@ from torch import Tensor
 from seergate.stats import DecodeStats, RowBytes, StepRecord
 
 CURVE_STEPS = 32
-"""Decode steps per point of a row's curve of tokens read."""
+"""Decode steps between two points of a row's ``read_curve`` (`RowStats.of`)."""
 
 FIGURES = ("seen", "read", "cached", "scored", "allocated", "allocated_peak", "own", "own_peak")
-"""Tokens of context, tokens read by steps without a selection, and tokens in the cache per head; bytes read to decide,
-the row's share of the bytes allocated, and the row's own bytes. Sums over steps, but for the two peaks."""
+"""Tokens of context; tokens read, of a selection only the (negative) empty slots of the current block; tokens cached
+per head; bytes read to select; the row's share of the allocated bytes; its own bytes. Sums over steps, or peaks."""
 
 
 class RowStats(DecodeStats):
-    """`DecodeStats` that also counts per row; a handle counts with it after `Handle.count_with`."""
+    """`DecodeStats` that also counts per row; `Handle.count_with` installs it."""
 
     def __init__(self, layers: list[int]) -> None:
         super().__init__(layers)
         self.place = {layer: i for i, layer in enumerate(layers)}
         self.figures = {name: np.zeros((len(layers), 0)) for name in FIGURES}  # [layers, rows]
-        self.blocks = dict[int, Tensor]()  # layer -> selected by each row, summed over KV heads; on the device
-        self.held = dict[int, Any]()  # layer -> bytes that each row held alone at the last step
+        self.blocks = dict[int, Tensor]()  # layer -> blocks selected by each row, summed over KV heads; on the device
+        self.held = dict[int, Any]()  # layer -> own bytes of each row at the last step
         self.arriving = dict[int, tuple[float, Any]]()  # layer -> bytes of new rows: allocated, own
         self.decode_steps = np.zeros(0)
-        self.savings = np.zeros(0)  # of memory, by sharing blocks: ratios, summed over steps
+        self.savings = np.zeros(0)  # per row: ratio of memory saved by sharing blocks, summed over steps
         self.shares = False
         self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
 
     def begin_step(self) -> None:
-        """Mark the beginning of a step, which `take_back` may undo."""
+        """Save the counts before a step, so that `take_back` can undo it."""
         figures = {name: figure.copy() for name, figure in self.figures.items()}
         self.before = figures, dict(self.blocks), self.decode_steps.copy(), [len(curve) for curve in self.curves]
 
     def take_back(self) -> None:
-        """Forget what the step has counted since `begin_step`. Figures of all rows together keep it."""
+        """Undo the per-row counts of a failed step since `begin_step`; totals over all rows are not undone."""
         self.figures, self.blocks, self.decode_steps, lengths = self.before
         self.curves = [curve[:length] for curve, length in zip(self.curves, lengths, strict=True)]
 
     def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Count a prompt that was read. Its rows are those that `add_rows` is called for next."""
+        """Count the prefill of a layer; the next call of `add_rows` adds its rows."""
         super().saw_prompt(layer, resident_bytes, row_bytes)
         self.arriving[layer] = float(resident_bytes), row_bytes()
 
     def add_rows(self, rows: int) -> None:
-        """Add rows at the end of the batch, whose prompts have been read: they count in the peaks."""
+        """Add rows at the end of the batch after their prefill, which counts in the peaks."""
         new = {name: np.zeros((len(self.layers), rows)) for name in FIGURES}
         for layer, i in self.place.items():
             allocated, own = self.arriving.pop(layer, (0.0, 0.0))
@@ -75,13 +75,13 @@ class RowStats(DecodeStats):
         self.curves = [self.curves[row] for row in rows]
 
     def record(self, record: StepRecord) -> None:
-        """Count one decode step, row by row too."""
+        """Count one decode step of a layer, in total and per row."""
         super().record(record)
         layer, seen, selection = record.layer, record.total_tokens, record.selection
         ends, allocated = np.array(record.step.ends), record.resident_bytes / len(seen)
         of = {name: figure[self.place[layer]] for name, figure in self.figures.items()}
         of["seen"] += seen
-        # of the blocks selected, which are counted below, the current one may not be full
+        # selected blocks are counted whole below; subtract the empty slots of the current one
         of["read"] += np.array(record.read, dtype=float) if selection is None else -(-ends % record.block_size)
         of["cached"] += ends
         of["scored"] += record.scored
@@ -109,7 +109,7 @@ class RowStats(DecodeStats):
 
         Returns:
             ``density`` (tokens read per token seen, mean over layers), ``cached_tokens`` (in the cache of one KV head,
-            mean over steps and layers; every head of a layer holds as many), ``bytes_read_per_step``,
+            mean over steps and layers; all heads of a layer hold equally many), ``bytes_read_per_step``,
             ``own_bytes_mean``, ``own_bytes_peak`` (what the row would hold alone, all layers),
             ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was allocated), and ``read_curve``: for
             every `CURVE_STEPS` steps, the context's length at their end, the tokens read per step, mean over layers

@@ -1,8 +1,8 @@
-"""Which layers should stay dense (`DecodeConfig.dense_layers`): those in which a sparse step loses most of an answer.
+"""Choice of the layers that stay dense (`DecodeConfig.dense_layers`): those whose sparsity damages answers most.
 
 A few layers can lose the facts of a text while the others lose nothing (docs/recipe.md, "Where facts are lost"). Each
-problem's prompt is read once, densely. Its right answer is then fed to the method again and again from the same cache,
-each time with other layers dense, and the next-token distributions are compared with dense attention's.
+prompt is prefilled once with dense attention. Its right answer is then decoded from that cache with teacher forcing,
+once per choice of dense layers, and the next-token distributions are compared with dense attention's.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from seergate.methods.selecting import SelectingMethod
 from seergate.models import families
 
 Text = tuple[Sequence[int], Sequence[int]]
-"""Token ids of a prompt, and of what follows it."""
+"""Token ids of a prompt and of its continuation."""
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
-    """The prompts and right answers of a task; each answer must have two tokens or more."""
+    """The prompts and right answers of a task; a `SeergateError` if an answer has fewer than two tokens."""
     found = list[Text]()
     for problem in task.bound(tokenizer).problems():
         prompt = prompt_text(tokenizer, problem)
@@ -55,8 +55,8 @@ def distances(
 
     Args:
         model: in eval mode, nothing attached.
-        method: chooses blocks; its own dense layers are left aside.
-        texts: prompts, and what is decoded after them.
+        method: a method that selects blocks; its own ``dense_layers`` are ignored.
+        texts: prompts, and the continuations to decode after them.
 
     Returns:
         float64 ``[len(plans), len(texts)]``: KL(dense || method) of the next token in nats, mean over the decoded
@@ -78,11 +78,11 @@ def distances(
 
 
 def _decoded(model: PreTrainedModel, method: SelectingMethod, cache: Cache, ids: Tensor, phase: Phase) -> Tensor:
-    """Logits ``[S, V]`` of tokens ``[1, S]`` behind those in a cache, which stays as it is."""
+    """Logits ``[S, V]`` of the tokens ``ids [1, S]`` after those in a cache, which is not modified."""
     again = copy.deepcopy(cache)
     with attached(model, method) as handle, handle.passes.forced(phase):
         for layer in again.layers:
-            if isinstance(layer, GatedLayer):  # what it remembers does not depend on which layers are dense
+            if isinstance(layer, GatedLayer):  # its state does not depend on which layers are dense
                 layer.method = handle.method
         return model(input_ids=ids, **{CACHE: again}, use_cache=True).logits[0]
 
@@ -94,15 +94,15 @@ def find_dense_layers(
     count: int,
     report: Callable[[tuple[int, ...], Tensor], object] = lambda plan, kl: None,
 ) -> tuple[int, ...]:
-    """Choose the layers that should stay dense, one after the other, each with the smallest distance from dense.
+    """Choose the layers that should stay dense greedily, each time the one that brings the method closest to dense.
 
     Args:
         model, method, texts: see `distances`.
-        count: how many layers, 1 to those in which the method selects.
-        report: called with every choice that was tried and its distance on each text.
+        count: number of layers, from 1 to the number of layers in which the method selects.
+        report: called with every choice that was tried and its distance on each text, ``[len(texts)]``.
 
     Raises:
-        SeergateError: if the method reads all of every text, so that nothing can be told apart, or has anchors.
+        SeergateError: if the method reads all of every text, so that all choices are equal, or if it has anchors.
     """
     method = replace(method, dense_layers=())
     if method.anchors:

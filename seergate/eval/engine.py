@@ -1,13 +1,13 @@
-"""Generation with continuous refill: a sample that ends makes room for the next one at once.
+"""Generation with continuous batching: when a sample ends, the next one takes its place at once.
 
 Reasoning lengths have long tails. In a static batch most rows soon wait for the longest one; here a finished row is
-handed over and replaced in the same step. The rows of the cache have lengths of their own (`seergate.cache.rows`), so
-nothing is padded but the prompts that are read together. A model some of whose layers cannot do this (sliding windows,
-linear attention) is served in batches whose finished rows are dropped.
+delivered and replaced in the same step. The rows of the cache have independent lengths (`seergate.cache.rows`), so
+only prompts that are prefilled together are padded. Models with layers that do not support this (sliding windows,
+linear attention) run in static batches whose finished rows are dropped.
 
-A sample's tokens do not depend on its neighbours: selections are made per row, and each sample draws from a generator
-of its own. (Matrix products of other sizes may round differently in the last bit; where two tokens are tied to that
-bit, the choice may differ. That is a property of the linear algebra library.)
+A sample's tokens do not depend on its neighbours: selections are made per row, and each sample has its own random
+generator. (Matrix products of different sizes may round differently in the last bit, which can change the choice
+between two tokens that are tied to that bit. That is a property of the linear algebra library.)
 """
 
 from __future__ import annotations
@@ -60,6 +60,9 @@ class Limit:
     Attributes:
         max_new_tokens: limit of the answer alone; ``None`` for no such limit.
         max_total_tokens: limit of prompt and answer together; ``None`` for no such limit.
+
+    Raises:
+        ValueError: if a limit is below 1, or neither is given.
     """
 
     max_new_tokens: int | None = None
@@ -71,12 +74,12 @@ class Limit:
             raise ValueError("neither max_new_tokens nor max_total_tokens is given; one of them must be")
 
     def of(self, prompt_tokens: int) -> int:
-        """New tokens that a prompt of this length leaves room for; 0 or less for none."""
+        """Maximum number of new tokens after a prompt of this length; 0 or less if there is no room."""
         total = None if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
         return min(limit for limit in (self.max_new_tokens, total) if limit is not None)
 
     def __str__(self) -> str:
-        """For people."""
+        """The limit in words."""
         parts = []
         if self.max_new_tokens is not None:
             parts.append(f"{self.max_new_tokens} new tokens")
@@ -93,8 +96,8 @@ class Generation:
         completion: the generated text, without the end token.
         token_ids: the generated tokens, the end token included if there is one.
         finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
-        seconds: its share of the wall-clock time: each step's time is divided among the rows that took it.
-        costs: `RowStats.of`, empty if a server generated; and ``reply_logprob`` if the request has a reply.
+        seconds: its share of the wall-clock time; the time of each step is divided equally among its rows.
+        costs: `RowStats.of`, empty if a server generated it; and ``reply_logprob`` if the request has a reply.
     """
 
     request: Request
@@ -114,7 +117,7 @@ class Generation:
         seconds: float,
         costs: dict[str, Any],
     ) -> Generation:
-        """The sample of a request's tokens, which stopped at a token of ``ends`` or was cut at the limit."""
+        """Make the sample from a request's generated tokens, which end with a token of ``ends`` or at the limit."""
         stopped = tokens[-1] in ends
         text = str(tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=False))
         return cls(request, text, tuple(tokens), "stop" if stopped else "length", seconds, costs)
@@ -133,7 +136,7 @@ class Batch:
         self.device = model.get_input_embeddings().weight.device
         self.lengths: list[int] = []  # tokens in the cache
         self.mask: Tensor | None = None  # [rows, slots]; kept only for caches whose rows share their slots
-        self.slots: int | None = None  # of the cache before the forward pass that is under way
+        self.slots: int | None = None  # of the cache before the current forward pass; None between passes
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -144,17 +147,17 @@ class Batch:
         return not self.lengths or rows_are_independent(self.cache)
 
     def add(self, prompts: Sequence[Sequence[int]], look: Callable[[Batch, Tensor], None] | None = None) -> Tensor:
-        """Read prompts; their rows come last.
+        """Prefill prompts and append their rows to the batch.
 
         Args:
             prompts: token ids of each.
-            look: called with a separate batch that holds a copy of the new rows, and with their logits.
+            look: called with a separate batch, which holds a copy of the new rows, and with their logits.
 
         Returns:
             Logits ``[len(prompts), V]`` of each row's next token.
         """
         width = max(map(len, prompts))
-        rows = [[0] * (width - len(ids)) + list(ids) for ids in prompts]  # any token does as padding: it is masked
+        rows = [[0] * (width - len(ids)) + list(ids) for ids in prompts]  # padding is masked: any token will do
         seen = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
         mask = torch.tensor(seen, device=self.device)
         cache: Cache = DynamicCache(config=self.model.config) if self.lengths else self.cache
@@ -167,7 +170,7 @@ class Batch:
         lengths, shared = [len(ids) for ids in prompts], None if rows_are_independent(cache) else mask
         if look is not None:
             twin = Batch(self.model)
-            with torch.inference_mode(False):  # it is written to
+            with torch.inference_mode(False):  # the copy is modified
                 twin.cache = copy.deepcopy(cache)
             twin.lengths, twin.mask = list(lengths), shared
             look(twin, logits)
@@ -178,9 +181,7 @@ class Batch:
         return logits
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
-        """Decode a given reply after each row, and sum up the log-probabilities of its tokens; ``logits [rows, V]``
-        are those of the first token.
-        """
+        """Log-probability in nats of a given reply to each row; ``logits [rows, V]`` are those of the first tokens."""
         sums = [0.0] * len(replies)
         for i in range(longest := max(map(len, replies))):
             known = logits.float().log_softmax(-1)
@@ -191,7 +192,7 @@ class Batch:
         return sums
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Give each row its next token; logits ``[rows, V]`` of the one after it."""
+        """Decode one given token per row; return the logits ``[rows, V]`` of the token after it."""
         if self.mask is not None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(self), 1)), dim=1)
         ids = torch.tensor(tokens, device=self.device)[:, None]
@@ -210,11 +211,11 @@ class Batch:
         self.lengths = [self.lengths[row] for row in rows]
 
     def take_back(self) -> bool:
-        """Undo the forward pass that has failed, if one has, so that the rows that were there before can go on; false
-        if that is not possible.
+        """Undo a failed forward pass, so that the rows that were in the batch before can continue; return false if
+        that is not possible.
 
-        A layer that the pass had reached forgets the token. Keys, values and compressed keys of older tokens are as
-        they were, to the last bit. What an evicting method has dropped in such a layer does not come back.
+        Layers that the pass reached drop its token; keys, values and compressed keys of older tokens stay bit for bit.
+        Not possible: no pass has failed, rows share slots, or such a layer evicts (evicted tokens cannot be restored).
         """
         if self.slots is None or not self.lengths or not rows_are_independent(self.cache):
             return False
@@ -241,8 +242,8 @@ class Batch:
 
 @torch.inference_mode()
 def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) -> float:
-    """Peak bytes of a sample of ``longest`` tokens under the attached method: keys, values and the method's state. The
-    prompt is read to measure them.
+    """Estimated peak bytes of a sample of ``longest`` tokens under the attached method: keys, values and the method's
+    state, extrapolated from a prefill of ``prompt``.
     """
     batch, total = Batch(model), 0.0
     batch.add([prompt])
@@ -254,14 +255,14 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
         if isinstance(state, CompressingState) and not state.compresses_once:
             for part in (state, *state.parts):
                 if isinstance(part, CompressingState):
-                    part.decoded = [longest - len(prompt)]  # as at the end: what some hold grows
+                    part.decoded = [longest - len(prompt)]  # as at the end: some states grow
             held = max(len(prompt), min(longest, state.max_resident()))
         total += float(layer.storage.row_bytes([held])[0] + state.bytes_held(held, longest))
     return total
 
 
 class _Row(SampledRow):
-    """A sample in the making."""
+    """A sample that is being generated."""
 
     def __init__(self, request: Request, limit: int) -> None:
         super().__init__(list(request.ids), request.seed)
@@ -279,9 +280,9 @@ class Job:
     """One setting, and how its samples are generated.
 
     Attributes:
-        batch_size: samples that a process makes together; as many as fit into its memory if ``None``.
-        prompt, longest: tokens of the longest prompt, and number of tokens of the longest sample, prompt included, to
-            estimate memory.
+        batch_size: samples that a process generates together; as many as fit into memory if ``None``.
+        prompt, longest: token ids of the longest prompt, and number of tokens of the longest sample (prompt included),
+            from which memory is estimated.
     """
 
     spec: MethodSpec
@@ -293,15 +294,15 @@ class Job:
 
 
 class Engine:
-    """Generates samples. The batch size is halved whenever memory runs out. Where the failed forward pass can be
-    undone (`Batch.take_back`), half of the samples continue, or all of them if only new samples did not fit. The
-    others start anew, random numbers included: a dense pass over their tokens would give other keys and values than
-    the sparse steps did.
+    """Generates samples, and halves the batch size whenever memory runs out. If the failed forward pass can be undone
+    (`Batch.take_back`), half of the samples continue, or all earlier ones if only new samples did not fit. The others
+    restart from their prompts and seeds, because a dense prefill of their generated tokens would give other keys and
+    values than the sparse decode steps did.
 
     Args:
         handle: the job's method, attached to a model in eval mode.
         on_finished: called with every sample when it ends.
-        sharing: processes that share the device's memory.
+        sharing: number of processes that share the device's memory.
     """
 
     def __init__(
@@ -346,7 +347,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> bool:
-        """Prefill waiting samples if there is room, or else decode one token of all; false if there are none."""
+        """Prefill waiting samples if there is room, else decode one token per row; false if no sample is left."""
         arriving = list[_Row]()
         while self.waiting and self.batch.joinable and len(self.rows) + len(arriving) < self.batch_size:
             request = self.waiting.popleft()
@@ -360,12 +361,12 @@ class Engine:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-        # Outside of the except block nothing holds on to the frames of the failed forward pass and their tensors.
+        # Outside of the except block nothing references the frames of the failed forward pass and their tensors.
         self._back_off(together)
         return True
 
     def _back_off(self, together: int) -> None:
-        """Memory ran out on so many rows: continue with half as many. The others start anew, before waiting ones."""
+        """Continue with half of ``together`` rows after memory ran out; the others restart before waiting ones."""
         if together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
@@ -375,9 +376,9 @@ class Engine:
         self.rows = rows[:count]
 
     def _kept_on(self) -> int:
-        """Undo the failed step and drop the rows that do not fit; returns how many of the first rows are left."""
+        """Undo the failed step and drop the rows that do not fit; return how many of the first rows are left."""
         held, correcting = len(self.batch), self.handle.correction is not None
-        count = held if held < len(self.rows) else min(held, self.batch_size)  # it was new rows that did not fit
+        count = held if held < len(self.rows) else min(held, self.batch_size)  # first case: only new rows did not fit
         if not count or self.handle.storage.lossy or correcting or not self.batch.take_back():
             return self._start_anew()
         try:
@@ -393,7 +394,7 @@ class Engine:
         return count
 
     def _start_anew(self) -> int:
-        """Drop all rows: none is left."""
+        """Drop all rows and reset the statistics; return 0, the number of rows left."""
         self.batch, self.rows = Batch(self.handle.model), []
         self.handle.reset_stats()
         self.stats = self.handle.count_with(RowStats)
@@ -406,12 +407,12 @@ class Engine:
             torch.cuda.empty_cache()
 
     def _advance(self, arriving: list[_Row]) -> None:
-        """Prefill new rows, or decode one token of all rows; hand over the samples that have ended."""
+        """Prefill new rows, or decode one token of every row; deliver the samples that have ended."""
         began = time.perf_counter()
         self.stats.begin_step()
         if arriving:
             moved, first = arriving, len(self.rows)
-            self.rows = [*self.rows, *arriving]  # before they are read: without room they start anew, too
+            self.rows = [*self.rows, *arriving]  # before the prefill: if it fails, they restart too
             look = self._measure_replies if any(row.request.reply for row in arriving) else None
             logits = self.batch.add([row.prompt for row in arriving], look)
             self.stats.add_rows(len(arriving))
@@ -429,7 +430,7 @@ class Engine:
 
     def _measure_replies(self, batch: Batch, logits: Tensor) -> None:
         rows = self.rows[-len(batch) :]
-        self.handle.count_with(DecodeStats)  # reads of replies are no part of the samples' costs
+        self.handle.count_with(DecodeStats)  # decoding replies is not part of the samples' costs
         try:
             sums = batch.log_probabilities(logits, [row.request.reply for row in rows])
         finally:
@@ -447,8 +448,8 @@ class Engine:
             costs = self.stats.of(i) | reply
             finished.append(Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs))
         kept = [i for i in range(len(self.rows)) if i not in ended]
-        # Dropping rows copies the others, for which a device that is nearly full may have no room. By then a
-        # finished sample must be no row any more: it would be made, and handed over, again.
+        # Dropping rows copies the others, which may run out of memory. Finished samples must have left `rows` by
+        # then, or they would be generated and delivered again.
         self.rows = [self.rows[i] for i in kept]
         for generation in finished:
             self._hand_over(generation)
@@ -459,13 +460,13 @@ class Engine:
         try:
             self.on_finished(generation)
         except Exception as error:
-            if is_out_of_memory(error):  # nothing that a smaller batch mends, and backing off would lose the sample
+            if is_out_of_memory(error):  # a smaller batch would not help, and backing off would lose the sample
                 raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
             raise
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    """The text that a model is to continue; of a conversation, by the model's chat template."""
+    """The text that the model continues: the problem's prompt, or its messages in the model's chat template."""
     if problem.prompt is not None:
         return problem.prompt
     if not tokenizer.chat_template:
@@ -482,7 +483,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
 
 
 def reply_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, reply: str) -> tuple[int, ...]:
-    """Token ids of a reply behind a prompt; none where tokens do not end with the prompt."""
+    """Token ids of a reply after a prompt; empty if a token spans the end of the prompt."""
     ids = encode(tokenizer, prompt)
     both = encode(tokenizer, prompt + reply)
     return tuple(both[len(ids) :]) if both[: len(ids)] == ids else ()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 GRADES_WITH = {"math": "math-verify"}
-"""Grader -> the distribution whose version decides on its grades."""
+"""Grader -> the distribution whose version affects its grades."""
 
 
 def version_of(package: str) -> str | None:
@@ -24,7 +24,7 @@ def version_of(package: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """The commit of the checkout this runs from, with ``+changes`` if its files differ; ``None`` outside one."""
+    """The commit of the checkout this runs from, with ``+changes`` if files are modified; ``None`` outside one."""
     package = Path(__file__).resolve().parents[1]
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
-"""The program that a judge's process runs: pairs of answers come in as JSON lines, verdicts go out.
+"""The program of a grading process, which reads pairs of answers as JSON lines and writes a verdict for each.
 
-Started by `seergate.eval.judge` as a script, so that it imports math-verify and nothing of seergate, with the seconds
-of processor time that a comparison may take.
+`seergate.eval.judge` starts it as a script, so that it imports math-verify but nothing of seergate. Its argument is
+the processor time in seconds that a comparison may take.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import sys
 from typing import Any
 
 MEMORY = 4 << 30
-"""Bytes of address space that a comparison may take. A power tower fills any memory otherwise."""
+"""Maximum address space of a comparison in bytes. Without a limit, a power tower would fill any memory."""
 
 OUT_OF_MEMORY = 77
-"""Exit status where so little memory was left that not even a verdict could be given."""
+"""Exit status if memory ran out so completely that no verdict could be given."""
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
-    """Test two answers for mathematical equivalence, by math-verify; the verdict and its reason."""
+    """Test two answers for mathematical equivalence with math-verify; return the verdict and its reason."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # As LaTeX only: math-verify's other reader takes any number out of plain text. Time is limited outside.
+    # Parse as LaTeX only: math-verify's other parser takes any number from plain text. Time is limited outside.
     configs = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
     wanted, found = (
         parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)
@@ -54,7 +54,7 @@ def _untrue(answer: Any) -> bool:
 
 
 def _leading_zeros(gold: Any) -> int:
-    """Zeros between the point and the first digit of a small number: digits behind them count."""
+    """Zeros between the decimal point and the first other digit; rounding must keep the digits after them."""
     from sympy import Float
 
     value = abs(float(gold)) if isinstance(gold, Float) else 1.0
@@ -62,7 +62,7 @@ def _leading_zeros(gold: Any) -> int:
 
 
 def _unsolved(gold: Any, answer: Any) -> bool:
-    """True if an answer is an equation in one unknown (``x^2 = 2``), whose right side math-verify would take."""
+    """True if an answer is an unsolved equation (``x^2 = 2``), of which math-verify would compare the right side."""
     from math_verify.grader import is_assignment_relation, is_equation, is_relation, take_first_relation
     from sympy import Derivative, Function, Number
 
@@ -75,13 +75,13 @@ def _unsolved(gold: Any, answer: Any) -> bool:
 
 
 def limit_time(seconds: float) -> None:
-    """End this process by SIGPROF, out of C code too, once it has worked so long from now on; 0 for never."""
+    """End this process with SIGPROF, even inside C code, after ``seconds`` of processor time; 0 removes the limit."""
     if hasattr(signal, "setitimer"):  # not on Windows
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 def main(seconds: float) -> None:
-    """Answer until the input ends, each comparison in so many seconds of processor time."""
+    """Compare pairs until the input ends; each comparison may take ``seconds`` of processor time."""
     try:
         import resource
 

@@ -1,7 +1,7 @@
-"""Distance of methods from dense attention on given texts, which are fed token by token (`seergate.score`).
+"""Distance of methods from dense attention on given texts, decoded with teacher forcing (`seergate.score`).
 
-Nothing is generated, so errors do not build up, and a model that can only continue text will do. Each text's beginning
-is its prompt; the next `SETTLING` tokens do not count, as some methods drop nothing until then.
+Nothing is generated, so errors do not accumulate, and base models can be measured. Each text's beginning is its
+prompt; the next `SETTLING` tokens are not scored, because some methods evict nothing until then.
 """
 
 from __future__ import annotations
@@ -26,20 +26,18 @@ from seergate.hf.score import score
 from seergate.methods import LongPromptWarning
 
 KEPT_BYTES = 2**30
-"""Bytes of dense attention's logits that are kept for further settings."""
+"""Maximum bytes of dense attention's logits that are kept for further settings."""
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
-    """``[N, length]``: tokens from the middle of each text that is long enough."""
+    """Token ids ``[N, length]`` from the middle of each text that is long enough."""
     encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     starts = [(ids, (len(ids) - length) // 2) for ids in encoded if len(ids) >= length]
     return torch.tensor([ids[start : start + length] for ids, start in starts])
 
 
 class TeacherForcing:
-    """Compares settings of a model, with nothing attached, on the same texts ``ids [N, S]``, of each of which
-    ``prompt`` tokens are read at once.
-    """
+    """Compares settings of a model (nothing attached) on texts ``ids [N, S]`` after a prefill of ``prompt`` tokens."""
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, prompt: int) -> None:
         self.model, self.ids, self.prompt = model, ids.to(model.device), prompt
@@ -48,7 +46,7 @@ class TeacherForcing:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> TeacherForcing:
-        """Compare on the texts of a task that scores texts."""
+        """Make the comparison on the texts of a task that scores texts."""
         assert task.max_total_tokens is not None and task.scored is not None
         ids = pieces(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
         if start := beginning(tokenizer):
@@ -57,7 +55,7 @@ class TeacherForcing:
 
     @torch.inference_mode()
     def dense(self, number: int) -> Tensor:
-        """Dense attention's logits ``[steps, V]`` of a text; those of the first texts are kept."""
+        """Dense attention's logits ``[steps, V]`` of a text, kept for the first texts (`KEPT_BYTES`)."""
         if (found := self._dense.get(number)) is None:
             found = dense_logits(self.model, self.ids[number : number + 1], self.steps)
             if (len(self._dense) + 1) * found.nbytes <= KEPT_BYTES:
@@ -68,8 +66,8 @@ class TeacherForcing:
         """Measure a setting on one text.
 
         Returns:
-            ``kl``, of each token that is scored; ``loss``, ``dense_loss`` and ``agreement``, means over them; and what
-            decoding read and held (`RowStats.of`), `SETTLING` tokens included.
+            ``kl`` of each scored token in nats; ``loss``, ``dense_loss`` and ``agreement``, means over scored tokens;
+            the numbers of tokens, the seconds; and the costs of decoding (`RowStats.of`), `SETTLING` tokens included.
         """
         ids, dense, began = self.ids[number : number + 1], self.dense(number), time.monotonic()
         with warnings.catch_warnings(), attached(self.model, spec.method(bank), correction=spec.correction) as handle:

@@ -1,10 +1,10 @@
-r"""Grading: read the answer out of a completion and compare it with the gold answer.
+r"""Grading: extract the answer from a completion and compare it with the gold answer.
 
-An answer is the contents of the last ``\boxed{...}``. For the graders in `BOXED` nothing outside the box counts, so a
-right number in the reasoning earns nothing. The others take the text where there is no box.
+The answer is the contents of the last ``\boxed{...}``. The graders in `BOXED` ignore everything outside the box, so a
+right number in the reasoning earns nothing. The others fall back to the text if there is no box.
 
-What decides is written down with every grade. Mathematical equivalence is left to math-verify, which runs in a process
-of its own (`seergate.eval.judge`), because symbolic algebra on what a lost model writes can take for ever.
+Every grade records its reason. math-verify decides on mathematical equivalence, in a separate process
+(`seergate.eval.judge`), because symbolic algebra on a degenerate answer can take for ever.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from seergate.eval.mathematics import INVISIBLE, SPACE, MisreadError, plain, rea
 _TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a box, an escaped character, a brace
 
 MAX_ANSWER = 2000
-"""Longer boxes (characters) are not answers; symbolic algebra on them could take for ever."""
+"""Characters of a boxed answer above which it is wrong; symbolic algebra on it could take for ever."""
 
 MAX_DIGITS = 100
-"""An answer with a longer number in it is not computed with, only compared as text."""
+"""Digits of a number in an answer from which on the answer is only compared as text."""
 
 Verdict = tuple[bool, str]
 """Whether an answer is right, and why, in a few words."""
@@ -47,9 +47,9 @@ class Grade:
 def last_boxed(text: str) -> str | None:
     r"""The contents of the last complete ``\boxed{...}``, braces inside it balanced, or ``None``.
 
-    A ``\boxed{`` that is never closed (a truncated generation) is no answer. An escaped brace (``\{``) is a character.
+    A ``\boxed{`` that is never closed (a truncated generation) is ignored. An escaped brace (``\{``) is a character.
     """
-    # One pass with a stack of open braces: a lost model may open thousands of boxes, and trying each is quadratic.
+    # One pass with a stack of open braces: a model may open thousands of boxes, and trying each would be quadratic.
     best: tuple[int, int] | None = None  # where the contents of the best box begin and end
     braces: list[int | None] = []  # for each open brace: where its contents begin, if it is a box's
     for match in _TOKEN.finditer(text):
@@ -69,12 +69,12 @@ def grade_digit(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
 
 
 def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """The box must hold the gold answer, spaces aside."""
+    """The answer must equal the gold answer, ignoring whitespace."""
     return "".join(answer.split()) == "".join(gold.split()), "compared as text"
 
 
 def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """Every line of the gold answer must stand in the answer as words of its own, in any case and order."""
+    """Every line of the gold answer must occur in the answer as whole words, in any case and order."""
     parts, text = filter(None, map(_lower, gold.splitlines())), _lower(answer)
     missing = [part for part in parts if not re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text)]
     return not missing, f"{missing[0]!r} is missing" if missing else "all of it is there"
@@ -117,10 +117,10 @@ _DENIED = re.compile(r"(?:is|was)\s+(?:wrong|incorrect|false|not)\b|(?:or|and|no
 
 
 def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    r"""Multiple choice: the box must hold one letter, alone or with punctuation and the option's text behind it.
+    r"""Multiple choice: the box must hold one letter, alone or followed by punctuation and the option's text.
 
-    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV`` and ``C \quad 4 eV`` are C. ``4 eV``, ``A proton``
-    and ``C because A is wrong`` are no letters; ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` are no choice.
+    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV`` and ``C \quad 4 eV`` are read as C. ``4 eV``,
+    ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` hold two.
     """
     text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", INVISIBLE.sub("", answer))
     text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
@@ -135,7 +135,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """Mathematical equivalence, by math-verify."""
+    """The answer must be mathematically equivalent to the gold answer, by math-verify."""
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
@@ -159,7 +159,7 @@ GRADERS: dict[str, Grader] = {
     "number": grade_number,
 }
 BOXED = ("digit", "math", "letter")
-"""Graders that look for the answer in a box only."""
+"""Graders that accept an answer in a box only."""
 
 
 def _answer(grader: str, text: str) -> str | None:
@@ -171,8 +171,8 @@ def _answer(grader: str, text: str) -> str | None:
 
 
 def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> Grade:
-    """Grade one completion by a grader of `GRADERS`. With an empty gold answer (a problem that is graded elsewhere),
-    nothing is right.
+    """Grade one completion with a grader of `GRADERS`. If the gold answer is empty (the problem is graded elsewhere),
+    every answer is wrong.
     """
     answer = last_boxed(completion)
     if boxed := answer is not None or grader in BOXED:
@@ -191,17 +191,14 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
 
 
 def check_grader(name: str) -> Grader:
-    """The grading function of a name."""
+    """The grader of this name; a `SeergateError` if there is none."""
     if name not in GRADERS:
         raise SeergateError(f"there is no grader {name!r}; known are {', '.join(GRADERS)}")
     return GRADERS[name]
 
 
 def check_gold(name: str, gold: str) -> None:
-    """Refuse a gold answer that no answer can equal under the grader of that name.
-
-    An empty one is accepted where text is compared.
-    """
+    """Raise `SeergateError` for a gold answer that no answer can match; only ``exact`` takes an empty one."""
     if name == "letter" and not re.fullmatch("[A-Z]", gold.strip()):
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
     if name == "number" and last_number(gold) is None:

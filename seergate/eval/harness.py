@@ -19,8 +19,8 @@ from seergate.hf.score import score
 def attached_model(
     name: str, spec: MethodSpec, gates: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GateBank | None]:
-    """The model with the method attached, its tokenizer, and the gates, from directories or Hub ids; ``options`` are
-    those of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
+    """Load a model and gates from directories or Hub ids and attach a method; return the model, its tokenizer and the
+    gates. ``options`` are those of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
     """
     bank = None if gates is None else GateBank.from_pretrained(gates)
     method = spec.method(bank)
@@ -38,8 +38,8 @@ def likelihoods(
 ) -> Iterator[tuple[int, float, bool]]:
     """Log-probabilities of continuations under the attached method (`seergate.score`).
 
-    A context is read densely but for its last token, with which decoding begins, so that the method predicts every
-    token of the continuation. (For a context of one token dense attention makes the first prediction; it is the same.)
+    Of a context, all tokens but the last are prefilled and the last is decoded, so that the method predicts every
+    token of the continuation. (After a context of one token the prefill makes the first prediction; it is the same.)
 
     Args:
         model: from `attached_model`.
@@ -47,8 +47,8 @@ def likelihoods(
         batch_size: how many are scored together.
 
     Yields:
-        The number of a pair, its continuation's log-probability, and whether each token of it is the most probable
-        one; longest pairs first.
+        The index of a pair, the log-probability of its continuation in nats, and whether every token of it is the most
+        probable one; longest pairs first.
     """
 
     def order(number: int) -> tuple[bool, int]:

@@ -1,4 +1,4 @@
-r"""Tasks whose problems come from the Hub (or GitHub), as small declarations.
+r"""Declarations of the tasks whose problems come from the Hub (or GitHub).
 
 Each dataset is pinned to a commit, and the text of its problems is hashed into the run's configuration, so that two
 runs that differ in a single character of a problem are never compared. Prompts, limits and numbers of samples are
@@ -46,7 +46,7 @@ class HubTask:
 
     Attributes:
         repository: dataset id on the Hub; or the address of one JSON-lines file.
-        revision: commit; ``None`` where the address itself names one.
+        revision: commit; ``None`` if the address itself names one.
         read: ``(record, number, seed) -> Problem``.
         config: configuration of the dataset.
         chance: accuracy of guessing.
@@ -64,11 +64,11 @@ class HubTask:
     chance: float | None = None
 
     def __call__(self, *, problems: int | None = None, source: str | None = None, seed: int = PAPER_SEED) -> Task:
-        """The task.
+        """Make the task.
 
         Args:
-            problems: use only the first so many.
-            source: a local file instead of the Hub's.
+            problems: number of problems to use, from the first on; all if ``None``.
+            source: a local file to use instead of the Hub's.
             seed: seed of the task's random choices (the order of GPQA's options).
         """
         if problems is not None:
@@ -153,7 +153,7 @@ def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
 
 def _aime(record: dict[str, Any], number: int, seed: int) -> Problem:
     answer = as_text("answer", record["answer"]).strip()
-    whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # a column with a gap
+    whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # gaps make a column float
     if not (whole.isascii() and whole.isdigit()):
         raise ValueError(f"'answer' is {record['answer']!r}; it must be an integer, as all answers of AIME are")
     return _math(_words(record, "problem"), str(int(whole)), number, record)
@@ -171,7 +171,7 @@ def _gsm8k(record: dict[str, Any], number: int, seed: int) -> Problem:
 
 
 def _gpqa(record: dict[str, Any], number: int, seed: int) -> Problem:
-    """Options in an order drawn per problem, the same for every model, method and sample."""
+    """A problem with its options in random order, which is the same for every model, method and sample."""
     fields = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
     options = [_words(record, field).strip() for field in fields]
     name = str(record.get("Record ID", number))

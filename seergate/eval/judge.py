@@ -1,7 +1,7 @@
 """A pool of processes that compare answers. A process that takes too long is killed and replaced; the run goes on.
 
-The limit is in processor time, so that a verdict does not depend on the load of the machine. The end of a process is a
-verdict only if the comparison itself has caused it.
+The limit is in processor time, so that a verdict does not depend on the load of the machine. If a process dies, that
+counts as a verdict only if the comparison itself caused it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from seergate.eval import equivalence
 from seergate.eval.grading import Grade, grade
 
 SECONDS = 10.0
-"""Processor time of one comparison. math-verify takes milliseconds for an ordinary answer."""
+"""Maximum processor time of a comparison. math-verify takes milliseconds for an ordinary answer."""
 
 WALL = 6
-"""Wall-clock limit of a comparison, as a multiple: for a process that waits, and where processor time has no limit."""
+"""Wall-clock limit as a multiple of the processor time, for idle processes and systems without the other limit."""
 
 START_SECONDS = 120.0
-"""Time for a process to import math-verify on a busy machine."""
+"""Maximum seconds for a process to import math-verify on a busy machine."""
 
 FAULTS = {-signal.SIGSEGV: "crashed", -signal.SIGABRT: "crashed", equivalence.OUT_OF_MEMORY: "ran out of memory"}
-"""Exit statuses that the comparison itself causes; they are verdicts."""
+"""Exit statuses that the comparison itself causes, in words; they count as verdicts."""
 
 
 class _Judge:
-    """One process."""
+    """One grading process, which starts when it is first needed."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -44,14 +44,14 @@ class _Judge:
         self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
-        """Compare the answer with the gold answer; the verdict and its reason in words."""
+        """Compare an answer with the gold answer; return the verdict and its reason in words."""
         if self.process is not None and self.process.poll() is not None:  # killed while it was idle
             self._end()
         try:
             if self.process is None:
                 self._start()
             reply, late = self._ask(json.dumps([gold, answer]), WALL * self.seconds)
-        except BaseException:  # an interrupt, say: the reply may still come, and must not be the next answer's
+        except BaseException:  # such as an interrupt: a late reply must not be taken for the next answer's
             self._end()
             raise
         if reply is not None:
@@ -91,7 +91,7 @@ class _Judge:
             )
 
     def _ask(self, line: str | None, seconds: float) -> tuple[str | None, bool]:
-        """Write a line (or nothing) and wait for one: the line, or ``None`` if it does not come; and whether the
+        """Write a line (or nothing) and wait for a reply. Return the reply, ``None`` if there is none, and whether the
         process was killed for taking too long.
         """
         process, late = self.process, threading.Event()
@@ -99,7 +99,7 @@ class _Judge:
 
         def kill() -> None:
             late.set()
-            process.kill()  # SIGKILL: a loop inside C code heeds nothing less
+            process.kill()  # SIGKILL: a loop inside C code ignores weaker signals
 
         timer = threading.Timer(seconds, kill)
         timer.start()
@@ -116,7 +116,7 @@ class _Judge:
         return (reply if reply.endswith("\n") else None), late.is_set()
 
     def _end(self) -> int | None:
-        """End the process; its exit status, which is its own if it has died already, ``None`` without a process."""
+        """End the process, if any, and return its exit status (its own if it had already died); else ``None``."""
         process, self.process = self.process, None
         if process is None:
             return None
@@ -138,8 +138,8 @@ class GradingPool:
     """Grades completions; threads may share it. A context manager: leaving it ends the processes.
 
     Args:
-        processes: how many comparisons may run at once. They start when first needed.
-        seconds: processor time of one comparison.
+        processes: maximum number of comparisons at once; the processes start when they are first needed.
+        seconds: maximum processor time of one comparison.
     """
 
     def __init__(self, processes: int = 1, seconds: float = SECONDS) -> None:
@@ -159,7 +159,7 @@ class GradingPool:
         return grade(grader, completion, gold, self._equivalent)
 
     def grade_all(self, items: Iterable[tuple[str, str, str]]) -> list[Grade]:
-        """`grade` of many ``(grader, completion, gold)``, in their order, on all processes."""
+        """Grade many ``(grader, completion, gold)`` on all processes; the grades are in the same order."""
         with ThreadPoolExecutor(self.processes) as threads:
             return list(threads.map(lambda item: self.grade(*item), items))
 
@@ -184,6 +184,6 @@ class GradingPool:
 
 
 def check_installed() -> None:
-    """Refuse to grade mathematics without math-verify."""
+    """Raise `SeergateError` if math-verify, which grades mathematics, is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise SeergateError(f"grading mathematics needs math-verify; {how_to_install('eval')}")

@@ -7,13 +7,13 @@ in a checkout::
         --tasks "seergate_chain_sum|0" --custom-tasks docs/examples/lighteval/chain_sum.py
 
 lighteval 0.13 does not start with huggingface_hub 2 (it calls ``list_models(model_name=...)``) and fails with xxhash
-4, so the extra holds both below. It imports all of its tasks when one is asked for, and one of them downloads
-``tinyBenchmarks.pkl`` from GitHub: without a network, even for tasks of your own, it starts only once there is a file
-of that name, which may be empty, beside its tasks.
+4, so the extra requires older versions of both. lighteval imports all of its tasks even if only one is requested, and
+one of them downloads ``tinyBenchmarks.pkl`` from GitHub. Without a network it starts only if a file of that name,
+which may be empty, is in the directory of its tasks; this also holds for custom tasks.
 
-lighteval caches samples under the *name* of the model, so that a dense run and a sparse one of the same base, or runs
-with other gates or weights under the same path, would share them; here the name says the method, and ends in digits
-that tell them apart.
+lighteval caches samples under the *name* of the model, so that a dense and a sparse run of the same base model, or
+runs with different gates or weights at the same path, would share them. The name given here therefore contains the
+method and a hash of the weights, the gates and all options.
 """
 
 from __future__ import annotations
@@ -38,9 +38,12 @@ def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
     Args:
         model: after `seergate.load` or `seergate.attach`.
         path: directory or Hub id of the base model, from which lighteval reads the tokenizer.
-        name: under which lighteval caches samples; another one for every method and all weights. It is a path inside
-            the cache's directory, so it must not be an absolute one.
+        name: name under which lighteval caches samples; it must differ between methods and between weights. It is a
+            path inside the cache's directory, so it must not be absolute.
         batch_size: size of lighteval's static batches.
+
+    Raises:
+        SeergateError: if lighteval is not installed.
     """
     try:
         from lighteval.models.transformers.transformers_model import TransformersModel, TransformersModelConfig
@@ -60,7 +63,7 @@ def harness_model(model: Any, path: str, name: str, batch_size: int = 1) -> Any:
 
 
 def name_of(path: str, model: Any, spec: MethodSpec, bank: GateBank | None) -> str:
-    """The model's and the method's names, and digits that change with the weights, the gates and all options."""
+    """The names of the model and the method, and a hash of the weights, the gates and all options."""
     parts = [fingerprint(model), spec.describe(bank), spec.weights(bank)]
     return f"{Path(path).name}@{spec.label}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:8]}"
 
@@ -102,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
         model=wrapped,
     )
     pipeline.evaluate()
-    pipeline.save_and_push_results()  # into the directory; nothing is pushed unless the tracker is told to
+    pipeline.save_and_push_results()  # saves to the directory only: the tracker is not configured to push
     print(json.dumps(pipeline.get_results()["results"], indent=2, default=str))
 
 

@@ -1,7 +1,7 @@
-"""Programs for LiveCodeBench's own evaluator, which runs them: seergate generates answers and never executes any.
+"""Export of generated programs to LiveCodeBench's own evaluator, which runs them; seergate never executes any.
 
-Its ``custom_evaluator`` reads a JSON list of ``{"question_id": ..., "code_list": [program, ...]}`` with every problem
-of the benchmark, and equally many programs for each.
+LiveCodeBench's ``custom_evaluator`` reads a JSON list of ``{"question_id": ..., "code_list": [program, ...]}`` with
+every problem of the benchmark and the same number of programs for each.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from seergate.eval import store
 
 _TOKENS = r"(?:<[|/\uff5c][^<>\s]*>\s*)*"  # such as <|im_end|>
 _FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
-_LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # behind a sentence
+_LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # after a sentence
 
 
 def last_program(completion: str) -> str:
-    """The contents of the last fenced block that is closed; empty if there is none, which is a wrong answer.
+    """The contents of the last closed fenced block; empty if there is none, which counts as a wrong answer.
 
-    A fence with a word behind it (the language) opens a block even where the model has left another one open; where
-    none is open, also at the end of a sentence. End tokens behind a fence do not count.
+    A fence followed by a word (the language) opens a block even if the model left another one open; if none is open,
+    the fence may also stand at the end of a sentence. End tokens after a fence are ignored.
     """
     found, fence, lines = "", "", list[str]()
     for line in completion.split("\n"):
@@ -39,11 +39,11 @@ def last_program(completion: str) -> str:
 
 
 def write_programs(directory: Path, out: Path) -> tuple[int, int]:
-    """Write a JSON file of a finished run's programs for the evaluator; the run's problem ids are the benchmark's
-    question ids. Returns how many problems there are, and how many answers hold no program.
+    """Write the programs of a finished run to a JSON file for the evaluator; the run's problem ids must be question
+    ids. Return the number of problems, and the number of answers without a program.
 
     Raises:
-        SeergateError: if answers are missing, without which the evaluator refuses the file.
+        SeergateError: if answers are missing, because the evaluator refuses an incomplete file.
     """
     config, samples = store.read_config(directory), store.read_samples(directory)
     wanted = config["task"]["n_problems"] * config["generation"]["samples"]

@@ -1,16 +1,17 @@
-r"""lm-eval (EleutherAI's harness) with ``seergate`` among its models, which decodes with a method of seergate.
+r"""lm-eval (EleutherAI's harness) with an additional model ``seergate``, which decodes with a method of seergate.
 
-Install the extra in an environment of its own (``pip install "seergate[lm-eval]"``). Releases of lm-eval that know
-plugins find the model by themselves; for others, this module is the command ``lm-eval`` with the model added. Any task
-of the harness works; in a checkout::
+Install the extra in an environment of its own (``pip install "seergate[lm-eval]"``). Releases of lm-eval that support
+plugins find the model by themselves; for others, run this module in place of the command ``lm-eval``. Any task of the
+harness works; in a checkout::
 
     python -m seergate.eval.lm_eval_adapter run --model seergate --apply_chat_template \
         --model_args pretrained=checkpoints/tiny-reasoner,method=h2o:interval=16,budget=256 \
         --tasks seergate_chain_sum --include_path docs/examples/lm_eval
 
-lm-eval's AIME tasks are greedy, score one sample and ask for no box; for the paper's protocol use ``seergate eval``.
-Tasks that score given continuations (multiple choice) read the question densely and decode the continuation; those
-that score whole texts (``wikitext``) decode all of each window. Texts shorter than the budget are read whole.
+lm-eval's AIME tasks decode greedily, score one sample and do not ask for a box; for the paper's protocol use
+``seergate eval``. Tasks that score given continuations (multiple choice) prefill the question and decode the
+continuation; tasks that score whole texts (``wikitext``) decode all of each window. A text shorter than the budget
+is read completely at every step.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class SeergateLM(HFLM):
         method: as `seergate eval` takes it; by default ``gate`` where there are gates, else ``dense``.
         budget: tokens per KV head and step.
         block_size: tokens per block, for methods that select blocks.
-        device, dtype: device and dtype of the base model; the harness asks for a GPU wherever it runs, so without one
-            it is the CPU.
+        device, dtype: device and dtype of the base model; the harness always requests a GPU, so ``device`` is ignored
+            on machines without one.
         **options: options of ``HFLM``.
     """
 
@@ -65,8 +66,8 @@ class SeergateLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """Score continuations by decoding them, where the harness would read them in one dense pass."""
-        room = self.max_length + 1  # the last token is predicted only
+        """Score continuations by decoding them; the harness itself would score them in one dense forward pass."""
+        room = self.max_length + 1  # the last token is predicted, but not read
         pairs = [((context + given)[-room : -len(given)], given) for _, context, given in requests]
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)

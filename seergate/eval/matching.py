@@ -1,11 +1,11 @@
-"""Budgets under which methods are equal in bytes: resident ones, or bytes read per step.
+"""Search for the budgets at which methods take equal bytes: resident bytes, or bytes read per step.
 
-A token budget of 1024 means something else for every method. Here a budget of C means as many bytes as C tokens of the
-dense cache take, and each method gets the token budget (or other `Method.budget_option`) under which it comes nearest;
-with ``gate:budget_share=auto`` and ``gate:threshold=auto`` it is a share or a threshold (`Method.searched_values`).
-How many bytes that are is measured, not computed: one of dense's own answers, of average length, is replayed token by
-token. A method whose bytes do not depend on a budget (``kv4bit``), or that was given one of its own
-(``quest:token_budget=256``), is run as it is, and the others are matched to it as well.
+A token budget of 1024 means something different for each method. Here a budget of C stands for the bytes of C tokens
+of the dense cache, and each method gets the token budget (or other `Method.budget_option`) whose bytes come nearest;
+with ``gate:budget_share=auto`` and ``gate:threshold=auto`` it gets a share or a threshold (`Method.searched_values`).
+Bytes are measured, not computed: a dense answer of average length is replayed token by token under each setting. A
+method whose bytes do not depend on a budget (``kv4bit``), or that is given its own budget
+(``quest:token_budget=256``), runs unchanged, and its bytes are a further target for the other methods.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from seergate.methods import Dense, LongPromptWarning, method_class
 from seergate.methods.registry import reading_class
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
-"""Quantities that can be made equal -> their figure of a sample. Neither depends on the batch of the sample."""
+"""Quantity that can be made equal -> its name in `RowStats.of`. Neither depends on the batch of the sample."""
 
 EVERYTHING = 2**30
-"""A token budget that stands for all budgets of a method."""
+"""Placeholder for a token budget that is still to be found."""
 
 TOKEN = "a token of the dense cache"
 """Key of `Replay.known` for the bytes of one token of the dense cache."""
 
 CLOSE, FAR = 0.01, 0.10
-"""Relative distances to a target: at the first the search ends; beyond the second a setting is not run."""
+"""Relative distances to a target: within ``CLOSE`` the search ends; beyond ``FAR`` a setting is not run."""
 
 
 def record_path(directory: Path, measure: str) -> Path:
-    """The file in which a sweep keeps measurements and matches."""
+    """The file in which a sweep stores measurements and matches."""
     return directory / f"matching-{measure}.json"
 
 
@@ -55,11 +55,11 @@ def replayed(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 @dataclass
 class Replay:
-    """One answer of dense attention, to be decoded again under any method, on the same tokens.
+    """One answer of dense attention, whose tokens are decoded again under any method to measure its bytes.
 
     Args:
         model: a model in eval mode, nothing attached.
-        samples: samples of the dense run, of which one is taken (`replayed`).
+        samples: samples of the dense run; `replayed` chooses one of them.
         figure: the measured quantity, a value of `MEASURES`.
         known: earlier measurements on the same answer and model; new ones are added.
     """
@@ -112,7 +112,7 @@ class Replay:
 
 
 def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
-    """One setting for each method and choice of options, whatever its budget."""
+    """One setting per method and choice of options, ignoring token budgets that are to be found."""
     found: dict[str, MethodSpec] = {}
     for spec in specs:
         bare = replace(spec, token_budget=EVERYTHING) if budget_option_of(spec) == "token_budget" else spec
@@ -121,7 +121,7 @@ def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
 
 
 def budget_option_of(spec: MethodSpec) -> str | None:
-    """The option that decides how many bytes a method takes; ``None`` if it has none, or if it has been given."""
+    """The option to vary so that the method takes more or fewer bytes; ``None`` if it has none, or it is given."""
     option, limits = method_class(spec.name).budget_option, limits_of(spec.name)
     for searched in reading_class(spec.name).searched_values().keys() & limits & set(spec.uncalibrated):
         return searched
@@ -131,14 +131,14 @@ def budget_option_of(spec: MethodSpec) -> str | None:
 
 
 def with_budget(spec: MethodSpec, budget_option: str, value: float) -> MethodSpec:
-    """The setting with its budget option at a value."""
+    """The setting with its budget option set to a value."""
     if budget_option == "token_budget":
         return replace(spec, token_budget=int(value))
     return replace(spec, options={**spec.options, budget_option: value})
 
 
 def nearest(values: Sequence[float], measure: Callable[[float], float], target: float) -> float:
-    """The value whose measure comes nearest to a target. The measure must not fall as values go on."""
+    """The value whose measure is nearest to a target, or within `CLOSE` of it; measures of ``values`` must ascend."""
     low, high = 0, len(values) - 1
     at_low, at_high = measure(values[low]), measure(values[high])
     while high - low > 1 and at_low < target < at_high:
@@ -163,13 +163,13 @@ def match(
     banks: Banks,
     say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
-    """Settings whose bytes are equal on a replayed answer, and a record of the matches.
+    """Find the settings that take equal bytes on a replayed answer, and record the matches.
 
     Args:
         specs: one per method; their token budgets are ignored.
         budgets: budgets in tokens of the dense cache.
         prepare: calibrates a setting.
-        say: gets the matches of each method, as one line.
+        say: called with the matches of each method in one line.
 
     Returns:
         The settings, without repetition, and one record per target and method: ``target`` (its name),
@@ -218,7 +218,7 @@ def _values(
     prepare: Callable[[MethodSpec], MethodSpec],
     bank: GateBank | None,
 ) -> list[float]:
-    """Values of the budget option, from fewest bytes to most."""
+    """Values of the budget option that the method accepts, from fewest bytes to most."""
 
     def accepted(value: float) -> bool:
         try:

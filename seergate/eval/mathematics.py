@@ -1,8 +1,8 @@
-r"""Mathematical answers: brought into one form, and refused where math-verify would misread them.
+r"""Normalisation of mathematical answers, and rejection of those that math-verify would misread.
 
-math-verify drops the words behind a number, and whatever else it cannot read. Half of such an answer would then be
-compared: ``5 \text{ or more}`` as 5. So every sign and every word of an answer must be known to be read, or be a unit,
-or stand in the gold answer too.
+math-verify ignores the words after a number and everything else that it cannot parse, and would compare only the rest
+of such an answer: ``5 \text{ or more}`` as 5. Therefore every symbol and word of an answer must be one that
+math-verify is known to parse, a unit, or also in the gold answer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 
 SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"
-"""A space within a line, as LaTeX writes it or of any width."""
+"""A space within a line: a command of LaTeX, or a space character of any width."""
 
 INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 
 _ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
-_FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple things, in braces or without
+_FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple arguments, in braces or without
 _DECORATION = re.compile(
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|rm|displaystyle|limits)(?![A-Za-z])"
 )
@@ -32,12 +32,12 @@ _NOTHING = re.compile(
 
 
 def plain(text: str) -> str:
-    r"""An answer in a form that math-verify reads: nothing around the formula, no punctuation at the end; ``^\circ``
+    r"""Normalise an answer for math-verify: nothing around the formula, no punctuation at the end; ``^\circ``
     for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; powers of ten,
     the imaginary unit and the empty set in their usual form.
     """
     text, before = INVISIBLE.sub("", text), None
-    while text != before:  # as often as there is something around it
+    while text != before:  # repeated, because wrappers may be nested
         before, text = text, _ANSWER.sub("", _END.sub("", _DECORATION.sub("", text))).strip()
         text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
@@ -65,7 +65,7 @@ _UNITS = """
     A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person; student;
     point; time; item; term; digit
 """
-"""A unit and its other names; plurals are understood."""
+"""A unit and its other names; plurals are recognised."""
 
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
@@ -80,7 +80,7 @@ _SIGNS = """
     iota kappa lambda mu nu xi pi rho sigma tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi
     Sigma Phi Psi Omega
 """
-"""The commands of LaTeX that math-verify reads as they are meant."""
+"""The commands of LaTeX that math-verify interprets correctly."""
 
 _FOREIGN = re.compile(r"[^\x20-\x7e\sπθ√∞×·÷±∅≤≥≠<>∪∈£€°²³]|['?#@`]|\.\.\.|\+\s*\Z")
 _DENIAL = re.compile(  # words that change what a name before "=" means
@@ -95,7 +95,7 @@ _TUPLE = re.compile(r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)")
 
 
 def _unit(words: str, power: str | None) -> list[str] | None:
-    """A unit's factors in one spelling; ``None`` if some word is no unit."""
+    """A unit's factors in canonical spelling; ``None`` if a word is not a unit."""
     factors, dimension = list[str](), {"square": "2", "sq": "2", "cubic": "3"}
     raised = ""
     for word in re.findall(r"[A-Za-z]+|\^?\d", words):
@@ -118,7 +118,7 @@ def _unit(words: str, power: str | None) -> list[str] | None:
 
 
 def _without_unit(text: str) -> tuple[str, list[str]]:
-    """A quantity without the unit at its end, and the unit; the text and nothing where there is none."""
+    """A quantity without the unit at its end, and the unit's factors, which are empty if there is no unit."""
     found = _LAST_WORDS.search(text)
     if found is None or not re.search(r"\d", text[: found.start()]):
         return text, []
@@ -129,7 +129,7 @@ def _without_unit(text: str) -> tuple[str, list[str]]:
 
 
 def _words(text: str, letters: set[str]) -> set[str]:
-    """The words in a formula. Letters side by side are a product if all of them are variables of the gold answer."""
+    """The words in a formula. Adjacent letters are a product, not a word, if the gold answer has all of them."""
     inside = " ".join(match[1] for match in re.finditer(_TEXT, text))
     outside = re.sub(r"\\(?:begin|end)\{\w*\}|\\[A-Za-z]+|(?<=[A-Za-z])_\{[^{}]*\}", " ", re.sub(_TEXT, " ", text))
     found = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
@@ -137,7 +137,7 @@ def _words(text: str, letters: set[str]) -> set[str]:
 
 
 def _several(text: str) -> bool:
-    """True if values stand beside each other, not within brackets."""
+    """True if a text lists several values outside of brackets."""
     depth = 0
     text = re.sub(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", "0", text)  # a number with separated thousands
     for token in re.findall(r"\\\\|\\q?quad(?![A-Za-z])|\\[{}]|\\[A-Za-z]+|[()\[\]{}]|[,;&\n]", text):
@@ -151,7 +151,7 @@ def _several(text: str) -> bool:
 
 
 def _brackets(text: str) -> str:
-    """``{`` for a set whose numbers are listed, ``(`` for a tuple or an open interval, empty for anything else."""
+    """``{`` for a set of listed numbers, ``(`` for a tuple, an open interval or a strict inequality, else empty."""
     value = re.split(r"=|\\in(?![A-Za-z])", re.sub(r"\\(?:left|right)(?![A-Za-z])", "", text))[-1].strip()
     if re.match(r"\\(?:\{|lbrace)", value):
         return "" if re.search(r"[(:|<>]|\\mid", value) else "{"
@@ -159,17 +159,17 @@ def _brackets(text: str) -> str:
 
 
 class MisreadError(ValueError):
-    """Two answers that math-verify might take for equal though they are not; the message says why."""
+    """Raised for two different answers that math-verify might call equal; the message says why."""
 
 
 def readable(gold: str, answer: str) -> tuple[str, str]:
-    """Two answers, both `plain`, as math-verify is to compare them: without units and the answer's name.
+    """The two answers, both already `plain`, to give to math-verify: without units and without a name before ``=``.
 
     Raises:
-        MisreadError: if part of the answer would not be read.
+        MisreadError: if math-verify would ignore or misread a part of the answer.
     """
-    # It takes a base for an ornament, ignores what stands before the last relation, multiplies numbers that stand
-    # beside each other, and compares sets with tuples.
+    # math-verify ignores the base of a number and what precedes the last relation, multiplies adjacent numbers, and
+    # compares sets with tuples.
     wanted, found = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
     if wanted != found:
         raise MisreadError("numbers to different bases")

@@ -12,11 +12,11 @@ USABLE = 0.8
 """Share of the free memory that samples may take. The rest is for activations and other uses."""
 
 GROWTH = 1.25
-"""Allocated over used bytes of buffers, which grow in steps."""
+"""Ratio of allocated to used bytes of buffers, which grow in steps."""
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free now, within the limits of a container."""
+    """Bytes of memory that are free now, within the limits of a container."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -32,10 +32,10 @@ def free_bytes(device: torch.device) -> int:
 
 def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:
     """Number of samples of this size (`seergate.eval.engine.sample_bytes`) that fit; in 1..`LARGEST_BATCH`. All
-    samples are assumed to grow to the limit, so the estimate is rarely too large; where it is, the engine halves it.
+    samples are assumed to grow to the limit, so the estimate is rarely too large; if it is, the engine halves it.
 
     Args:
-        sharing: processes that divide the device's free memory equally, all of which have loaded their models.
+        sharing: number of processes that share the device's free memory equally, once all have loaded their models.
     """
     return max(1, min(LARGEST_BATCH, int(USABLE * free_bytes(device) / sharing / (GROWTH * sample_bytes))))
 

@@ -4,7 +4,7 @@
     lazy_eviction:window=32:use_h2=false
     tri_attention:centres=runs/centres.safetensors
 
-It needs no quotes in a shell or in YAML, and holds no comma, so that several methods can be separated by commas.
+Such a text needs no quotes in a shell or in YAML, and has no comma, so that commas can separate several methods.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LISTS = ("dense_layers", "anchors")
 
 
 def read_method(text: str) -> tuple[str, dict[str, Any]]:
-    """The method's name and its options.
+    """Parse a method's name and its options.
 
     Values are whole numbers, numbers, ``true``, ``false``, ``none``, and otherwise text.
 
@@ -37,7 +37,7 @@ def read_method(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def read_options(kind: str, text: str, lists: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """A name and its options, as they are written.
+    """Parse a name and its options, without checking that they exist.
 
     Args:
         kind: ``"method"`` or ``"task"``, for errors.
@@ -59,7 +59,7 @@ def read_options(kind: str, text: str, lists: Sequence[str]) -> tuple[str, dict[
 
 
 def correction_names(name: str) -> set[str]:
-    """The options beside a method's own that ask for a correction; see `correction_of`."""
+    """The options that select a correction (`correction_of`) and are not the method's own."""
     selects = issubclass(method_class(name), SelectingMethod)
     return {"lossless", "draft_tokens", "rectify_every"} - option_names(name) if selects else set()
 
@@ -67,7 +67,7 @@ def correction_names(name: str) -> set[str]:
 def correction_of(
     *, lossless: bool = False, draft_tokens: int | None = None, rectify_every: int | None = None
 ) -> Correction | None:
-    """The correction that options of a method's text ask for."""
+    """The correction that options of a method's text select, if any; a `ValueError` if they exclude each other."""
     check("lossless", lossless, isinstance(lossless, bool), "true or false")
     if lossless and rectify_every is not None:
         raise ValueError(
@@ -99,7 +99,7 @@ def _list(key: str, text: str) -> tuple[int, ...]:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is written; of a path only the file's name, because the text names directories."""
+    """The text of a value; of a path only the file's name, because the text becomes part of a directory's name."""
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
     words = {repr(word): text for text, word in WORDS.items()}

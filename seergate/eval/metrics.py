@@ -1,4 +1,4 @@
-"""Metrics: derived from samples, never edited, the same however often a run was interrupted."""
+"""Metrics of a run, derived from its samples, so that they do not depend on how often it was interrupted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COSTS = ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "r
 """Figures of a sample's decoding (tokens and bytes read, held and shared), averaged over generated tokens."""
 
 PEAKS = ("own_bytes_peak", "resident_bytes_peak")
-"""Figures of which the highest of all samples is kept."""
+"""Figures of which a run's metric is the maximum over samples."""
 
 REPLY = "reply_logprob"
-"""Log-probability of a right answer, in nats, of tasks that have one to be measured."""
+"""Log-probability of a right answer in nats, for tasks whose problems have a `Problem.reply`."""
 
 PROXIES = (
     *("recall", "recall_per_layer", "next_token_kl", "next_token_kl_p99", "perplexity", "dense_perplexity"),
@@ -31,7 +31,7 @@ PROXIES = (
 
 
 def by_problem(samples: list[dict[str, Any]], name: str) -> dict[str, list[float]]:
-    """A figure of each sample, grouped by problem. Sorted, so that the order of generation does not matter."""
+    """A figure of each sample, grouped by problem, in an order that does not depend on that of generation."""
     groups: dict[str, list[float]] = defaultdict(list)
     for sample in in_order(samples):
         groups[sample["problem_id"]].append(float(sample[name]))
@@ -39,7 +39,7 @@ def by_problem(samples: list[dict[str, Any]], name: str) -> dict[str, list[float
 
 
 def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dict[str, Any]:
-    """All figures of one run, from its samples, at least one, and the contents of `proxies.json`.
+    """All figures of one run, from its samples (at least one) and the contents of `proxies.json`.
 
     Returns:
         Where texts were scored, `of_texts`. Otherwise:
@@ -102,7 +102,7 @@ def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and
         ``_high``, the ends of its 95 % interval, clustered by text, which are ``None`` for one text; ``kl_se``,
-        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; what was read and held.
+        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; means of `COSTS` and `PEAKS`.
     """
     found: dict[str, Any] = {}
     for name in ("kl", "loss", "agreement"):

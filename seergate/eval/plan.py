@@ -24,31 +24,31 @@ from seergate.yaml_file import read_yaml
 MATCHES = ("budget", *MEASURES)
 
 NOT_WRITTEN = ("sampling", "model_name", "on_progress")
-"""Options of a run that follow from others, so that a file cannot give them."""
+"""Options of a run that are derived from others, or cannot be written, and so are not accepted in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan(RunOptions):
-    """A grid of settings on one task, and how they are run. Lists are grids; each may be a single value in a file.
+    """A grid of settings on one task, and how to run them. Lists span the grid; a file may give a single value.
 
     Attributes:
         model: preset, directory or Hub id.
-        gates: adapter directory or Hub id; or name -> adapter: methods with gates run with each that has their block
-            size.
+        gates: adapter directory or Hub id; or name -> adapter, in which case methods with gates run once with each
+            adapter of their block size.
         method: methods, with options as ``NAME:OPTION=VALUE`` (`read_method`). ``dense`` runs once, and first.
         budget: token budgets; empty takes the task's.
-        match: quantity that is equal between methods at a budget: ``budget``, tokens; ``resident``, bytes held on
-            average; ``read``, bytes read per step. Bytes are given as tokens of the dense cache
+        match: quantity that is equal between methods at a budget: ``budget`` (tokens), ``resident`` (bytes held on
+            average) or ``read`` (bytes read per step). Budgets in bytes are given as tokens of the dense cache
             (`seergate.eval.matching`).
-        threshold: for methods that select blocks, beside the budgets.
-        block_size: tokens per block, for methods that select blocks; empty takes that of the gates that a method
-            decodes with, else 64. Others have a size of their own.
+        threshold: thresholds for methods that select blocks, in addition to the budgets.
+        block_size: tokens per block, for methods that select blocks; empty takes the block size of the gates if a
+            method decodes with gates, else 64. Other methods have their own block size.
         dense_layers: choices of layers that stay dense; see `MethodSpec`.
         task: name, also with options as ``NAME:OPTION=VALUE``, or file (`make_task`); empty is `chain_sum`.
         task_options: options of the task, such as ``problems``.
         temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
         workers: number of workers that generate, by Ray; 0 generates in this process.
-        ray_address: of a running Ray cluster; see `seergate.eval.sweep`.
+        ray_address: address of a running Ray cluster; see `seergate.eval.sweep`.
         dtype, device, threads: how the model is loaded and run.
         out: directory of the runs.
     """
@@ -118,8 +118,8 @@ class SweepPlan(RunOptions):
         return make_task(self.task or "chain_sum", **self.task_options)
 
     def specs(self, task: Task, gate_sizes: list[int]) -> list[MethodSpec]:
-        """The settings, with the task's budgets if the plan has none. ``gate_sizes``, the gates' block sizes, count if
-        a method decodes with gates.
+        """The settings, with the task's budgets if the plan has none. ``gate_sizes`` are the block sizes of the gates;
+        they matter only if a method decodes with gates.
         """
         names = {name for text in self.method if not is_retention(name := read_method(text)[0])}
         gate_sizes = gate_sizes if any(map(has_gates, names)) else []

@@ -1,19 +1,18 @@
-"""Cheap figures that predict the expensive one, measured in minutes on reference reasoning.
+"""Cheap proxies of accuracy, measured in minutes on reference generations.
 
-* recall of teacher mass: what share of dense attention's probability fell on the tokens that a method read;
-* next-token KL: how far the next-token distribution moves from dense, in nats, KL(dense || method), mean over tokens
-  and 99th percentile;
+* recall of teacher mass: the share of dense attention's probability on the tokens that a method read;
+* next-token KL: KL(dense || method) of the next-token distributions in nats, mean and 99th percentile over tokens;
 * perplexity of the reference's tokens, under the method and under dense attention;
 * agreement: how often the most probable next token is the same.
 
 A sweep measures every method on the same contexts: windows of one fixed set of reference generations (the dense
-model's own, where there are any), read densely up to the window and then fed token by token. So figures can be
-compared between methods and budgets even where a method would have lost its way; ``contexts`` says whether two were
-measured on the same ones. What they leave out follows from that: errors do not build up over more than one window.
+model's own, if there are any), prefilled up to the window and then decoded with teacher forcing. Figures can therefore
+be compared between methods and budgets, even if a method's own generations would have diverged; two were measured on
+the same contexts if their hashes ``contexts`` are equal. Errors that accumulate over more than a window are not seen.
 
-A method that evicts or shares blocks gets only the prompt as a prompt, which many of them leave alone, and of the
-answer up to the window the last `REPLAYED_TOKENS` tokens one by one, so that it evicts and shares as it would have.
-That takes longer.
+For a method that evicts or shares blocks, the last `REPLAYED_TOKENS` tokens of the answer before the window are
+decoded one by one as well, so that it evicts and shares as in generation; only what precedes them is prefilled. That
+takes longer.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from seergate.methods import CompressingMethod, SelectingMethod
 WINDOWS, WINDOW_TOKENS = 16, 32
 REPLAYED_TOKENS = 1024
 ROWS = 4
-"""Windows that are decoded together; logits of a large vocabulary take much memory."""
+"""Windows that are decoded together; few, because logits of a large vocabulary take much memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Window:
     Attributes:
         context: tokens before the window, beginning with the prompt.
         tokens: tokens of the window, and one more that is only predicted.
-        prompt: how many tokens of the context are the prompt's.
+        prompt: number of prompt tokens in the context.
     """
 
     context: list[int]
@@ -67,14 +66,14 @@ class Reference:
 
 
 def contexts_hash(windows: Sequence[Window]) -> str:
-    """`digest_of` windows."""
+    """Hash (`digest_of`) of windows."""
     return digest_of([[[window.context, window.tokens, window.prompt] for window in windows]])
 
 
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
     """Windows of the first reference samples, which together cover all positions evenly: window ``i`` of ``n`` begins
-    a fraction ``(i + 1/2) / n`` into the ``i``-th answer. Of an answer shorter than a window, it is the end of prompt
-    and answer; samples in which both together are shorter are left out.
+    a fraction ``(i + 1/2) / n`` into the ``i``-th answer. If an answer is shorter than a window, the window is the end
+    of prompt and answer together; samples that are shorter even so are left out.
     """
     traces = []
     for sample in reference:
@@ -103,9 +102,9 @@ def measure_proxies(
 
     Returns:
         ``next_token_kl``, ``next_token_kl_p99``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``,
-        ``recall_per_layer`` and ``layers`` (``None`` for methods that do not select blocks: dense reads all of it, and
-        what was evicted cannot be weighed); ``windows``, ``tokens_per_window`` and ``contexts``, their hash. ``None``,
-        with a warning, if prompts and answers together are all shorter than a window.
+        ``recall_per_layer`` and ``layers`` (``None`` for methods that do not select blocks: dense reads everything,
+        and the attention to evicted tokens is unknown); ``windows``, ``tokens_per_window`` and ``contexts``, their
+        hash. ``None``, with a warning, if every prompt and answer together are shorter than a window.
     """
     windows = windows_of(tokenizer, reference)
     if not windows:
@@ -145,14 +144,14 @@ def measure_proxies(
 
 
 def _decoded(model: PreTrainedModel, windows: list[Window], replayed: int) -> list[tuple[Window, Tensor]]:
-    """The windows with the method's logits ``[WINDOW_TOKENS, V]`` after each of their tokens but the last. At most
+    """Each window with the method's logits ``[WINDOW_TOKENS, V]`` after all of its tokens but the last. At most
     ``replayed`` tokens of the answer before a window are decoded one by one too.
     """
     waiting = sorted(windows, key=lambda window: -window.forced(replayed))
     batch, running = Batch(model), list[Window]()
-    for left in range(waiting[0].forced(replayed), -1, -1):  # so many steps before all are at their windows
+    for left in range(waiting[0].forced(replayed), -1, -1):  # steps left until all rows reach their windows
         arriving = [window for window in waiting if window.forced(replayed) == left]
-        if arriving and not batch.joinable:  # rows cannot begin at different times: one after the other
+        if arriving and not batch.joinable:  # rows cannot join later: decode one window after the other
             return [pair for window in windows for pair in _decoded(model, [window], replayed)]
         if arriving:
             batch.add([window.context[: len(window.context) - left] for window in arriving])

@@ -1,7 +1,7 @@
 """Recurrence of attention to tokens: LazyEviction's recurrence intervals, RaaS's milestone and phoenix tokens.
 
-All of it comes from decoding with dense attention and noting, for every token, layer and KV head, at which steps its
-probability reached a threshold (`LazyState` does, and here evicts nothing).
+Both are derived from the decode steps at which a token's probability under dense attention reached a threshold, for
+every token, layer and KV head (recorded by `LazyState`, with a budget under which it evicts nothing).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _EVERYTHING = 2**30
 
 @dataclass(frozen=True)
 class Recurrence:
-    """One entry per token, layer and KV head of the answers that were looked at.
+    """Recurrence statistics; the arrays ``[N]`` have one entry per token, layer and KV head of the measured answers.
 
     Attributes:
         mri: maximum recurrence interval, in decode steps; 0 for a token that was never active.
         elapsed: decode steps from the last activation (or birth) to the end of the answer.
-        in_prompt: whether the token is one of the prompt.
+        in_prompt: whether the token belongs to the prompt.
         alpha: the attention probability from which a token counts as active.
     """
 
@@ -57,13 +57,13 @@ class Recurrence:
         return float((self.mri > 1).mean())
 
     def kinds(self, token_budget: int) -> dict[str, dict[str, float]]:
-        """Shares of RaaS's kinds of tokens, of the prompt and of what was generated (RaaS, section 3.1).
+        """Shares of RaaS's kinds of tokens, among prompt tokens and among generated tokens (RaaS, section 3.1).
 
-        Every step brings a new token, so a cache of so many tokens that lets the least recently used one go has lost
-        a token that is not used for ``token_budget`` steps.
+        Every step adds a token, so a cache of ``token_budget`` tokens that evicts the least recently used one has
+        evicted every token that was not used for ``token_budget`` steps.
 
         Returns:
-            For ``"prompt"`` and ``"generated"`` the shares of ``"phoenix"`` (lost, and then used again),
+            For ``"prompt"`` and ``"generated"`` the shares of ``"phoenix"`` (evicted, and then used again),
             ``"milestone"`` (used, then not any more for at least ``token_budget`` steps), ``"lasting"`` (in use at the
             end) and ``"idle"`` (never active). They sum to 1.
         """
@@ -93,13 +93,16 @@ def measure_recurrence(
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
 ) -> Recurrence:
-    """Answer prompts with dense attention and note when attention comes back to each token.
+    """Answer prompts with dense attention and record when attention returns to each token.
 
     Args:
         model: a model in eval mode, nothing attached.
-        alpha: see `Recurrence`; LazyEviction's default.
+        alpha: see `Recurrence`; the default is LazyEviction's.
         sampling: how tokens are chosen; greedy if ``None``, as in the paper.
         ends: ids of the tokens that end an answer.
+
+    Raises:
+        SeergateError: if no token was generated.
     """
     recorder = LazyEviction(token_budget=_EVERYTHING, window=_EVERYTHING, alpha=alpha)
     mri, elapsed, in_prompt = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
@@ -133,8 +136,8 @@ def query_centres(
 
     Args:
         model, sampling, ends: see `measure_recurrence`.
-        prompts: token ids; any text does, about 32 thousand tokens in all in the authors' runs.
-        made: conditions that are kept with the centres; the model's fingerprint if ``None``.
+        prompts: token ids of any text; about 32 thousand tokens in all in the authors' runs.
+        made: conditions to store with the centres; the model's fingerprint if ``None``.
     """
     recorder = QueryCentres()
     with attached(model, recorder):
@@ -150,7 +153,7 @@ def answers(
     sampling: Sampling | None,
     ends: Collection[int],
 ) -> Iterator[Batch]:
-    """Answer prompts one by one; each answer's batch of one row, when it has ended. See `measure_recurrence`."""
+    """Answer prompts one by one and yield each finished answer's batch of one row. See `measure_recurrence`."""
     choose = TokenChooser(sampling or Sampling())
     for number, ids in enumerate(prompts):
         row, batch = SampledRow(list(ids), number), Batch(model)
@@ -165,12 +168,12 @@ def answers(
 
 @dataclass(frozen=True)
 class WindowCalibration(Calibration):
-    """Calibrates LazyEviction's window. A window never takes more than half of a budget, which has to hold it.
+    """Calibrates LazyEviction's window, which is limited to half of the token budget that it is a part of.
 
     Attributes:
         alpha: see `Recurrence`.
-        share: share of tokens inside the window.
-        budget: token budget that phoenix tokens outlast, for the shares of `Recurrence.kinds`.
+        share: share of tokens whose recurrence intervals the window covers; see `Recurrence.window`.
+        budget: token budget for which `Recurrence.kinds` are reported.
     """
 
     alpha: float = LazyEviction.alpha

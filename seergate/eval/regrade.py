@@ -1,4 +1,4 @@
-"""Grades stored samples again: completions are kept, so a better grader never needs another generation."""
+"""Grades stored samples again: completions are stored, so a better grader never needs another generation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from seergate.eval.runner import write_metrics
 from seergate.eval.stats import clustered
 
 UNFINISHED = "regrading"
-"""A key of the task in `config.yaml` while samples are being replaced. After a kill it is still there, and the run is
-neither continued nor taken for one of either grader until it has been graded again."""
+"""A key of the task in `config.yaml` while samples are being replaced. A kill leaves it there, so that the run is not
+resumed or compared as one of either grader until it has been graded again."""
 
 NEEDED = ("completion", "gold", "correct", "pred")
 """Fields of a sample that are read."""
@@ -36,8 +36,8 @@ class Regraded:
 
 
 def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False, processes: int = 1) -> Regraded:
-    """Grade the samples of one run directory again and derive its metrics anew. The run's configuration names the
-    grader from then on, so that it is not continued with another one.
+    """Grade the samples of one run directory again and derive its metrics from the new grades. The grader is written
+    to the run's configuration, so that the run is not resumed with another one.
 
     Args:
         grader: a key of `seergate.eval.grading.GRADERS`; the run's own if ``None``.
@@ -89,7 +89,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
 
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run that was graded with this grader, as it is installed."""
+    """The run's configuration with this grader and the installed version of its library."""
     task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
     known = {key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()}
     return {**config, "task": {**task, "grader": name}, "environment": known | grader_version(name)}

@@ -2,10 +2,10 @@
 
 Retrieval is after RULER (Hsieh et al., 2024, arXiv:2404.06654).
 
-The answer is hidden in a text, at a depth of 0 % (its beginning) to 100 % (its end), and as many sentences
-of the text are taken as fit into a length in tokens of the model's tokenizer, prompt and answer together. The prompt
-of a completion ends where the answer begins, so that a model that only continues text can do it; with ``chat`` the
-same is asked in a user's turn. A problem depends on the seed, its length, depth and number, and the text.
+The answer is hidden in a text at a depth of 0 % (the beginning) to 100 % (the end). The text has as many sentences as
+fit if prompt and answer together have a given length in tokens of the model's tokenizer. By default the prompt ends
+where the answer begins, so that base models can complete it; with ``chat`` the question is asked in a user's turn. A
+problem is determined by the seed, its length, depth and number, and the text.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Seattle Denver Dallas Tokyo Seoul Beijing Delhi Mumbai Bangkok Manila Jakarta Sy
 CITIES = _NAMES.split()
 DEPTHS = (0, 25, 50, 75, 100)
 SETTLING = 16
-"""Tokens of a scored text between the prompt and those that count, as some methods drop nothing at first."""
+"""Tokens of a text between the prompt and the scored tokens; needed as some methods evict nothing at first."""
 CUT = 32
-"""Spare tokens of a piece of a long text, which may have fewer tokens when it is tokenised by itself."""
+"""Spare tokens of a piece of a long text, because it may have fewer tokens when it is tokenised alone."""
 LONGEST = 30
 """Maximum words of a sentence; a longer one, which may be a table, is cut into parts of this length."""
 TOKENS_PER_ANSWER = 12
@@ -52,8 +52,8 @@ class _Hidden:
 
     Attributes:
         facts: (depth from 0 to 1, sentence); those of equal depth stay in their order.
-        before, question: beginning and end of a chat's turn.
-        completion: end of a prompt to be continued.
+        before, question: beginning and end of a chat's turn, before and after the text.
+        completion: end of a prompt without chat, which the model continues with the answer.
         gold: right answers, which must all be given.
         fill: ``count -> sentences`` of the text.
     """
@@ -94,13 +94,13 @@ def needle(
     ``queries`` MQ).
 
     Args:
-        problems: how many, dealt out to lengths and depths in turn.
-        length: tokens of prompt and answer.
-        depths: places of the requested number, in percent of the text; other numbers stand anywhere.
-        keys: cities that have a number; never fewer than ``queries``.
-        values: numbers of each city.
-        queries: cities that are asked for.
-        chat: ask in a user's turn instead of leaving a sentence to be continued.
+        problems: number of problems, distributed over lengths and depths in turn.
+        length: tokens of prompt and answer together.
+        depths: positions of the first requested number, in percent of the text; others are at random positions.
+        keys: number of cities that have numbers; at least ``queries``.
+        values: numbers per city.
+        queries: number of cities that the question asks for.
+        chat: ask in a user's turn instead of ending the prompt with a sentence to complete.
         data: file with the text; the documentation that ships with Python if ``None``.
         seed: seed of all random choices.
     """
@@ -144,8 +144,8 @@ def variable_tracking(
 
     Args:
         problems, length, chat, data, seed: see `needle`.
-        chains: how many; the first is asked for.
-        hops: how often a chain's value is passed on to another variable.
+        chains: number of chains of assignments; the question asks for the first.
+        hops: how often a chain's value is assigned to a further variable.
     """
     every, source = _text(data)
 
@@ -208,10 +208,10 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
     """Texts whose last tokens are scored under a method, and compared with dense attention (`seergate.eval.forced`).
 
     Args:
-        problems: how many texts at most, spread evenly over all.
-        length: tokens of each, from its middle; shorter texts are left out.
-        scored: how many of them, the last, are scored.
-        data: a ``.jsonl`` file of records with a ``text``; another file is one text, which is cut into pieces; the
+        problems: maximum number of texts, chosen evenly from all.
+        length: tokens of each text, taken from its middle; shorter texts are left out.
+        scored: number of tokens that are scored, at the end of each text.
+        data: a ``.jsonl`` file of records with a ``text``; or another file, whose text is cut into pieces; the
             documentation that ships with Python if ``None``.
     """
     check_count("problems", problems, 1)
@@ -247,7 +247,7 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
 
 
 def texts_of(path: str) -> Iterator[str]:
-    """The texts of a ``.jsonl`` file; an error names the line that holds none."""
+    """The texts of a ``.jsonl`` file; a `SeergateError` names the line that has none."""
     for number, line in enumerate(text_of(path)[1].splitlines(), 1):
         try:
             record = json.loads(line) if line.strip() else {"text": ""}
@@ -271,7 +271,7 @@ def _task(
     seed: int,
     options: dict[str, Any],
 ) -> Task:
-    """A task whose problems are made to lengths in tokens; ``source`` names the text, and is empty without one."""
+    """A task whose problems have given lengths in tokens; ``source`` names the text and is empty if there is none."""
     for option, value in {"problems": problems, **options}.items():
         check_count(option, value, 1)
     if not length or min(length) < 1:
@@ -310,7 +310,7 @@ def _task(
 
 
 def _most(tokenizer: PreTrainedTokenizerBase, made: Callable[[int], Problem], tokens: int, what: str) -> int:
-    """The largest number of sentences with which a problem's prompt has at most so many tokens."""
+    """The largest number of sentences with which a problem's prompt has at most ``tokens`` tokens."""
 
     def size(count: int) -> int:
         return len(encode(tokenizer, prompt_text(tokenizer, made(count))))
@@ -332,13 +332,13 @@ def listed(words: Sequence[str]) -> str:
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that the model's texts begin with, if its tokenizer puts one there."""
+    """The tokenizer's beginning-of-sequence token as text; empty if it does not prepend one."""
     ids = tokenizer("a")["input_ids"]
     return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
 
 
 def text_of(data: str | None) -> tuple[str, str]:
-    """A text's name and the text: of a file, or the reference that Python's `help` shows (``pydoc_data.topics``)."""
+    """Name and contents of a file, or of the reference that Python's `help` shows (``pydoc_data.topics``)."""
     if data is None:
         from pydoc_data.topics import topics
 
@@ -354,7 +354,7 @@ def text_of(data: str | None) -> tuple[str, str]:
 
 
 def _text(data: str | None) -> tuple[Callable[[], list[str]], dict[str, str]]:
-    """A function that gives the sentences of a text, and the options that name the text in a task."""
+    """A function that returns the sentences of a text, and the options that name the text in a task."""
     name, text = text_of(data)
     return cache(lambda: sentences(text)), {"text": name} | ({"file": data} if data else {})
 
@@ -367,6 +367,6 @@ def sentences(text: str) -> list[str]:
 
 
 def _from(every: Sequence[str], random: Random) -> Callable[[int], list[str]]:
-    """``count -> sentences`` from a random place in the text, which starts over at its end."""
+    """``count -> sentences`` from a random position in the text, which is repeated from its end."""
     first = random.randrange(len(every))
     return lambda count: [every[(first + i) % len(every)] for i in range(count)]

@@ -31,16 +31,16 @@ class RunOptions:
 
     Attributes:
         samples: answers per problem.
-        max_new_tokens: limit of an answer. Either limit replaces both of the task's.
+        max_new_tokens: limit of an answer. If either limit is given, both replace the task's.
         max_total_tokens: limit of prompt and answer together.
         sampling: the sampling; by default the task's, or else that of the model's generation configuration.
         seed: seed of the samples' random numbers.
-        batch_size: samples that run together; does not shape results. ``None`` estimates what fits into memory.
+        batch_size: samples generated together; does not affect results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
         model_name: name of the model in the records; a path or Hub id.
         engine: the engine that generates: ``"transformers"``, or a server's name (`seergate.eval.served`); it
-            shapes results.
-        on_progress: called after every sample that has been graded, one call at a time, from a thread that grades.
+            affects results.
+        on_progress: called after every graded sample, one call at a time, from a grading thread.
     """
 
     samples: int | None = None
@@ -65,7 +65,7 @@ class RunOptions:
         return Limit(self.max_new_tokens, self.max_total_tokens)
 
     def check(self, task: Task, sampling: Sampling | None = None) -> None:
-        """Refuse options that the task cannot be run with; where the model is known, by its `resolved_sampling`."""
+        """Raise an error if these options do not fit the task; ``sampling`` is `resolved_sampling`, if known."""
         self.limit(task)
         check_counts(self, optional=True, samples=1, batch_size=1)
         check_choice(self, engine=ENGINES)
@@ -81,7 +81,7 @@ class RunOptions:
             )
 
     def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
-        """Sampling parameters."""
+        """The sampling to use: that of these options, else the task's, else the model's."""
         return self.sampling or task.sampling or Sampling.of_model(model)
 
 
@@ -139,5 +139,5 @@ def run_config(
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> str:
-    """`digest_of` the tokens of problems, which depend on the tokenizer and its chat template."""
+    """Hash (`digest_of`) of the problems' prompt tokens, which depend on the tokenizer and its chat template."""
     return digest_of(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)

@@ -1,9 +1,9 @@
-"""Runs settings of a task and keeps what they produce.
+"""Runs settings of a task and stores their results.
 
     runs/<id>/<method>-<budget>/{config.yaml, samples.jsonl, metrics.json, proxies.json}
 
-Every finished sample is written at once (to `ungraded.jsonl` until it is graded). The same call after a kill generates
-the missing samples, and refuses if anything that affects results has changed.
+Every finished sample is written at once (to `ungraded.jsonl` until it is graded). Repeating the call after a kill
+generates the missing samples; it raises if anything that affects results has changed.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def sweep(
 
     Args:
         specs: the settings. ``dense`` should come first: proxies are measured on its generations, which may be in
-            ``out_dir`` already; without any, on the generations of the first setting.
+            ``out_dir`` already, or without a dense run on those of the first setting.
         out_dir: parent of the run directories.
         gates: gates for the methods that take them; several by name (`MethodSpec.bank`).
-        loader: makes the model and the gates of a worker.
+        loader: loads the model and the gates in each worker.
         workers: how many workers generate, by Ray; 0 generates in this process.
         ray_address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``workers`` 0 is then
             one per GPU. Ray is started here if ``None``.
@@ -84,7 +84,7 @@ def sweep(
     with Cluster(loader, workers, ray_address) if loader is not None and several else nullcontext() as cluster:
         for spec in specs:
             directory = out_dir / spec.label
-            # an earlier call's dense run may be finished by this one, and then it is its own reference
+            # this call may finish the dense run of an earlier one, which is then its own reference
             own = spec.name == Dense.name and (reference is None or reference.label == Dense.name)
             results[spec.label] = evaluate(
                 model,
@@ -104,9 +104,7 @@ def sweep(
 
 
 def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
-    """Refuse two settings that describe the same run, such as one that writes out a default: no report could tell them
-    apart.
-    """
+    """Raise `SeergateError` if two settings, with their defaults, are the same run: no report could separate them."""
     found: dict[str, MethodSpec] = {}
     for spec in specs:
         bank = spec.bank(gates)
@@ -147,15 +145,15 @@ def evaluate(
     cluster: Cluster | None = None,
     forced: TeacherForcing | None = None,
 ) -> dict[str, Any]:
-    """Evaluate one setting, continuing what ``out_dir`` holds.
+    """Evaluate one setting, resuming the run in ``out_dir`` if there is one.
 
     Args:
         model: a model in eval mode, nothing attached.
-        bank: gates, for the method ``gate``.
-        reference: the run whose contexts proxies are measured on; the setting's own if ``None``. What has been
-            measured on others is measured anew.
-        cluster: generates; this process does if ``None``.
-        forced: dense attention on a task's scored texts; made here if ``None``.
+        bank: gates, for methods that decode with gates.
+        reference: the run on whose generations proxies are measured; the setting's own if ``None``. Proxies that were
+            measured on other contexts are measured again.
+        cluster: workers that generate the samples; this process generates them if ``None``.
+        forced: the comparison on a task's scored texts; made here if ``None``.
 
     Returns:
         The metrics, also written to ``metrics.json``.
@@ -235,7 +233,7 @@ def _score_texts(
 
 
 def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
-    """True if there are proxies on the right contexts."""
+    """True if the run has proxies, measured on the contexts of ``reference`` if that is given."""
     found = store.read_json(out_dir / store.PROXIES)
     if found is None or reference is None:
         return found is not None
@@ -243,7 +241,7 @@ def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Refe
 
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
-    """Derive `metrics.json` from the samples."""
+    """Derive the metrics from the samples, write them to `metrics.json` and return them."""
     metrics = derive(store.in_order(store.read_samples(out_dir)), store.read_json(out_dir / store.PROXIES))
     store.write_json(out_dir / store.METRICS, metrics)
     return metrics
@@ -270,7 +268,7 @@ def encoded_prompts(
 def _requests(
     tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
 ) -> list[Request]:
-    """Requests for the missing samples, longest prompts first: a lack of memory shows at once."""
+    """Requests for the missing samples, longest prompts first, so that a lack of memory shows at once."""
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
     replies = {
         p.problem_id: reply_ids(tokenizer, encoded[p.problem_id][0], p.reply) for p in missing.values() if p.reply

@@ -1,8 +1,8 @@
 """Choice of the next token: greedily, or drawn so that a sample does not depend on the batch it is in.
 
 `generate` draws from one generator for the whole batch, so a sample changes with its neighbours and with the order of
-problems. Here every sample has a generator of its own, on the CPU whatever the model runs on, and each token takes one
-uniform number from it: the token at which the cumulative probability first exceeds that number.
+problems. Here every sample has its own generator, always on the CPU. Each token consumes one uniform number from it,
+and is the first token at which the cumulative probability exceeds that number.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ class Sampling:
         top_p: 1 is off.
         min_p: 0 is off.
         repetition_penalty: 1 is off.
+
+    Raises:
+        ValueError: if a value is out of range.
     """
 
     temperature: float = 0.0
@@ -94,7 +97,7 @@ class Sampling:
     def unlike_generate(self, model: Any) -> str:
         """A note if `generate` would sample this model with top-k; empty otherwise.
 
-        Where a configuration leaves top-k open, `generate` uses `GENERATE_TOP_K`. The published evaluation samples
+        If a configuration does not set top-k, `generate` uses `GENERATE_TOP_K`. The published evaluation samples
         without top-k, so here it stays off.
         """
         if self.greedy or self.top_k or getattr(model.generation_config, "top_k", None) is not None:
@@ -102,7 +105,7 @@ class Sampling:
         return f", which leaves top-k open: off here, {GENERATE_TOP_K} in generate"
 
     def __str__(self) -> str:
-        """For people: ``temperature 0.6, top-p 0.95``; ``greedy``."""
+        """The rule in words: ``temperature 0.6, top-p 0.95``; ``greedy``."""
         parts = ["greedy"] if self.greedy else [f"temperature {self.temperature:g}"]
         if not self.greedy:
             parts += [f"top-k {self.top_k}"] if self.top_k else []
@@ -112,7 +115,7 @@ class Sampling:
         return ", ".join(parts)
 
     def warpers(self) -> LogitsProcessorList:
-        """The stock warpers, in the stock order."""
+        """The logits warpers of transformers, in the order in which `generate` applies them."""
         warpers = LogitsProcessorList()
         if self.temperature != 1:
             warpers.append(TemperatureLogitsWarper(self.temperature))
@@ -141,7 +144,7 @@ class TokenChooser:
         self.penalty = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1 else None
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
-        """One token for each row, from logits of any float dtype."""
+        """Choose one token per row from logits ``[B, V]`` of any float dtype."""
         scores = logits_BV.float()
         if self.penalty is not None:
             histories = [torch.tensor([row.prompt + row.tokens], device=scores.device) for row in rows]
@@ -152,13 +155,13 @@ class TokenChooser:
         scores = self.warpers(torch.empty(len(rows), 0, dtype=torch.long, device=scores.device), scores)
         uniform = torch.stack([torch.rand((), generator=row.generator, dtype=torch.float64) for row in rows])
         cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
-        # Scaled by the sum, which rounding leaves a little off one: the last possible token is never overshot.
+        # Scaled by the total, which rounding leaves a little off one, so that the index never exceeds the last token.
         wanted = (uniform.to(scores.device) * cumulative[:, -1]).unsqueeze(-1)
         return [int(token) for token in torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).tolist()]
 
 
 class SampledRow:
-    """One sample in the making, with the tokens generated so far."""
+    """A sample that is being generated: its prompt, its tokens so far and its random generator."""
 
     def __init__(self, prompt: list[int], seed: int) -> None:
         self.prompt, self.tokens = prompt, list[int]()

@@ -1,10 +1,9 @@
-"""Generation by a server's engine instead of transformers: the same samples, asked of an engine of its own
-(docs/serving.md).
+"""Generation of samples by a server's engine (vLLM, SGLang) instead of transformers (docs/serving.md).
 
-Each server has a function that starts its engine, asks it for all samples at once and ends it. Its arguments: the
-model, which says what the server loads and in which dtype; the requests; the job; the tokens that end an answer; the
-plugin's options, ``None`` for dense attention; tokens per page, ``None`` for the server's default. It yields each
-sample when it ends: the number of its request, its tokens, and its share of the seconds.
+Each server has a function that starts its engine, submits all requests at once and shuts it down. Its arguments: the
+model, which determines what the server loads and in which dtype; the requests; the job; the tokens that end an answer;
+the plugin's options, ``None`` for dense attention; and the tokens per page, ``None`` for the server's default. It
+yields each sample when it ends: the index of its request, its tokens, and its share of the time in seconds.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def _answers_of_vllm(
     settings: dict[str, Any] | None,
     page: int | None,
 ) -> Answers:
-    """In this process; the samples in the steps in which they end."""
+    """Generate with vLLM in this process; each sample is yielded in the step in which it ends."""
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -88,9 +87,9 @@ def _answers_of_sglang(
     settings: dict[str, Any] | None,
     page: int | None,
 ) -> Answers:
-    """In a process of its own: where SGLang ends, it kills its process's children, and where it fails, that process.
+    """Generate with SGLang in a separate process, as it kills the children of its process, and on failure the process.
 
-    Only the sum of the seconds means something: a sample has the time since the one before it ended.
+    Only the sum of the seconds is meaningful: a sample has the time since the previous one ended.
     """
     sampling = asdict(job.sampling)
     if job.sampling.repetition_penalty != 1:
@@ -146,7 +145,7 @@ SERVERS: dict[str, Callable[..., Answers]] = {"vllm": _answers_of_vllm, "sglang"
 
 
 def check_served(server: str, spec: MethodSpec, bank: GateBank | None) -> None:
-    """Refuse a method, an option, gates or blocks that an installed server cannot run."""
+    """Raise an error if the installed server cannot run a setting's method, options, gates or block size."""
     plugin.check_served(spec.name, Dense.name)
     other = sorted(spec.options.keys() - {*plugin.RULES, "block_size"})
     if other:
@@ -159,13 +158,13 @@ def check_served(server: str, spec: MethodSpec, bank: GateBank | None) -> None:
 
 
 def page_of(spec: MethodSpec, bank: GateBank | None) -> int | None:
-    """Tokens per page of the server's cache: a block; ``None`` for ``dense``."""
+    """Tokens per page of the server's cache, which is the method's block size; ``None`` for ``dense``."""
     size: int | None = getattr(spec.method(bank), "block_size", None)
     return size
 
 
 def served_from(bank: Gates) -> str:
-    """The directory or Hub id from which a server reads gates; refused if other gates are there than these."""
+    """The directory or Hub id from which a server reads gates; a `SeergateError` if it holds others than ``bank``."""
     if not bank.source or fingerprint(GateBank.from_pretrained(bank.source)) != fingerprint(bank):
         raise SeergateError(
             "a server reads gates anew, from their directory or the Hub's newest commit, and would get others than "
@@ -175,7 +174,7 @@ def served_from(bank: Gates) -> str:
 
 
 def engine_version(server: str) -> str:
-    """Name and version of a server, for a run's configuration; refused if it is not installed."""
+    """Name and version of a server, for a run's configuration; a `SeergateError` if it cannot be imported."""
     try:
         return f"{server} {import_module(server).__version__}"
     except ImportError as error:
@@ -193,8 +192,8 @@ def generate_by_server(
     bank: GateBank | None,
     on_finished: Callable[[Generation], None],
 ) -> None:
-    """Generate samples by a server of `SERVERS`, each handed to ``on_finished`` when it ends. The server loads the
-    model and the gates anew, from where these were loaded.
+    """Generate samples with a server of `SERVERS` and call ``on_finished`` with each when it ends. The server loads
+    the model and the gates itself, from where ``model`` and ``bank`` were loaded.
     """
     spec, ends = job.spec, sorted(end_ids(model, tokenizer))
     bank = bank if spec.has_gates else None

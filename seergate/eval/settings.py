@@ -33,7 +33,7 @@ class MethodSpec:
         block_size: tokens per block, for methods that select or share blocks; gates have their own.
         dense_layers: layers that stay dense, for the methods that select blocks. ``None`` takes the gates' own choice,
             and no layer for other methods, as in the comparison of the SeerAttention-R paper.
-        options: further options of the method and of its correction; they overrule the fields above.
+        options: further options of the method and of its correction; they override the fields above.
         named_block_size: true if the label names the block size, as in a sweep over several.
         calibrated: measured values of the options that are ``"auto"``.
         own_budget: true if the method's text gives the token budget.
@@ -70,7 +70,7 @@ class MethodSpec:
 
     @property
     def uncalibrated(self) -> list[str]:
-        """Options that are not calibrated yet."""
+        """Options that are ``"auto"`` and not calibrated yet."""
         return [key for key, value in self.options.items() if value == AUTO and key not in self.calibrated]
 
     @property
@@ -90,7 +90,7 @@ class MethodSpec:
 
     @property
     def title(self) -> str:
-        """The method, and the name of its gates."""
+        """The method, and the name of its gates if that differs."""
         return f"{self.name} [{self.gates}]" if self._gates_differ else self.name
 
     @property
@@ -99,24 +99,28 @@ class MethodSpec:
         return self.gates not in ("", self.name)
 
     def bank(self, banks: Banks) -> GateBank | None:
-        """The method's gates, chosen by kind, block size and name."""
+        """The method's gates, chosen by kind, block size and name; ``None`` if there are none."""
         if not isinstance(banks, Mapping):
             return banks
         named = (gates for name, gates in banks.items() if self.gates in ("", str(name)))
         return next((gates for gates in named if self.takes(gates)), None)
 
     def weights(self, bank: GateBank | None) -> str | None:
-        """Fingerprint of the gates that the method decodes with, if it does."""
+        """Fingerprint of the gates that the method decodes with; ``None`` if it uses none."""
         return fingerprint(bank) if self.has_gates and bank is not None else None
 
     def takes(self, gates: GateBank) -> bool:
-        """True if gates fit this method: retention gates the method of their scorer's name, others by block size."""
+        """True if gates fit this method: retention gates by the name of their scorer, others by block size."""
         if gates.config.retention or is_retention(self.name):
             return gates.config.scorer == self.name
         return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
-        """The method. Options overrule the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`."""
+        """Make the method. Options override the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`.
+
+        Raises:
+            SeergateError: if the method needs gates and ``bank`` is ``None``.
+        """
         if self.has_gates and bank is None:
             raise SeergateError(
                 f"the method {self.name!r} needs gates: give their directory or Hub id (org/name) with --gates; "
@@ -140,7 +144,7 @@ class MethodSpec:
 
     @property
     def correction(self) -> Correction | None:
-        """The correction that the options ask for; ``None`` leaves it to the method."""
+        """The correction that the options select; ``None`` leaves it to the method."""
         return correction_of(**self._correction_options)
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
@@ -150,8 +154,8 @@ class MethodSpec:
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
-    """The settings, each setting with gates repeated for every bank that it takes, by name. A name that is an int (a
-    key of YAML) is a block size, unless several banks have it.
+    """Repeat every setting that decodes with gates for each bank that fits it, and name its gates. If only one bank
+    fits and its key is an int (a block size in YAML), the gates stay unnamed.
     """
     if not isinstance(banks, Mapping):
         return list(specs)
@@ -172,12 +176,12 @@ def limits_of(name: str) -> set[str]:
 
 
 def _each(name: str, option: str, values: Sequence[float]) -> list[dict[str, Any]]:
-    """The different values of an option, ascending; none if it does not limit the method."""
+    """One option per distinct value, ascending; empty if the option does not limit the method."""
     return [{option: value} for value in sorted(set(values))] if option in limits_of(name) else []
 
 
 def _selects(name: str) -> bool:
-    """True if steps select the blocks that they read."""
+    """True if the method's decode steps select the blocks that they read."""
     return issubclass(reading_class(name), SelectingMethod)
 
 
@@ -191,16 +195,16 @@ def grid(
 ) -> list[MethodSpec]:
     """Every method at every budget and threshold, ``dense`` once and first (the others are compared with it).
 
-    Methods without a budget run once, and so do those whose text names one. Methods that take no threshold run with
-    budgets only.
+    Methods without a budget run once, and so do methods whose text gives a limit. Methods that take no threshold run
+    with budgets only.
 
     Args:
-        methods: as `read_method` reads them.
-        block_size: one, or several, for methods that select blocks or have gates. Others run once for all of them,
-            with blocks or pages of their own size if they have some: RaaS, ReasonCache.
+        methods: texts that `read_method` parses.
+        block_size: one or several block sizes, for methods that select blocks or have gates. Other methods run once,
+            with their own block or page size if they have one (RaaS, ReasonCache).
         dense_layers: one choice of layers that stay dense, or several (a list of tuples).
-        thresholds: for methods that select blocks by one, beside or instead of budgets.
-        default_budgets: for methods that have neither budgets nor thresholds otherwise.
+        thresholds: thresholds for methods that select blocks by one, in addition to or instead of budgets.
+        default_budgets: token budgets for methods that would have neither budgets nor thresholds.
     """
     texts = sorted(dict.fromkeys(methods), key=lambda text: text != Dense.name)
     sizes = list(dict.fromkeys(block_size if isinstance(block_size, list) else [block_size]))
@@ -236,12 +240,12 @@ def grid(
 def method_spec(
     method: str, budget: int | None = None, block_size: int | None = None, default_budget: int | None = None
 ) -> MethodSpec:
-    """The setting of a single method, as `grid` makes it; refused where an option is to be calibrated.
+    """The setting of a single method, as `grid` makes it; a `SeergateError` if an option is ``"auto"``.
 
     Args:
-        budget: token budget; a limit in the method's text wins.
+        budget: token budget; one in the method's text takes precedence, any other limit there is an error.
         block_size: tokens per block, for methods that select blocks.
-        default_budget: for methods that have no limit otherwise.
+        default_budget: token budget for methods without any other limit.
     """
     budgets, defaults = ([] if value is None else [value] for value in (budget, default_budget))
     (spec,) = grid([method], budgets, block_size, default_budgets=defaults)

@@ -17,18 +17,18 @@ from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
 UNGRADED = "ungraded.jsonl"
-"""Finished samples that wait for their grade. It is there only while a run is made, or after a kill."""
+"""File of finished samples that are not graded yet. It exists only during a run, or after a kill."""
 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
 
 NOT_COMPARED = ("execution", "model.path", "gates.path", "gates.name", "task.source", "task.file", "method.nominal")
-"""Parts of a configuration that do not shape results: how it was run, where the (fingerprinted) weights and problems
-lie and what they are called, and what merely says other parts in words."""
+"""Parts of a configuration that do not affect results: how it was run, paths and names of the weights and problems
+(which are fingerprinted), and descriptions of other parts in words."""
 
 
 def run_directories(root: Path) -> list[Path]:
-    """The run directory that ``root`` is, or all those directly in it."""
+    """``root`` itself if it is a run directory, else the run directories in it; a `SeergateError` if there is none."""
     if not root.is_dir():
         what = "is a file; a report is about a directory of runs" if root.exists() else "does not exist"
         raise SeergateError(f"the run directory {root} {what}")
@@ -46,8 +46,7 @@ def key_of(sample: dict[str, Any]) -> Key:
 
 
 def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
-    """All whole samples of a run, or of its file `UNGRADED`. An incomplete last line, left by a killed process, is
-    passed over.
+    """All complete samples in a file of a run. An incomplete last line, left by a killed process, is skipped.
 
     Raises:
         SeergateError: if an earlier line is damaged, or a sample is there twice.
@@ -103,12 +102,12 @@ class SampleLog:
         _append(self._file, sample)
 
     def keep(self, sample: dict[str, Any]) -> None:
-        """Write down a sample that has no grade yet, and wait until it is on the disk."""
+        """Write an ungraded sample and wait until it is on the disk."""
         with self._ungraded.open("ab", buffering=0) as file:
             _append(file, sample)
 
     def forget(self) -> None:
-        """Remove what was kept: all of it has been graded and appended."""
+        """Delete the ungraded samples, once all of them have been graded and appended."""
         self._ungraded.unlink(missing_ok=True)
 
     def __enter__(self) -> SampleLog:
@@ -126,7 +125,7 @@ def _append(file: FileIO, sample: dict[str, Any]) -> None:
     before = file.seek(0, os.SEEK_END)
     try:
         while text:
-            text = text[file.write(text) :]  # a disk that becomes full takes a part
+            text = text[file.write(text) :]  # a disk that becomes full writes only a part
         os.fsync(file.fileno())
     except BaseException:
         file.truncate(before)
@@ -134,7 +133,7 @@ def _append(file: FileIO, sample: dict[str, Any]) -> None:
 
 
 def _mend_last_line(file: FileIO) -> None:
-    """End the last line, where an editor has left out its newline; cut it off if a kill cut it short."""
+    """Add a missing newline after a complete last line; remove a last line that a kill has cut short."""
     file.seek(0)
     text = file.read()
     start = text.rfind(b"\n") + 1
@@ -145,7 +144,7 @@ def _mend_last_line(file: FileIO) -> None:
 
 
 def _is_whole(line: bytes) -> bool:
-    """True if a line is a whole JSON object: no beginning of an object is one."""
+    """True if a line is a complete JSON object; a truncated object never parses."""
     try:
         return isinstance(json.loads(line), dict)
     except ValueError:
@@ -161,10 +160,10 @@ def _lock(descriptor: int) -> None:
 
 
 def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
-    """Write `config.yaml`, or compare with the one that is there; in the environment too, unless the run is finished.
+    """Write `config.yaml`, or compare with the existing one, including the environment unless the run is finished.
 
     Raises:
-        SeergateError: if results under ``config`` must not be mixed with those that are there; it names the fields.
+        SeergateError: if the existing run has other settings, whose results must not be mixed; it names the fields.
     """
     path = directory / CONFIG
     if not path.exists():
@@ -178,7 +177,7 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], skipped: Sequence[str]) -> str:
-    """The first differences of two configurations in words, outside of the parts ``skipped``; empty without any."""
+    """The first differences of two configurations in words, ignoring the parts ``skipped``; empty if there is none."""
     before, now = flatten(before), flatten(now)
     different = [
         f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
@@ -226,7 +225,7 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested names joined by dots."""
+    """A flat dictionary, whose keys are the nested keys joined by dots."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):

@@ -21,7 +21,7 @@ class Problem:
 
     Attributes:
         problem_id: unique within its task.
-        gold: the right answer, as the grader wants it.
+        gold: the right answer, in the form that the grader expects.
         messages: the conversation so far, for the model's chat template.
         prompt: the text to continue as it is, instead of ``messages``.
         reply: a right continuation, whose log-probability under the method is measured; none if empty.
@@ -68,13 +68,13 @@ class Task:
     scored: int | None = None
 
     def bound(self, tokenizer: PreTrainedTokenizerBase) -> Task:
-        """The same task with problems for a model's tokenizer, which are made once."""
+        """The same task with its problems made for a model's tokenizer, once."""
         if not self.by_tokens:
             return self
         return replace(self, load=cache(lambda: list(self.load(tokenizer))), by_tokens=False)
 
     def problems(self) -> list[Problem]:
-        """All problems."""
+        """All problems; a `SeergateError` if there are none, or an id occurs twice."""
         problems = list(self.load())
         if not problems:
             raise SeergateError(f"the task {self.name!r} has no problems")
@@ -87,7 +87,7 @@ class Task:
 
 
 def digest_of(parts: Iterable[Any]) -> str:
-    """Sixteen hexadecimal digits that change with any of the parts, which are plain JSON types."""
+    """Hash of parts, which are plain JSON types: sixteen hexadecimal digits of SHA-256."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(json.dumps(part, ensure_ascii=False).encode())
@@ -95,5 +95,5 @@ def digest_of(parts: Iterable[Any]) -> str:
 
 
 def contents_hash(problems: list[Problem]) -> str:
-    """`digest_of` problems, whatever the model."""
+    """Hash (`digest_of`) of problems before a model's chat template is applied."""
     return digest_of([p.problem_id, p.gold, p.messages, p.prompt] for p in problems)

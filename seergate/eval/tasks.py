@@ -31,7 +31,7 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
     """The tiny reasoner's task, on problems that no training run has seen.
 
     Args:
-        problems: how many.
+        problems: number of problems.
         variables: size of a problem; prompt and solution together take about 27 tokens per variable.
         seed: seed of the problems, below `CHAIN_SUM_SEEDS`.
     """
@@ -60,13 +60,13 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
 def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Task:
     """A local file with one JSON record per line.
 
-    A record has ``messages``, or ``prompt`` (continued as it is), or ``question`` (a user's turn; for a grader that
-    looks into a box only, with the usual instruction to box the answer); and ``answer`` (a text or a number, which the
-    grader can find), and optionally ``id``.
+    A record has ``messages``, or ``prompt`` (continued as it is), or ``question`` (a user's turn, to which the usual
+    instruction to box the answer is added for graders in `BOXED`); ``answer`` (a text or a number that the grader can
+    match); and optionally ``id``.
 
     Args:
         path: the file.
-        problems: use only the first so many.
+        problems: number of problems to use, from the first on; all if ``None``.
         grader: a key of `seergate.eval.grading.GRADERS`.
     """
     if problems is not None:
@@ -93,7 +93,7 @@ def _records(path: Path, grader: str) -> Iterator[Problem]:
 
 
 def _checked(line: str, where: str, number: int, grader: str) -> Problem:
-    """A line's problem, or an error that names the line."""
+    """The problem in a line; a `SeergateError` names the line if it is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -160,12 +160,12 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def make_task(name: str, **options: Any) -> Task:
-    """A task by name, or from a JSONL file.
+    """Make a task by name, or from a JSONL file.
 
     Args:
-        name: a key of `TASKS`, also with options as ``NAME:OPTION=VALUE:OPTION=VALUE``, which overrule the others; or
-            a path that ends in ``.jsonl``.
-        **options: the task's; ``None`` leaves one at its default.
+        name: a key of `TASKS`, optionally with options as ``NAME:OPTION=VALUE:OPTION=VALUE``, which override the
+            others; or a path that ends in ``.jsonl``.
+        **options: options of the task; ``None`` means the default.
 
     Raises:
         SeergateError: for an unknown task or option, or a value of another type.

@@ -1,4 +1,4 @@
-"""Reports: what runs of `seergate.eval` show, as tables, plots and sentences."""
+"""Reports on runs of `seergate.eval`: tables, plots and sentences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A page that shows, for each token of an answer, which blocks were read to write it, and which should have been.
+"""An HTML page that shows which blocks were read for each generated token, and which dense attention attends to.
 
-One HTML file that needs nothing else. Of each step it holds three bytes per block, layer and KV head: whether the
-block was read, and the square roots of the method's score and of the true attention, as shares of all past blocks.
+The page is one self-contained file. For each decode step it stores three bytes per block, layer and KV head: whether
+the block was read, and the square roots of its shares of the method's scores (after softmax) and of dense attention.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEMPLATE = Path(__file__).with_suffix(".html")
 
 @dataclass(frozen=True)
 class Page:
-    """A page that was written. A notebook shows it in place."""
+    """A written page, which a notebook shows inline."""
 
     path: Path
 
@@ -45,11 +45,11 @@ def write_explorer(
     out: str | os.PathLike[str],
     row: int = 0,
 ) -> Page:
-    """Write the page ``out`` about a row of a batch.
+    """Write the page of one row of a batch to ``out``.
 
     Args:
         trace: the file that ``Handle.traced(path, attention=True)`` wrote during one ``generate``.
-        tokens: prompt and answer, without padding.
+        tokens: token ids of prompt and answer, without padding.
 
     Raises:
         SeergateError: if the trace cannot be read or holds no attention of this row, or the page cannot be written.
@@ -69,15 +69,19 @@ def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
     """The data of one row of a trace, in the page's format.
 
     Returns:
-        ``prompt``: its tokens. ``cells``: the (layer, KV head) of each line of a step. ``steps``: the index of the
-        token that a step wrote -> three arrays ``[cells, blocks]``, compressed and in base64.
+        ``prompt``: number of prompt tokens. ``cells``: (layer, KV head) of each row of the arrays. ``scored``: whether
+        each cell has scores. ``steps``: index of a generated token -> three uint8 arrays ``[cells, blocks]`` of its
+        decode step, compressed by zlib and in base64. The trace's metadata.
+
+    Raises:
+        SeergateError: if the trace holds no attention of this row.
     """
     import pyarrow.parquet as pq
 
     columns, about = read_trace(trace)
     lists = pq.read_table(os.fspath(trace), columns=["blocks", "scores", "attention"])
     blocks, scores, attention = (lists[name].combine_chunks() for name in lists.column_names)
-    # Drafted tokens that were dropped have a step as well: the last one at a position counts.
+    # Rejected draft tokens have steps too; only the last step at a position counts.
     order = np.lexsort([columns[name] for name in ("step", "head", "layer", "position")])
     order = order[columns["row"][order] == row]
     key = np.stack([columns[name][order] for name in ("position", "layer", "head")])
@@ -112,17 +116,17 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _byte(shares: np.ndarray) -> np.ndarray:
-    """A square root in a byte: small shares keep some digits."""
+    """The square roots of shares as bytes, so that small shares keep some precision."""
     return np.rint(255 * np.sqrt(shares)).astype(np.uint8)
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
-    """The text that each token adds. Of the tokens of one character, the last has it."""
+    """The text that each token adds; the last of the tokens that form one character gets the character."""
     found, said, window, group = list[str](), "", 0, 0
     for i in range(len(tokens)):
         text = tokenizer.decode(tokens[window : i + 1])
         whole = not text.endswith("\ufffd") or i == len(tokens) - 1
         found.append(text[len(said) :] if whole else "")
-        if whole:  # the next token is decoded behind this one, which tells whether a space comes between
+        if whole:  # the next token is decoded after this one, which shows whether a space separates them
             said, window, group = tokenizer.decode(tokens[group : i + 1]), group, i + 1
     return found

@@ -12,13 +12,13 @@ from seergate.eval.stats import Difference
 from seergate.report.load import Setting, Sweep
 
 CLOSE = 0.02
-"""Difference from dense accuracy that counts as matching it: two points."""
+"""Largest difference from dense accuracy that counts as a match: two percentage points."""
 
 TRUNCATED = 0.05
-"""Share of answers at the length limit above which a finding names it and plots draw hollow markers."""
+"""Share of answers cut at the length limit above which a caveat reports it and plots draw hollow markers."""
 
 UNANSWERED = 0.5
-"""Share of completions without an answer above which a finding names it."""
+"""Share of completions without an answer above which a caveat reports it."""
 
 SOFTWARE = ("seergate", "git", "torch", "transformers")
 """Entries of a run's environment that affect results."""
@@ -64,7 +64,7 @@ def _of_texts(s: Setting) -> str:
 
 
 def with_ends(found: dict[str, Any], name: str) -> str:
-    """A non-negative metric with its 95 % interval, if there is one."""
+    """A non-negative metric as text, with its 95 % interval if it has one."""
     low, high = found[f"{name}_low"], found[f"{name}_high"]
     return f"{found[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
 
@@ -76,7 +76,7 @@ def at_chance(dense: Setting) -> bool:
 
 
 def idle(sweep: Sweep) -> list[str]:
-    """Name the settings that do nothing: they read everything, or give dense attention's logits to the last bit."""
+    """Name the settings that have no effect: they read everything, or reproduce dense logits bit for bit."""
     lines = list[str]()
     for s in sweep.settings:
         if s.method == "dense":
@@ -91,7 +91,7 @@ def idle(sweep: Sweep) -> list[str]:
 
 
 def _said(s: Setting) -> list[Any]:
-    """Measured figures of the logits of decoded tokens: of texts, of replies, or of the proxies' windows."""
+    """What was measured on the decoded logits: KL on texts, log-probabilities of replies, or the proxies."""
     each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
     known = [each[key] for key in sorted(each)] if None not in each.values() else []
@@ -100,7 +100,7 @@ def _said(s: Setting) -> list[Any]:
 
 
 def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
-    """Compare a setting without a budget to dense; ``None`` for dense itself and without a common problem."""
+    """Compare a setting without a budget to dense; ``None`` for dense itself, or if they share no problem."""
     difference = sweep.difference(setting, dense)
     if setting.method == dense.method or not difference.n:
         return None
@@ -116,7 +116,7 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
 
 
 def _by_budget(sweep: Sweep, ours: str, other: str) -> dict[int, Difference]:
-    """Budget -> paired difference of two series, where they have problems in common."""
+    """Budget -> paired difference of two series, for the budgets at which they share problems."""
     pairs = {budget: (sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets}
     found = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
     return {budget: difference for budget, difference in found.items() if difference.n}
@@ -146,7 +146,7 @@ def _dense(sweep: Sweep, dense: Setting) -> str:
 
 
 def verdict(sweep: Sweep) -> str:
-    """The budget that each method needs to match dense, as one sentence."""
+    """State the budget that each method needs to match dense."""
     if sweep.dense is None:
         return "No dense run is among these, so nothing says what sparsity costs."
     if at_chance(sweep.dense):
@@ -170,8 +170,8 @@ def verdict(sweep: Sweep) -> str:
 
 
 def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
-    """The setting of the smallest budget from which on no loss could be shown, or else of the largest budget, and its
-    difference to dense; ``None`` without problems in common.
+    """The setting with the smallest budget from which on no loss is shown (if there is none, with the largest budget)
+    and its difference from dense; ``None`` if they share no problem.
     """
     compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
     first = enough_from([d for _, d in compared])
@@ -179,8 +179,8 @@ def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Differe
 
 
 def enough_from(compared: Sequence[Difference]) -> int | None:
-    """The first of the differences to dense, by ascending budget, from which on no loss could be shown; ``None`` if
-    one could at the last, or the problems are too few to tell.
+    """Index of the first difference from dense, by ascending budget, from which on none shows a loss; ``None`` if the
+    last one shows a loss, or has too few problems to tell.
     """
     return next((i for i in range(len(compared)) if all(map(_not_worse, compared[i:]))), None)
 
@@ -190,7 +190,7 @@ def _share_of_context(sweep: Sweep, setting: Setting) -> str:
 
 
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
-    """Compare a method to dense at the budget that it needs; ``None`` without a common problem."""
+    """Compare a method to dense at the budget that it needs; ``None`` if they share no problem."""
     if (found := _enough(sweep, method, dense)) is None:
         return None
     setting, difference = found
@@ -222,7 +222,7 @@ def _recall(sweep: Sweep) -> list[str]:
     if not measured or sweep.proxies_on is None:
         return []
     budgets = Counter(s.budget for s in measured if s.budget is not None)
-    smallest = min(budgets, key=lambda budget: (-budgets[budget], budget), default=None)  # of those that most have
+    smallest = min(budgets, key=lambda budget: (-budgets[budget], budget), default=None)  # among the most common
     if smallest is None:  # thresholds only
         each = "; ".join(f"{s.label} {_percent(s.metrics['recall'])}" for s in measured)
         return [f"recall of dense attention's mass: {each}."]
@@ -231,7 +231,7 @@ def _recall(sweep: Sweep) -> list[str]:
 
 
 def cautions(sweep: Sweep) -> list[str]:
-    """Caveats of a sweep's numbers."""
+    """The caveats of a sweep's numbers, one sentence each."""
     lines = idle(sweep)
     lines += [
         f"{s.label} is unfinished: {s.metrics['n_samples']} samples so far." for s in sweep.settings if not s.complete
@@ -299,7 +299,7 @@ def cautions(sweep: Sweep) -> list[str]:
 
 
 def _not_worse(difference: Difference) -> bool:
-    """True if a difference is not significantly below zero. A single problem proves nothing."""
+    """True if a difference shows no loss: its mean is above ``-CLOSE`` and its interval, if any, reaches zero."""
     return difference.mean >= -CLOSE and (difference.n == 1 or difference.high >= 0)
 
 

@@ -16,7 +16,7 @@ from seergate.eval.stats import Difference, Estimate, paired, wilson
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
 
 SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold", "block_size", "dense_layers")
-"""Options that do not distinguish series, as they are shown beside them or elsewhere in their names."""
+"""Options that `Setting.own_options` leaves out: tables or other parts of a series' name show them."""
 
 NEEDED = {
     "task": ("name",),
@@ -24,7 +24,7 @@ NEEDED = {
     "model": ("path", "type", "parameters", "dtype", "fingerprint"),
     "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
 }
-"""Keys of every evaluation's configuration."""
+"""Section -> keys that the configuration of every evaluation has."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Setting:
         config, proxies: contents of `config.yaml`, and of `proxies.json` if there is one.
         metrics: derived from its samples.
         samples: as they were stored.
-        series: name in plots and tables: the method, and the options that distinguish it within the method.
+        series: name in plots and tables: the method, and the options that distinguish it from the method's other runs.
     """
 
     directory: Path
@@ -57,7 +57,7 @@ class Setting:
 
     @property
     def label(self) -> str:
-        """Its name with the budget, share or threshold, for sentences and legends."""
+        """The series with its budget, share or threshold, for sentences and legends."""
         name = self.series
         if self.budget is not None:
             return f"{name} at {self.budget}"
@@ -72,7 +72,7 @@ class Setting:
 
     @property
     def evicts(self) -> bool:
-        """True if its method drops tokens, or keeps them in another form, instead of reading some of all."""
+        """True if its method evicts or compresses tokens, instead of keeping all and reading a part."""
         return issubclass(self.kind, CompressingMethod)
 
     @property
@@ -82,7 +82,7 @@ class Setting:
 
     @property
     def share(self) -> float | None:
-        """Share of the context that is read, if that is its budget."""
+        """Share of the context that a step reads, if the budget is given as a share."""
         return self._of("budget_share")
 
     @property
@@ -111,13 +111,13 @@ class Setting:
         return _without(self.config["method"], *said)
 
     def _of(self, key: str) -> Any:
-        """An option of the method, or of the gate that reads for a method that shares blocks."""
+        """The value of a method's option; if a method that shares blocks does not have it, that of its gate."""
         method = self.config["method"]
         return method.get(key, method.get(f"gate.{key}") if self.kind.shares_blocks else None)
 
     @property
     def kind(self) -> type[Method]:
-        """The class of its method; the base class of all for a plugin's that is not loaded."""
+        """The class of its method; `Method` if it belongs to a plugin that is not loaded."""
         try:
             return method_class(self.method)
         except SeergateError:
@@ -136,17 +136,17 @@ class Setting:
 
     @property
     def complete(self) -> bool:
-        """True if no sample is missing, of all problems that there are (a task may have fewer than were asked for)."""
+        """True if every problem of the task has all its samples (a task may have fewer problems than requested)."""
         problems = self.config["task"].get("n_problems")
         return problems is not None and self.metrics["n_samples"] >= problems * self.config["generation"]["samples"]
 
     @property
     def marked(self) -> str:
-        """The series, marked if samples are missing; for tables."""
+        """The series for tables, marked as unfinished if samples are missing."""
         return self.series if self.complete else f"{self.series} (unfinished)"
 
     def identity(self) -> dict[str, Any]:
-        """Options shared with every setting that it is compared with: name -> value."""
+        """The options that must be equal for settings to be compared: name -> value."""
         config, environment = self.config, self.config.get("environment", {})
         return store.flatten(
             {
@@ -160,20 +160,18 @@ class Setting:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Settings that can be compared (one task, one model, one way of generating), in the order of `METHODS` and by
-    budget within a method.
-    """
+    """Comparable settings (equal `Setting.identity`), in the order of `METHODS` and by budget within a method."""
 
     settings: list[Setting] = field(default_factory=list)
 
     @property
     def config(self) -> dict[str, Any]:
-        """Configuration shared by all settings (``task``, ``model``, ``generation``, ``environment``)."""
+        """Configuration of the first setting; all settings share the parts in `Setting.identity`."""
         return self.settings[0].config
 
     @property
     def of_texts(self) -> bool:
-        """True if given texts were scored, so that there are no answers."""
+        """True if the task scores given texts, so that there are no answers."""
         return "kl" in self.settings[0].metrics
 
     @property
@@ -210,7 +208,7 @@ class Sweep:
         return f"{numbers[0]} problem{'s' if numbers[0] != 1 else ''}"
 
     def of(self, method: str) -> list[Setting]:
-        """A series' settings by budget."""
+        """The settings of a series that have a budget, in ascending order."""
         return [s for s in self.settings if s.series == method and s.budget is not None]
 
     def role(self, method: str) -> str:
@@ -226,9 +224,7 @@ class Sweep:
         return [s for s in self.settings if s.metrics[metric] is not None]
 
     def difference(self, ours: Setting, baseline: Setting) -> Difference:
-        """Paired difference of the accuracies on the samples (problem and seed) that both settings have; ``nan``
-        without any.
-        """
+        """Paired difference in accuracy, ``ours - baseline``, on the samples that both have; ``nan`` if none."""
         pairs = [{(s["problem_id"], s["sample_idx"]): s for s in setting.samples} for setting in (ours, baseline)]
         common = [
             [s for key, s in side.items() if key in other] for side, other in zip(pairs, pairs[::-1], strict=True)
@@ -238,27 +234,25 @@ class Sweep:
         return paired(*(by_problem(side, "correct") for side in common))
 
     def share(self, setting: Setting, metric: str) -> float:
-        """A metric in percent of the first setting's, which is dense attention's where there is a dense run."""
+        """A metric in percent of the first setting's (dense attention's, if there is a dense run)."""
         return float(100 * setting.metrics[metric] / self.settings[0].metrics[metric])
 
     @property
     def proxies_on(self) -> str | None:
-        """The setting on whose generations all proxies were measured, on the same windows; ``None`` if they differ or
-        were not recorded.
-        """
+        """The setting on whose generations all proxies were measured; ``None`` if unknown, or if windows differ."""
         found = [s.proxies or {} for s in self.having("next_token_kl")]
         same = len({record.get("contexts") for record in found}) == 1
         return found[0].get("reference") if same else None
 
     @property
     def context(self) -> float:
-        """Mean length of prompt and answer of the dense run (of the first run, without one)."""
+        """Mean tokens of prompt and answer together, of the dense run or else of the first run."""
         metrics = (self.dense or self.settings[0]).metrics
         return float(metrics["mean_prompt_tokens"] + metrics["mean_tokens"])
 
 
 def load_setting(directory: Path) -> Setting | None:
-    """Read one run directory; ``None`` without finished samples."""
+    """Read one run directory; ``None`` if it has no finished samples."""
     if not (samples := store.read_samples(directory)):
         return None
     config = store.read_config(directory)
@@ -279,15 +273,15 @@ def load_setting(directory: Path) -> Setting | None:
 
 
 def load_sweeps(*roots: Path) -> list[Sweep]:
-    """All runs in some directories, or the runs themselves, grouped into comparable sweeps.
+    """Read runs, given as run directories or directories of them, and group them into comparable sweeps.
 
     Raises:
-        SeergateError: if there is none, or one is damaged.
+        SeergateError: if no run has finished samples, a run is damaged, or two are runs of the same setting.
     """
     found: dict[Path, Path] = {}
     for root in roots:
         for path in store.run_directories(root):
-            found.setdefault(path.resolve(), path)  # the same one may be named twice
+            found.setdefault(path.resolve(), path)  # a run may be given twice
     started = [setting for path in found.values() if (setting := load_setting(path)) is not None]
     if not started:
         raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
@@ -296,7 +290,7 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
 
 
 def grouped(settings: Iterable[Setting], key: Callable[[Setting], Any]) -> dict[Any, list[Setting]]:
-    """The settings of each key, in order."""
+    """Key -> its settings, in order."""
     groups: dict[Any, list[Setting]] = {}
     for setting in settings:
         groups.setdefault(key(setting), []).append(setting)
@@ -304,7 +298,7 @@ def grouped(settings: Iterable[Setting], key: Callable[[Setting], Any]) -> dict[
 
 
 def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
-    """For each sweep, the options in which sweeps differ: name -> value."""
+    """For each sweep, its values of the options in which the sweeps differ: name -> value."""
     found = [sweep.settings[0].identity() for sweep in sweeps]
     names = dict.fromkeys(name for own in found for name in own)
     different = [name for name in names if len({repr(own.get(name)) for own in found}) > 1]
@@ -316,7 +310,7 @@ def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def _named(settings: list[Setting]) -> list[Setting]:
-    """Name the series: the method, and its block size, gates, dense layers and options where a method has several."""
+    """Name the series: the method, and its block size, gates, dense layers and options if the method has several."""
     named = []
     for setting in settings:
         same = [s for s in settings if s.method == setting.method]
@@ -324,7 +318,7 @@ def _named(settings: list[Setting]) -> list[Setting]:
         if len({s.block_size for s in same}) > 1 and setting.block_size is not None:
             name += f" b{setting.block_size}"
         rivals = {s.gates: s.gates_name for s in same if s.gates and _gated_size(s) == _gated_size(setting)}
-        if len(rivals) > 1 and setting.gates:  # of one block size; each size has its own
+        if len(rivals) > 1 and setting.gates:  # gates of the same block size
             named_apart = all(rivals.values()) and len(set(rivals.values())) == len(rivals)
             name += f" [{setting.gates_name if named_apart else setting.gates[: _telling(rivals)]}]"
         if len({s.dense_layers for s in same}) > 1:

@@ -1,7 +1,7 @@
 """The report's plots, and what all plots share.
 
-Colours and markers of methods and scorers (their ``plot_style``) are the same in every plot. Colours are of Okabe and
-Ito's and of Tol's palettes, which colour-blind readers can tell apart; markers help.
+A method or scorer has the same colour and marker (its ``plot_style``) in every plot. The colours come from the
+palettes of Okabe and Ito and of Tol, which colour-blind readers can tell apart.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 DPI = 150
 WIDTH = 9.0
-"""Inches of every figure, so that all have letters of one size on a page."""
+"""Width of every figure in inches; it is the same, so that letters have one size on a page."""
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 9, "loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
 SPARE = (("#6699CC", "H"), ("#EE3377", "4"), ("#F0E442", "3"))
-"""Colours and markers of the user's own methods."""
+"""Colours and markers for methods without a ``plot_style``, such as the user's own."""
 LINES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (8, 2, 1, 2, 1, 2)), (0, (1, 4)))
 CONVENTIONS = "bars and band: 95 % intervals; hollow: over 5 % of answers hit the limit"
 
@@ -61,7 +61,7 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
 
 
 def recall_plot(sweep: Sweep, path: Path) -> Path | None:
-    """Recall of dense attention's mass by budget, mean over layers, and by layer. ``None`` if not measured."""
+    """Recall of dense attention's mass against budget (mean over layers), and per layer; ``None`` if not measured."""
     measured = sweep.having("recall")
     lines_of = grouped((s for s in measured if s.budget is not None), lambda s: s.series)
     if not lines_of:
@@ -102,7 +102,7 @@ MOST_MAPS = 16
 
 
 def depth_plot(sweep: Sweep, path: Path) -> Path | None:
-    """Accuracy by length and depth, a map for each setting; ``None`` where a task has no depths."""
+    """Accuracy by length and depth, one heat map per setting; ``None`` if the task has fewer than two depths."""
     task = sweep.config["task"]
     depths, lengths = task.get("depths") or [], task.get("length") or []
     if len(depths) < 2:
@@ -130,13 +130,13 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
 
 
 def _grid(count: int) -> tuple[int, int]:
-    """Number of columns and rows for so many small maps."""
+    """Numbers of columns and rows of a grid of ``count`` small maps."""
     columns = min(4, count)
     return columns, -(-count // columns)
 
 
 def _heat_map(axis: Axes, grid: list[list[float]], low: float = 0.0, numbers: bool = True) -> Any:
-    """Draw percentages as colours, from ``low`` to 100, with the number in each cell."""
+    """Draw percentages as colours from ``low`` to 100; ``numbers`` also writes them into the cells."""
     image = axis.imshow(grid, vmin=low, vmax=100, cmap="viridis", aspect="auto")
     for y, row in enumerate(grid if numbers else []):
         for x, value in enumerate(row):
@@ -147,15 +147,15 @@ def _heat_map(axis: Axes, grid: list[list[float]], low: float = 0.0, numbers: bo
 
 
 PER_BYTE = {"own_bytes_mean": "kB held per sequence, mean", "bytes_read_per_step": "kB read per step"}
-"""Metric of bytes -> label of its axis. On these axes methods can be compared: a token budget means something else for
-every method, and some have none."""
+"""Metric in bytes -> axis label. Bytes make methods comparable: a token budget means something different for each
+method, and some methods have none."""
 
 
 def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
-    """Accuracy against mean resident bytes, and against bytes read per step. ``None`` with fewer than two points.
+    """Accuracy against mean bytes held, and against bytes read per step; ``None`` with fewer than two points.
 
-    A grey line, the Pareto front, joins the settings above chance that none beats in both bytes and accuracy. With
-    more than `CROWD` series, those without a setting on either front are grey, except for dense.
+    A grey line shows the Pareto front: the settings above chance that no other setting beats in both bytes and
+    accuracy. With more than `CROWD` lines, those without a setting on either front are grey, except dense.
     """
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in PER_BYTE)]
     if len(measured) < 2:
@@ -192,7 +192,7 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
 
 
 def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]:
-    """Settings on the Pareto front of accuracy and bytes, above chance, sorted by bytes."""
+    """The settings above ``chance`` on the Pareto front of accuracy and bytes (``metric``), sorted by bytes."""
     front: list[Setting] = []
     for s in sorted(settings, key=lambda s: (float(s.metrics[metric]), -s.accuracy.mean)):
         if s.accuracy.mean > (front[-1].accuracy.mean if front else chance):
@@ -201,7 +201,7 @@ def pareto(settings: list[Setting], metric: str, chance: float) -> list[Setting]
 
 
 def _line_of(s: Setting) -> str:
-    """The line on which a setting lies: the budgets, shares or thresholds of a series, or all variants of a method."""
+    """Name of a setting's line, which joins a series' budgets, shares or thresholds, or all variants of a method."""
     if s.budget is not None:
         return s.series
     rule = "shares" if s.share is not None else "thresholds" if s.threshold is not None else ""
@@ -209,8 +209,8 @@ def _line_of(s: Setting) -> str:
 
 
 def text_plot(sweep: Sweep, path: Path) -> Path | None:
-    """KL from dense attention against bytes read, for methods that keep everything and for those that keep a part.
-    ``None`` without a dense run.
+    """KL to dense attention against bytes read, in one panel for methods that keep all tokens and one for gates and
+    methods that evict; ``None`` without a dense run.
     """
     if sweep.dense is None:
         return None
@@ -271,7 +271,7 @@ def _against_budget(
 
 
 CROWD = 7
-"""More lines than this are not drawn in one panel."""
+"""Maximum number of lines in one panel."""
 
 
 def panels(sweep: Sweep) -> dict[str, list[str]]:
@@ -303,8 +303,8 @@ def error_bars(
     points: Sequence[tuple[float, Setting]],
     interval: Callable[[Setting], Interval] = accuracy_of,
 ) -> None:
-    """Draw a series, one of those named, with its 95 % intervals, from its places on the x axis and its settings.
-    Markers of settings whose answers hit the limit often are hollow.
+    """Draw the series ``name`` of ``names`` with its 95 % intervals; ``points`` are pairs of x value and setting. A
+    marker is hollow if more than `TRUNCATED` of the setting's answers hit the length limit.
     """
     x, values = [place for place, _ in points], [interval(s) for _, s in points]
     errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
@@ -317,9 +317,7 @@ def error_bars(
 
 
 def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
-    """Draw the paper's accuracy in percent for the finished settings that it ran: a hollow marker for each, at its
-    place on the x axis, and a line for dense.
-    """
+    """Draw the paper's accuracy (%) for finished settings that it ran too: hollow markers, and a line for dense."""
     for method in dict.fromkeys(s.method for _, s in points):
         ours = [(x, s) for x, s in points if s.method == method and s.complete]
         found = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
@@ -332,7 +330,7 @@ def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setti
 
 
 def budget_axis(axis: Axes, budgets: list[int]) -> None:
-    """Make the x axis one of token budgets, logarithmic to base 2."""
+    """Label the x axis as token budget and make it logarithmic to base 2, with a tick at each budget."""
     axis.set_xlabel("token budget per KV head (tokens)")
     if budgets:
         powers_of_two(axis, budgets)
@@ -341,7 +339,7 @@ def budget_axis(axis: Axes, budgets: list[int]) -> None:
 
 
 def powers_of_two(axis: Axes, places: Sequence[int]) -> None:
-    """Make the x axis logarithmic, with these ticks."""
+    """Make the x axis logarithmic to base 2, with ticks at ``places``."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(places, list(map(str, places)))
     axis.minorticks_off()
@@ -355,7 +353,7 @@ def tidy(axis: Axes) -> None:
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot`` without a display; a `SeergateError` if it is not installed."""
+    """``matplotlib.pyplot`` with a backend that needs no display; a `SeergateError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The numbers of SeerAttention-R (pass@1, percent), shown beside ours for runs of the paper's settings.
+"""Published results of SeerAttention-R (pass@1 in percent), which reports show beside runs of the same settings.
 
-Gates and dense: from the published repository's README after its fixes; the figures of the paper differ by up to about
-two points. Quest: Table 1. Budgets are tokens per KV head; ``None`` is dense. GPQA-Diamond was run on a file whose
-right option is always A, so its numbers stand beside `gpqa_diamond_published` only.
+Gates and dense: the repository's README after its fixes, which differs from the paper by up to about two points.
+Quest: Table 1. Budgets are tokens per KV head; ``None`` is dense. The authors ran GPQA-Diamond on a file in which
+option A is always right, so these results are compared with `gpqa_diamond_published` only.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ _SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 0, "min_p": 0.0}
 """Sampling of the published code."""
 
 _EITHER_WAY = {"name", "nominal", "token_budget", "block_size", "dense_layers", "compat"}
-"""Options that are checked separately, or do not matter: the published code reads a little more than the paper says
-(``compat``), and both are the paper's gates."""
+"""Options that are checked separately, or may have any value: with ``compat`` a gate reads a little more than the
+paper says, as the published code does, and both count as the paper's."""
 
 
 def model_key(config: dict[str, Any]) -> str:
@@ -90,11 +90,11 @@ def model_key(config: dict[str, Any]) -> str:
 
 
 def published(config: dict[str, Any]) -> float | None:
-    """The paper's accuracy for a run, in percent; ``None`` if it is not known, or the paper ran something else.
+    """The paper's accuracy for a run, in percent; ``None`` if the paper has no number for the run's settings.
 
     Args:
-        config: the run's. Runs on a part of the problems, with another limit or without sampling are not compared;
-            `deviations` names the differences that do not rule a comparison out.
+        config: the run's configuration. A run on part of the problems, with another length limit or without sampling
+            is not compared; `deviations` lists the differences that a comparison tolerates.
     """
     method, task = config["method"], config["task"]
     if not _as_published(config):
@@ -115,7 +115,7 @@ def table_1(config: dict[str, Any]) -> tuple[float, float] | None:
 
 
 def deviations(config: dict[str, Any]) -> list[str]:
-    """The differences of a run from the paper's, in words, for runs that have a published number."""
+    """How a run that has a published number differs from the paper's run, in words."""
     generation, samples = config["generation"], HUB_TASKS[config["task"]["name"]].samples
     found = [] if generation["samples"] == samples else [f"samples {generation['samples']} instead of {samples}"]
     if config["method"]["name"] == Quest.name and config["method"]["group_reduction"] != "separate":
@@ -128,8 +128,8 @@ def deviations(config: dict[str, Any]) -> list[str]:
 
 
 def _as_published(config: dict[str, Any]) -> bool:
-    """True if a run is of all problems, with the paper's limit and sampled, and dense or by gates or Quest as the
-    paper ran them: blocks of 64 tokens, no dense layers, a token budget, and all else at its default.
+    """True if a run has the paper's settings: all problems, its length limit, sampling; and dense attention, or gates
+    or Quest with a token budget, blocks of 64 tokens, no dense layers and all other options at their defaults.
     """
     task, generation, method = (config[section] for section in ("task", "generation", "method"))
     name = method["name"]
@@ -142,7 +142,7 @@ def _as_published(config: dict[str, Any]) -> bool:
     if name == Dense.name or method.get("token_budget") is None:
         return bool(name == Dense.name)
     defaults = {f.name: f.default for f in fields(method_class(name))} | {"sink_blocks": 0}
-    if name == Quest.name and method.get("group_reduction") == "separate":  # as the paper's; `deviations` says so else
+    if name == Quest.name and method.get("group_reduction") == "separate":  # the paper's; `deviations` reports others
         defaults["group_reduction"] = "separate"
     given = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
     plain = all(key in _EITHER_WAY or (key in defaults and value == defaults[key]) for key, value in given.items())

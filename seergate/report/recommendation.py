@@ -1,4 +1,4 @@
-"""Which budget to take, in three sentences: from answers, from scored texts, and from both together."""
+"""The recommended token budget, in three sentences: by answers, by scored texts, and by both together."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ METHOD = "gate"
 
 @dataclass(frozen=True)
 class _Found:
-    """The result of one kind of measurement: a sentence, whether the data could have shown a loss, and the smallest
-    budget from which on there was none, or ``None``.
+    """The result of one kind of measurement: a sentence; ``tells``, whether the data could have shown a loss; and the
+    smallest budget from which on no loss was seen, or ``None``.
     """
 
     sentence: str
@@ -24,17 +24,17 @@ class _Found:
 
 
 def recommendation(answers: Sweep, texts: Sweep) -> list[str]:
-    """The smallest budget at which the gates lose nothing against dense attention that could be seen.
+    """Recommend the smallest budget from which on the gates show no loss against dense attention.
 
-    None is seen from a budget on if there and at all larger ones the 95 % interval of the difference to dense
-    attention reaches zero, and the mean loss is at most two points of accuracy, or .02 nats per token.
+    A budget shows no loss if the mean loss is at most two points of accuracy (on texts: .02 nats per token) and the
+    95 % interval of the difference from dense attention reaches zero. All larger budgets must show none either.
 
     Args:
         answers: problems that dense attention and the gates have answered, at several budgets.
         texts: texts that were scored under the same settings.
 
     Returns:
-        Three sentences.
+        Three sentences: by answers, by texts, and by both together.
     """
     by_answers, by_texts = _of_answers(answers), _of_texts(texts)
     return [by_answers.sentence, by_texts.sentence, _together(by_answers, by_texts, answers)]
@@ -77,7 +77,7 @@ def _of_texts(sweep: Sweep) -> _Found:
 def _concluded(
     text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, tells: bool = True
 ) -> _Found:
-    """Complete a sentence with the budget from which on no loss was seen, and how large one could have been."""
+    """Complete a sentence with the budget from which on no loss was seen, and how large a loss could go unseen."""
     first = enough_from(compared)
     if first is None:
         largest = _tokens(settings[-1].budget)

@@ -21,7 +21,7 @@ from seergate.report.load import Setting, Sweep
 NONE = "–"
 
 Columns = dict[str, Callable[[Sweep, Setting], str]]
-"""Heading -> a setting's cell."""
+"""Heading -> function that makes a setting's cell."""
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -38,18 +38,18 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 
 
 def table(sweep: Sweep, columns: Columns, settings: Sequence[Setting] | None = None) -> str:
-    """A Markdown table with a row for each setting, all of the sweep's if ``None``; empty without settings."""
+    """A Markdown table with one row per setting (all settings of the sweep if ``None``); empty without settings."""
     rows = [[cell(sweep, s) for cell in columns.values()] for s in (sweep.settings if settings is None else settings)]
     return markdown(list(columns), rows) if rows else ""
 
 
 def figure_of(name: str, factor: float = 1, digits: int = 1, key: Any = None) -> Callable[[Sweep, Setting], str]:
-    """The column of a metric, or of one entry of a metric that has several."""
+    """The column of a metric, or of its entry ``key`` if it has several, multiplied by ``factor``."""
     return lambda _, s: scaled(s.metrics[name] if key is None else s.metrics[name][key], factor, digits)
 
 
 def scaled(value: float | None, factor: float, digits: int) -> str:
-    """A number in other units; a dash where there is none."""
+    """A number multiplied by ``factor``, with ``digits`` decimals; a dash for ``None``."""
     return NONE if value is None else f"{factor * value:.{digits}f}"
 
 
@@ -68,8 +68,8 @@ def minus_dense(sweep: Sweep, s: Setting) -> str:
 
 
 def minus_gate(sweep: Sweep, s: Setting) -> Difference | None:
-    """A setting's KL minus that of the first gate at the same budget, paired by text; ``None`` for that gate itself,
-    and unless both have scored the same texts.
+    """The KL of a setting minus the KL of the first gate at the same budget, paired by text; ``None`` for that gate
+    itself, if there is none, or if the two scored different texts.
     """
     gate = next((other for other in sweep.settings if (other.method, other.budget) == ("gate", s.budget)), s)
     ours, theirs = ({text["problem_id"]: np.mean(text["kl"]) for text in each.samples} for each in (s, gate))
@@ -151,11 +151,11 @@ TEXTS: Columns = {
     "read %": lambda sweep, s: f"{sweep.share(s, 'bytes_read_per_step'):.0f}",
     "held %": lambda sweep, s: f"{sweep.share(s, 'own_bytes_mean'):.0f}",
 }
-"""Given texts under a method, compared with dense attention."""
+"""Columns of scored texts: how far a method is from dense attention, and its bytes."""
 
 
 def core_table(sweep: Sweep) -> str:
-    """Accuracy and its cost; with the log-probability of the right answer, where it was measured."""
+    """Accuracy and its cost, and the log-probability of the right answer if it was measured."""
     known = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
     return table(sweep, CORE | known)
 
@@ -166,7 +166,7 @@ def accuracy_table(sweep: Sweep) -> str:
 
 
 def cost_table(sweep: Sweep) -> str:
-    """Memory traffic, memory and speed of decoding, and the memory saved where methods share blocks."""
+    """Memory traffic, memory and speed of decoding, and the memory saved by methods that share blocks."""
     saved = {"memory saved by sharing %": figure_of("amsr", 100)} if sweep.having("amsr") else {}
     return table(sweep, COST | saved)
 
@@ -194,7 +194,7 @@ def pass_table(sweep: Sweep) -> str:
 def table_beside(
     sweep: Sweep, theirs: Callable[[Setting], float | None], unlike: Callable[[Setting], Sequence[str]]
 ) -> str:
-    """Our accuracy beside a paper's, for finished runs of the paper's settings; empty without any.
+    """Our accuracy beside the published one, for finished runs that have a published one; empty if none has.
 
     Args:
         theirs: a setting's published accuracy in percent, if it has one.
@@ -242,7 +242,7 @@ def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
 
     for target in dict.fromkeys(m["target"] for m in matches):
         group = [m for m in matches if m["target"] == target]
-        own = settings.get(target)  # the method that sets the target is a row of it
+        own = settings.get(target)  # the method that sets the target gets a row too
         if own is not None:
             add(target, own, own.nominal, group[0]["target_bytes"])
         for m in group:

@@ -49,15 +49,15 @@ class Report:
 
 
 def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
-    """Report on run directories or directories of them.
+    """Write a report on run directories, given themselves or by the directories that contain them.
 
     Args:
         root: a directory that `seergate.eval` wrote.
         out: directory of the report; ``root`` if ``None``.
-        *others: more of the same; comparable runs are put side by side, whatever their directory.
+        *others: further such directories; comparable runs are put into one section, whatever their directory.
 
     Raises:
-        SeergateError: if there is nothing to report on.
+        SeergateError: if no run has finished samples, a run is damaged, or two are runs of the same setting.
     """
     sweeps = load_sweeps(root, *others)
     out = out or root
@@ -115,7 +115,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         _conditions(sweep),
     ]
     headings = [block[3:] for block in blocks if block.startswith("## ")]
-    if suffix:  # one heading per section of each name
+    if suffix:  # so that no heading occurs twice
         blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
         first.insert(0, f"# {_name(sweep)}")
     links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
@@ -151,9 +151,9 @@ def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
 
 
 TAIL = 400
-"""Characters of an answer that are shown: its end, where the result stands."""
+"""Number of characters shown from the end of an answer, where the result is."""
 SHOWN = 6
-"""Settings whose answers are shown."""
+"""Maximum number of series whose answers are shown."""
 
 
 def _sample_answers(sweep: Sweep) -> list[str]:
@@ -169,14 +169,14 @@ def _sample_answers(sweep: Sweep) -> list[str]:
     for label, sample in answers.items():
         result = "right" if sample["correct"] else "wrong"
         text = str(sample.get("completion") or "")[-TAIL:]
-        text = re.sub("^(?=</?details>)", " ", text.replace("~~~", "~ ~ ~"), flags=re.M)  # the report's own marks
+        text = re.sub("^(?=</?details>)", " ", text.replace("~~~", "~ ~ ~"), flags=re.M)  # marks that the report uses
         title = f"{label}: {result}, {sample['n_tokens']} tokens, ended by {sample['finish_reason']}"
         blocks += folded(title, f"~~~\n{text}\n~~~")
     return blocks
 
 
 def folded(title: str, *blocks: str) -> list[str]:
-    """Markdown blocks that are shown when their title is clicked."""
+    """Markdown blocks in a ``<details>`` element, which shows them when its title is clicked."""
     return [f"<details><summary>{title}</summary>", *blocks, "</details>"]
 
 
@@ -307,10 +307,10 @@ h2 { border-top: 1px solid #ddd; padding-top: 1rem; }
 
 
 def to_html(text: str, folder: Path) -> str:
-    """The report's Markdown as one self-contained HTML page. The only HTML in the Markdown is that of `folded`."""
+    """The report's Markdown as one self-contained HTML page. Only the HTML of `folded` is kept as HTML."""
     reader = Markdown(extensions=["tables", "toc", "fenced_code", "sane_lists"])
     reader.preprocessors.deregister("html_block")
-    reader.inlinePatterns.deregister("html")  # what users have named is text
+    reader.inlinePatterns.deregister("html")  # HTML in a user's names is shown as text
     text = re.sub(r"^<details><summary>(.*)</summary>$", "\ue000\\1", text, flags=re.M)
     body = reader.convert(text.replace("\n</details>\n", "\n\ue001\n"))
     body = re.sub("<p>\ue000(.*?)</p>", r"<details><summary>\1</summary>", body).replace("<p>\ue001</p>", "</details>")
