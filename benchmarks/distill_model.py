@@ -10,7 +10,7 @@ a step of a short pack, so that weights, libraries and optimizer state are in me
 * `seergate`: `distill_step`, `PlainEngine.accumulate` and `.update`, which `seergate train` repeats;
 * `frozen`: the forward pass of the model by transformers, without gates; the rest is the cost of distillation;
 * `materialised`: the published data flow in the same model. In each layer, attention pooled to blocks, targets, logits
-  and their log-softmax are whole tensors, and autograd keeps what it needs until all layers have run.
+  and their log-softmax are whole tensors, and autograd keeps its saved tensors until all layers have run.
 
 Memory is the resident memory of the process (Linux only), so it includes libraries' buffers and memory that the
 allocator retains. ``peak`` is the peak of the step above the memory before it; ``lesson`` is the peak of targets, loss

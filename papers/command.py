@@ -39,7 +39,7 @@ ATTENTION = {
     "kept": ("method", "budget", "layer", "head"),
     "recurrence": ("budget", "alpha"),
 }
-"""Attention figure -> its own options, which figures of a sweep do not take; those run the paper's settings."""
+"""Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
 
 ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
 """A paper's figure -> the figure of seergate's own that shows the same."""

@@ -156,7 +156,7 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
 
 LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], ...] = (
     # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
-    # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
+    # What `seergate train` launches: gates in fp32 with a model in bf16, every group of the shipped configurations.
     *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, True) for group in (4, 2, 5, 6, 7, 8)),
     # The other presets: GPT-OSS, Qwen3-235B, both Qwen3.5, whose gates are too wide for fp32.
     (torch.bfloat16, torch.float32, 64, 8, 64, 32768, 4096, True),
@@ -166,7 +166,7 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, True),
     (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, True),
     (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, True),
-    # Shorter packs: recall holds narrower rows.
+    # Shorter packs: the rows for recall are narrower.
     (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, True),
     (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, True),
     (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, True),

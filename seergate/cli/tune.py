@@ -243,7 +243,7 @@ class _Job:
 
     @property
     def length(self) -> int:
-        """Tokens of a scored text, few enough that nearly all texts made for the context are as long."""
+        """Tokens of a scored text, which nearly all texts made for the context have."""
         return self.context * 3 // 4
 
     def write_texts(self) -> int:

@@ -53,7 +53,7 @@ class Step:
 
     Attributes:
         held, read_all: tokens held by all decoding rows, and by those of them that have dense attention.
-        shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
+        shared: lengths and schedule of the sparse rows' sequences, if they are the same in all layers.
         counted: the statistics to which this step has been added.
         chosen: the last anchor layer -> its blocks, which layers above it reuse (`SparseAttention.anchor`).
     """
