@@ -1,23 +1,23 @@
-r"""What is lost where layers read the choice of others, and under which rule budgets are spent best.
+r"""What is lost when layers reuse the block selection of anchor layers, and which budget rule is best at equal bytes.
 
     python benchmarks/anchors.py --threads 1
     python benchmarks/anchors.py --threads 1 --model models/smollm2 --gates checkpoints/smollm2-135m \
         --data held_out.jsonl --calibration train.jsonl --lengths 640 1280 2560 --budget 256 --name anchors_smollm2
 
-* ``plan``: the anchors that `seergate anchors` finds for every number of them, with the recall of the gates' choices
-  and of the oracle's.
-* ``anchors``: gate, Quest and oracle, each with these anchors: the KL from dense attention's distribution of the next
-  token on texts that the plan was not measured on, and the bytes that a step reads and what of them serves to choose.
-  The oracle's loss is that of sharing alone.
+* ``plan``: the anchors that `seergate anchors` finds for each number of anchors, with the recall of the gates' and of
+  the oracle's selections.
+* ``anchors``: gate, Quest and oracle, each with these anchors: the next-token KL from dense attention on texts that
+  the plan was not measured on, the bytes read per step, and those of them that are read for selection. The oracle's KL
+  is the loss due to sharing alone.
 * ``times``: of a step of each.
-* ``rules``: the gate with a token budget, with a share of the context and with a threshold, made equal in bytes read
-  over texts of different lengths.
-* ``trained``: gates that `seergate train --anchors` made, ``--trained``, each with its own anchors and with the dense
-  layers of ``--gates``.
-* ``needles``: right answers in runs of `seergate eval`, ``--needles``; ``anchors`` is 0 for gates in all layers.
+* ``rules``: the gate with a token budget, with a share of the context and with a threshold, at equal bytes read over
+  texts of different lengths.
+* ``trained``: gates of `seergate train --anchors`, given by ``--trained``, each with its own anchors and with the
+  dense layers of ``--gates``.
+* ``needles``: accuracy in runs of `seergate eval`, given by ``--needles``; ``anchors`` is 0 for gates in all layers.
 
-With ``--parts`` only these are measured anew in the file of results.
-Without ``--data`` texts are problems of chain_sum with their solutions, which the tiny reasoner knows.
+With ``--parts``, only the named parts are measured again and replaced in the file of results.
+Without ``--data``, texts are solved problems of chain_sum, which the tiny reasoner is trained for.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Bench:
         self.known: dict[str, dict[str, Any]] = {}
 
     def _texts(self, data: str | None, seed: int, lengths: Sequence[int]) -> list[Tensor]:
-        """Token ids ``[1, S]`` of different texts, the n-th cut to the n-th length."""
+        """Token ids ``[1, S]`` of different texts; text n is cut to ``lengths[n]``."""
         every = solved(4 * len(lengths), 75, seed) if data is None else texts_of(data)
         found = list[Tensor]()
         for text in every:
@@ -87,14 +87,14 @@ class Bench:
         return found
 
     def _log_probs(self, ids: Tensor) -> Tensor:
-        """Log-probabilities ``[N, V]`` of all words at the scored tokens, under what is attached."""
+        """Log-probabilities ``[N, V]`` at the scored tokens, with the method that is attached."""
         start = ids.shape[1] - self.options.scored - SETTLING
         logits = seergate.score(self.model, ids, start=start, logits=True).logits
         assert logits is not None
         return logits[0, SETTLING:].float().log_softmax(-1)
 
     def method(self, name: str, rule: dict[str, Any], anchors: Sequence[int] = ()) -> methods.SelectingMethod:
-        """A method with a rule of how much is read; all have the gates' blocks, sinks and dense layers."""
+        """A method with a budget rule, and with the block size, sink blocks and dense layers of the gates."""
         gate = methods.Gate.with_gates(self.bank, anchors=tuple(anchors), **rule)
         if name == "gate":
             return gate
@@ -105,7 +105,7 @@ class Bench:
         return method
 
     def measured(self, method: methods.SelectingMethod, texts: int | None = None) -> dict[str, Any]:
-        """KL in nats per token and its standard error over texts, and the figures of a step, on the first texts."""
+        """KL in nats per token with its standard error over texts, and `FIGURES`, on the first ``texts`` texts."""
         key = f"{method} {texts}"
         if key not in self.known:
             kls = list[float]()
@@ -119,7 +119,7 @@ class Bench:
         return self.known[key]
 
     def recall(self, name: str) -> SharedRecall:
-        """Recall of a method's choices, on texts of their own."""
+        """Recall of a method's selections, on calibration texts."""
         options = self.options
         texts = self._texts(options.calibration, 2, [max(options.lengths)] * options.calibration_texts)
         rule = {"token_budget": options.budget}
@@ -127,7 +127,7 @@ class Bench:
 
 
 def times(bench: Bench, plans: Plans) -> Iterator[Row]:
-    """Milliseconds of a step of one row behind the longest text, settings in turn."""
+    """Milliseconds of a decode step of one row after the longest text; settings take turns."""
     rule = {"token_budget": bench.options.budget}
     settings: dict[str, methods.Method] = {"dense": methods.Dense()}
     settings |= {f"{name} {n}": bench.method(name, rule, plan) for name in METHODS for n, plan in plans.items()}
@@ -152,7 +152,7 @@ def times(bench: Bench, plans: Plans) -> Iterator[Row]:
 
 
 def plan(bench: Bench, _: Plans) -> Iterator[Row]:
-    """The anchors for all, a half, a quarter and an eighth of the layers."""
+    """The anchors if all, a half, a quarter or an eighth of the layers are anchors, with their recall."""
     recalls = {name: bench.recall(name) for name in ("gate", "oracle")}
     gates = recalls["gate"]
     for count in dict.fromkeys(-(-len(gates.layers) // part) for part in (1, 2, 4, 8)):
@@ -170,7 +170,7 @@ def anchors(bench: Bench, plans: Plans) -> Iterator[Row]:
 
 
 def rules(bench: Bench, _: Plans) -> Iterator[Row]:
-    """The share and the threshold whose bytes, over one text of each length, are nearest to the budget's."""
+    """The share and the threshold whose bytes read, over one text of each length, are nearest to the budget's."""
     texts, budget = len(bench.options.lengths), {"token_budget": bench.options.budget}
     target = bench.measured(bench.method("gate", budget), texts)["bytes_read_per_step"]
     for option in (*budget, *methods.Gate.searched_values()):
@@ -179,7 +179,7 @@ def rules(bench: Bench, _: Plans) -> Iterator[Row]:
             return float(bench.measured(bench.method("gate", {option: value}), texts)["bytes_read_per_step"])
 
         values = methods.Gate.searched_values().get(option)
-        # neither ends of the range, which take as long as dense attention, nor more than a few in between
+        # without the ends of the range, which take as long as dense attention; nearest tries only a few values
         middle = values and values[len(values) // 50 : len(values) * 2 // 3]
         value = nearest(middle, bytes_of, target) if middle else bench.options.budget
         found = bench.measured(bench.method("gate", {option: value}))

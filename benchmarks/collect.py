@@ -1,4 +1,4 @@
-"""The figures of evaluation runs as one file of results, for tables in documents.
+"""Collects the metrics of evaluation runs in one file of results, for tables in documents.
 
 python benchmarks/collect.py runs/methods --name methods
 """
@@ -27,9 +27,9 @@ KEPT = (
 
 
 def rows_of(found: Sweep) -> list[dict[str, Any]]:
-    """One row per setting. ``gate_minus_this`` is the paired difference of the accuracies, at the same budget or, for
-    settings with no budget of the gate's, at each of them; of several gates, the first by name. Where texts were
-    scored, ``kl_texts`` has the mean KL of each instead.
+    """One row per setting. ``gate_minus_this`` is the paired difference in accuracy to the gate at the same budget, or
+    ``gate_BUDGET_minus_this`` at each of the gate's budgets if there is none the same; of several gates, the first by
+    name. For scored texts, ``kl_texts`` has the mean KL of each text instead.
     """
     ours = min((setting.series for setting in found.settings if setting.method == "gate"), default=None)
     gates = {setting.budget: setting for setting in found.settings if setting.series == ours}
@@ -56,7 +56,7 @@ def rows_of(found: Sweep) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Read, save."""
+    """Read the runs, and save the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, help="folder of the runs")
     parser.add_argument("--name", required=True, help="of the file")

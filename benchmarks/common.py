@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: options, timing, errors, and a record of where a number comes from."""
+"""Code shared by the benchmarks: options, timing, errors, and the record of machine and versions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from torch import Tensor
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Relative error below which a result is right."""
+"""Dtype -> relative error below which a result counts as right."""
 
 
 def arguments(text: str | None) -> argparse.ArgumentParser:
-    """A command line with what every benchmark asks for; ``text`` is its module's docstring."""
+    """A parser with the options of every benchmark; ``text`` is the module's docstring."""
     parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the table [%(default)s]")
@@ -32,14 +32,14 @@ def arguments(text: str | None) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options of a command line made by `arguments`; PyTorch uses as many threads as they say."""
+    """Parse a command line made by `arguments`, and set PyTorch's number of threads."""
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     return options
 
 
 def described(options: argparse.Namespace, *without: str) -> dict[str, Any]:
-    """The options, for a file of results: all but the folder of the results and those that change no number."""
+    """The options for a file of results: all but ``output`` and the names in ``without``, which change no number."""
     return {name: value for name, value in vars(options).items() if name not in ("output", *without)}
 
 
@@ -57,9 +57,9 @@ def relative(got: Tensor, want: Tensor) -> float:
 def timed(
     run: Callable[[], Any], repeats: int, device: torch.device, seconds: float = math.inf, warm: bool = False
 ) -> dict[str, float]:
-    """Milliseconds per call, after one that is not counted unless it is ``warm``: ``{"min": ..., "median": ...}``.
+    """Milliseconds per call, ``{"min": ..., "median": ...}``, after one warm-up call unless it is ``warm`` already.
 
-    No further call is made once the counted ones took so many ``seconds``.
+    No further call is made once the counted calls have taken ``seconds``.
     """
 
     def wait() -> None:
@@ -85,8 +85,8 @@ def _least_and_median(times: Sequence[float]) -> dict[str, float]:
 def timed_in_turns(
     runs: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device
 ) -> dict[str, dict[str, float]]:
-    """Milliseconds per call of each, ``{"min": ..., "median": ...}``. They take turns, so that what slows the machine
-    for a while slows all of them; none is warmed up here.
+    """Milliseconds per call of each, ``{"min": ..., "median": ...}``. The calls take turns, so that other load on the
+    machine slows all of them alike; none is warmed up here.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
@@ -98,10 +98,10 @@ def timed_in_turns(
 def timed_rotated(
     runs: Sequence[Callable[[], Any]], repeats: int, device: torch.device, seconds: float = math.inf
 ) -> dict[str, float]:
-    """Milliseconds per call of calls that differ only in the memory they read, so that none finds it in a cache.
+    """Milliseconds per call of calls that differ only in the memory that they read, so that all of them miss caches.
 
-    On a GPU all of them are captured in one graph and replayed: what is measured is the device, not Python. On a CPU,
-    no further round is made once the counted ones took so many ``seconds``.
+    On a GPU, all calls are captured in one CUDA graph and replayed, so that Python's time does not count. On a CPU, no
+    further round is made once the counted rounds have taken ``seconds``.
     """
 
     def all_runs() -> None:
@@ -113,7 +113,7 @@ def timed_rotated(
     else:
         stream = torch.cuda.Stream(device)
         with torch.cuda.stream(stream):
-            all_runs()  # compiles what must be compiled
+            all_runs()  # warm-up, which also compiles
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
@@ -132,7 +132,7 @@ def timed_rotated(
 
 
 def read_bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes per second of summing numbers that no cache holds: the roofline of a kernel that mostly reads."""
+    """Bytes per second of summing an array larger than any cache: the roofline of a kernel that mostly reads."""
     numbers = torch.ones((4 if device.type == "cuda" else 1) << 28, device=device)  # 4 GiB, or 1 GiB
     out = torch.empty((), device=device)
     milliseconds = timed_rotated([lambda: torch.sum(numbers, dim=0, out=out)], repeats, device)["min"]
@@ -140,8 +140,8 @@ def read_bandwidth(device: torch.device, repeats: int) -> float:
 
 
 def random_model(vocabulary: int = 1024, **shape: Any) -> Any:
-    """A model of Qwen3's kind with random weights; ``shape`` has ``hidden_size``, ``layers``, ``heads``, ``kv_heads``,
-    ``head_dim``, and other fields of its configuration.
+    """A Qwen3 model with random weights; ``shape`` has ``hidden_size``, ``layers``, ``heads``, ``kv_heads``,
+    ``head_dim``, and other fields of the configuration.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -157,8 +157,8 @@ def random_model(vocabulary: int = 1024, **shape: Any) -> Any:
 
 
 def resident(reset_peak: bool = False) -> int:
-    """Bytes of this process in memory, mapped files included: now, or the most since the peak was reset. On a GPU, of
-    its memory.
+    """Bytes of this process in memory, mapped files included, or of GPU memory if there is a GPU: the current bytes,
+    after resetting the peak, if ``reset_peak``; otherwise the peak since then.
     """
     if torch.cuda.is_available():
         if reset_peak:
@@ -172,20 +172,20 @@ def resident(reset_peak: bool = False) -> int:
 
 
 def in_memory(field: str) -> int:
-    """Bytes of this process in memory as the kernel counts them: ``"VmRSS"`` now, ``"VmHWM"`` at most."""
+    """Resident bytes of this process as Linux counts them: ``"VmRSS"`` is the current value, ``"VmHWM"`` the peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, lengths: Tensor, block: int) -> Tensor:
-    """Attention of one token per row to the selected blocks, or to all tokens, in float64, a row at a time."""
+    """Attention of one token per row to the selected blocks, or to all tokens, in float64, one row at a time."""
     rows = []
     for b in range(len(q)):
         token = torch.arange(k.shape[2], device=k.device)
         read = (token < lengths[b]).expand(k.shape[1], -1)
         if indices is not None:
             chosen = torch.zeros(k.shape[1], k.shape[2] // block + 2, dtype=torch.bool, device=k.device)
-            chosen.scatter_(1, indices[b].long() % chosen.shape[1], True)  # padding falls on the last one
+            chosen.scatter_(1, indices[b].long() % chosen.shape[1], True)  # the padding index falls on the last entry
             chosen[:, -1] = False
             read = read & chosen.gather(1, (token // block).expand(k.shape[1], -1))
         k64, v64 = (x[b].double().masked_fill(~read[..., None], 0) for x in (k, v))
@@ -203,7 +203,7 @@ def version(package: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit that is checked out, with ``-dirty`` if a file has changes; results and documents do not count."""
+    """The current commit, with ``-dirty`` if a file other than results and documents has changes."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], cwd=RESULTS, capture_output=True, text=True, check=False)

@@ -1,18 +1,18 @@
-"""Decode attention of one token: block-sparse against the best dense kernel here, with the cost of selecting.
+"""Decode attention of one token: block-sparse against the fastest dense kernel here, with the cost of selection.
 
     python benchmarks/decode.py                                  # the paper's grid on a GPU, a small one on a CPU
     python benchmarks/decode.py --threads 1 --group 4 --budgets 1024 2048 4096
 
-Nothing is timed before it is proven: every kernel, ours and others', is compared with float64 first, and a wrong one
-of ours ends the run. On a GPU, calls are captured in a graph and read their caches in turn from several buffers, so
-that neither Python nor the L2 cache counts. The roofline is the bandwidth of summing a large array here.
+Every kernel, ours and others', is compared with float64 before it is timed, and a wrong kernel of ours ends the run.
+On a GPU, calls are captured in a CUDA graph and read their caches from several buffers in turn, so that neither Python
+nor the L2 cache affects the times. The roofline is the bandwidth of summing a large array on this device.
 
-Columns: ``sparse`` is attention alone, as in Figure 6 of SeerAttention-R; ``select`` is all that a gate does at a step
-(its query branch, the scores of the blocks, the choice among them); ``x`` is the speedup of the first over the fastest
-dense kernel found, ``x+select`` that of both.
+Columns: ``sparse`` is attention alone, as in Figure 6 of SeerAttention-R; ``select`` is all work of a gate in a step
+(query branch, block scores, selection); ``x`` is the speedup of ``sparse`` over the fastest dense kernel, ``x+select``
+the speedup of ``sparse`` and ``select`` together.
 
-What fails in a cell, for want of memory say, is recorded there, and the other cells are measured all the same. Results
-are saved after every cell.
+A failure in a cell, such as out of memory, is recorded there, and the other cells are still measured. Results are
+saved after every cell.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from seergate.geometry import ModelGeometry
 from seergate.ops import reference
 
 CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}
-"""Buffers are rotated until they hold this much, several times what caches do."""
+"""Minimum bytes of the rotated buffers together, several times the size of a processor's caches."""
 
 
 class Caches:
-    """Queries, as many caches as rotation needs, and compressed keys, for one batch size and length; ``budget`` is the
-    smallest number of tokens that will be read of a cache.
+    """Queries, as many KV caches as rotation needs, and compressed keys, for one batch size and length; ``budget`` is
+    the smallest number of tokens that will be read from a cache.
     """
 
     def __init__(self, batch: int, length: int, budget: int, options: argparse.Namespace) -> None:
@@ -67,22 +67,22 @@ class Caches:
 
     @property
     def gate_bytes(self) -> int:
-        """Bytes that a step reads of all gates: the weights of their query branches, and compressed keys."""
+        """Bytes that a step reads for all gates: the weights of their query branches, and the compressed keys."""
         return len(self.gates) * (self.gates[0].q_proj.weight.nbytes + self.kg[0].nbytes)
 
     def scores(self, which: int) -> Tensor:
-        """A gate's scores, ``[B, Hkv, NB]``, from the model's queries on."""
+        """A gate's scores ``[B, Hkv, NB]``, computed from the model's queries."""
         return self.gates[which].step_scores(self.q, self.lengths, self.kg[which])
 
 
 class Case:
-    """One cell of the grid: caches, and a budget of tokens that may be read of each."""
+    """One cell of the grid: the caches, and a token budget."""
 
     def __init__(self, caches: Caches, budget: int, block_size: int) -> None:
         self.caches, self.block_size = caches, block_size
         self.rule = {"block_size": block_size, "token_budget": max(budget, block_size)}
         self.indices = self.select().indices
-        # Keys and values once, queries in, results out, and the list of blocks.
+        # Keys and values, queries and outputs, and the block indices.
         batch, kv_heads, length, dim = caches.copies[0][0].shape
         held = min(self.indices.shape[-1] * block_size, length)
         self.bytes = 2 * batch * kv_heads * held * dim * caches.q.element_size()
@@ -97,7 +97,7 @@ class Case:
         return ops.select_blocks(self.caches.scores(which), self.caches.lengths, **self.rule)
 
     def error(self) -> float:
-        """Relative error of the sparse kernel on the timed tensors, against float64; the largest of all rows."""
+        """Relative error of the sparse kernel on the timed tensors, against float64; maximum over rows."""
         q, (k, v), lengths = self.caches.q, self.caches.copies[0], self.caches.lengths
         want = exact_decode(q, k, v, self.indices, lengths, self.block_size)
         off = (self.sparse(k, v).double() - want).flatten(1).norm(dim=1)
@@ -105,7 +105,7 @@ class Case:
 
 
 def gate(options: argparse.Namespace) -> None:
-    """Refuse to time wrong kernels: small cases against the reference, odd lengths, unread memory NaN."""
+    """Exit if a kernel is wrong: small cases against the reference, with odd lengths, and NaN in unread memory."""
     device, dtype = torch.device(options.device), options.dtype
     heads, dim, block = options.kv_heads, options.head_dim, options.block_size
     lengths = torch.tensor([1, 5 * block + 3, 9 * block])
@@ -134,30 +134,30 @@ def gate(options: argparse.Namespace) -> None:
 def measure_dense(
     caches: Caches, dense: dict[str, Attention], options: argparse.Namespace
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Times in milliseconds of every dense kernel, and why others have none here.
+    """Times in milliseconds of every dense kernel, and the errors of those that failed.
 
-    They read whole caches, whatever the budget: once per cache.
+    Dense kernels read whole caches whatever the budget, so they are timed once per `Caches`.
     """
     device, whole = torch.device(options.device), 2 * caches.copies[0][0].nbytes
     enough = caches.copies[: max(1, math.ceil(CACHE_BYTES[device.type] / whole))]
     times, failed = {}, {}
     for name, build in dense.items():
         if name == "flex":
-            torch.compiler.reset()  # past the limit of recompilations it would silently run uncompiled
+            torch.compiler.reset()  # above the limit of recompilations it silently runs uncompiled
         try:
             runs = [build(caches.q, k, v) for k, v in enough]
             times[name] = timed_rotated(runs, options.repeats, device, options.seconds)
-        except Exception as problem:  # whatever a foreign package says against these sizes
+        except Exception as problem:  # any error of a third-party package at these sizes
             failed[name] = said(problem)
         runs = []
-        torch.cuda.empty_cache()  # after a failure, the next attempt should not fail for want of memory
+        torch.cuda.empty_cache()  # so that after a failure the next attempt has enough memory
     return times, failed
 
 
 def measure(
     case: Case, dense: dict[str, dict[str, float]], bandwidth: float, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Times in milliseconds, those of the ``dense`` kernels among them, and what follows from them."""
+    """Times in milliseconds, with those of the ``dense`` kernels, and the ratios that follow."""
     if not dense:
         raise RuntimeError("no dense kernel ran, so there is nothing to compare with")
     error = case.error()
@@ -186,7 +186,7 @@ def measure(
 
 
 def command_line() -> argparse.Namespace:
-    """Options; the grid's defaults depend on the device."""
+    """Parse the options; defaults of the grid depend on the device."""
     parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batches", type=int, nargs="+", help="default: 1 4 8 16, on a CPU 1")
@@ -221,12 +221,12 @@ def cells(
     bandwidth: float,
     options: argparse.Namespace,
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one batch size and length, by series of ``budgets``. ``failed`` says what has no time there, and why."""
+    """Rows of one batch size and length, one per entry of ``budgets``. ``failed`` has the errors of kernels."""
     caches, dense_times, failed = None, {}, {}
     try:
         caches = Caches(batch, length, min(budgets.values()), options)
         dense_times, failed = measure_dense(caches, dense, options)
-    except Exception as problem:  # no memory for these caches
+    except Exception as problem:  # out of memory for these caches
         failed = {"cell": said(problem)}
     for series, budget in budgets.items():
         row = {"batch": batch, "length": length, "budget": budget, "series": series}
@@ -240,7 +240,7 @@ def cells(
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print a row, and what failed there."""
+    """Print a row and its failures."""
     start = f"{row['batch']:5} {row['length']:6} {row['sparsity']:9.2f} "
     if "speedup" in row:
         us = {name: 1e3 * row[f"{name}_median_ms"] for name in (row["best_dense"], "sparse", "select")}
@@ -254,7 +254,7 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Prove, measure, print, save."""
+    """Check, measure, print and save."""
     options = command_line()
     device = torch.device(options.device)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Dense decode attention as others do it: what a sparse kernel has to beat.
+"""Dense decode attention of other libraries: the baselines of the sparse kernel.
 
-Each takes ``q [B, H, d]`` and a full cache ``k, v [B, Hkv, S, d]`` and gives ``[B, H, d]``. Which of them exist
-depends on the machine; `available` says why one does not, and leaves out none silently.
+Each takes ``q [B, H, d]`` and a full cache ``k, v [B, Hkv, S, d]`` and returns a call that gives ``[B, H, d]``. Which
+of them work depends on the machine; `available` gives the reason for each that does not.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def sdpa_stock(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
 
 
 def sdpa_packed(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """The group as query axis, so that keys and values are read once."""
+    """SDPA with the group as query axis, so that keys and values are read once."""
     q = q.unflatten(1, (k.shape[1], -1))
     return lambda: F.scaled_dot_product_attention(q, k, v).flatten(1, 2)
 
 
 def packed_with(backend: SDPBackend) -> Attention:
-    """`sdpa_packed` with one of PyTorch's backends and no other."""
+    """`sdpa_packed`, restricted to one of PyTorch's backends."""
 
     def build(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
         run = sdpa_packed(q, k, v)
@@ -46,7 +46,7 @@ def packed_with(backend: SDPBackend) -> Attention:
 
 
 def seergate_dense(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """Our own: split over the cache like the sparse one."""
+    """seergate's dense kernel, which splits the cache like the sparse kernel."""
     return lambda: ops.dense_decode(q, k, v)
 
 
@@ -59,7 +59,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
 
 
 def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """flash-attn's decode call; its cache has heads last, as in a model that uses it."""
+    """flash-attn's decode call; its cache is ``[B, S, Hkv, d]``, as in a model that uses it."""
     package = importlib.import_module("flash_attn")
     k, v = (x.transpose(1, 2).contiguous() for x in (k, v))
     return lambda: package.flash_attn_with_kvcache(q[:, None], k, v)[:, 0]
@@ -85,7 +85,7 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
 
 
 def xformers(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """xFormers' dispatch, with the group as an axis that keys and values are broadcast along."""
+    """xFormers' dispatch, with the group as an axis along which keys and values are broadcast."""
     package = importlib.import_module("xformers.ops")
     grouped = q.unflatten(1, (k.shape[1], -1))[:, None]
     k, v = (
@@ -107,19 +107,19 @@ ON_GPU: dict[str, Attention] = ON_CPU | {
 
 
 def said(problem: Exception) -> str:
-    """Kind and first line of an error."""
+    """Class and first line of an error."""
     return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
 
 
 def available(q: Tensor, k: Tensor, v: Tensor, tolerance: float) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Those that run here and are right on these tensors, and why the others are left out."""
+    """The baselines that run here and are right on these tensors, and the reason for leaving out each other."""
     q64 = q.double().unflatten(1, (k.shape[1], -1))
     want = F.scaled_dot_product_attention(q64, k.double(), v.double()).flatten(1, 2)
     usable, left_out = {}, {}
     for name, build in (ON_GPU if q.device.type == "cuda" else ON_CPU).items():
         try:
             error = float((build(q, k, v)().double() - want).norm() / want.norm())
-        except Exception as problem:  # whatever a foreign package says against this machine
+        except Exception as problem:  # any error of a third-party package on this machine
             left_out[name] = said(problem)
             continue
         if error < tolerance:

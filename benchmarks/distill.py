@@ -1,16 +1,16 @@
-"""The gate's loss with gradients, and attention with block targets, against the data flow that materialises both.
+"""The gate's loss with gradients, and attention with block targets, against a baseline that materialises both.
 
     python benchmarks/distill.py                                 # 8k to 128k on a GPU, 4k to 16k on a CPU
     python benchmarks/distill.py --threads 1 --block-sizes 16
 
-Nothing is timed before it is proven: odd packs against the reference in float64 first, then, on the very tensors that
-are timed, the last rows of the pack against float64. A wrong result ends the run.
+Results are checked before they are timed: irregular packs against the reference in float64, then the last rows of the
+timed tensors against float64. A wrong result ends the run.
 
-The baseline keeps what the published training code keeps: attention pooled to blocks for every query head ``[H, T,
-NB]``, its maximum over each group, the gate's logits and their log-softmax, with the loss by autograd. (There a kernel
-pools the attention; here a chunk of rows at a time does, so that scores do not count in its peak.) Its memory is what
-to compare; its time is that of PyTorch's eager operations. Extra memory is counted by torch's allocator, during a
-first call that is not timed. Then all take turns, and times are medians over the rounds.
+The baseline keeps the same tensors as the published training code: attention pooled to blocks for every query head
+``[H, T, NB]``, its maximum over each group, the gate's logits and their log-softmax; autograd differentiates the loss.
+(The published code pools attention in a kernel. The baseline pools chunks of rows, so that scores do not add to its
+peak.) Compare its memory; its time is that of eager PyTorch operations. Extra memory is measured by torch's
+allocator in a first call, which is not timed. Then all take turns, and times are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from seergate.ops import reference
 from seergate.ops.backend import choose
 
 CHUNK_CPU, CHUNK_DEVICE = 2**20, 2**25
-"""Scores that the baseline holds at a time: few beside what it keeps, enough to fill the device."""
+"""Scores that the baseline holds at a time: few compared with what it keeps, but enough to fill the device."""
 PROVEN_ROWS = 16
-"""The last rows, which see everything, that are computed in float64."""
+"""Number of last rows, which attend to the whole pack, that are checked in float64."""
 
 
 class Case:
@@ -51,7 +51,7 @@ class Case:
         self.qg = randn(length, kv_heads, options.gate_dim).requires_grad_()
         self.kg = randn(-(-length // self.block_size), kv_heads, options.gate_dim).requires_grad_()
         self.cu = torch.tensor([0, length], dtype=torch.int32)
-        # Products: queries with keys (half of the square), the gate's, and those of its two gradients.
+        # Matrix products: queries with keys (causal half), the gate's logits, and its two gradients.
         cells = length * len(self.kg) / 2
         self.flops = length * length * heads * dim + 3 * 2 * cells * kv_heads * options.gate_dim
 
@@ -61,16 +61,16 @@ class Case:
         return loss.detach(), *torch.autograd.grad(loss, (self.qg, self.kg))
 
     def attention(self) -> ops.AttentionWithTargets:
-        """Output, log-sum-exp and targets."""
+        """Attention with block targets: output, log-sum-exp and targets."""
         return ops.attention_with_block_targets(self.q, self.k, self.v, self.cu, self.block_size)
 
     def plain_attention(self) -> Tensor:
-        """The output alone, from PyTorch."""
+        """PyTorch's attention, which computes the output only."""
         q, k, v = (x.transpose(0, 1)[None] for x in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     def errors(self) -> dict[str, float]:
-        """Relative errors of the last rows on these tensors, against float64."""
+        """Relative errors of loss and gradients of the last rows, against float64."""
         (length, heads, dim), (blocks, kv_heads, _) = self.q.shape, self.kg.shape
         begin = int(length * (1 - PROVEN_ROWS / length))
         loss, dqg, dkg = self.gate_kl(row_start=1 - PROVEN_ROWS / length)
@@ -101,7 +101,7 @@ class Case:
 
 
 def prove(block: int, options: argparse.Namespace) -> None:
-    """Refuse to time wrong kernels: odd packs with empty segments against the reference."""
+    """Exit if a kernel is wrong: irregular packs with empty segments against the reference."""
     device, dtype = torch.device(options.device), options.dtype
     lengths = [2 * block + 5, 0, 1, block, block + 1, 3 * block - 1]
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -177,7 +177,7 @@ def materialised_loss(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, size: int, b
 
 
 def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes allocated at once during ``run()``, beyond what was there before."""
+    """Peak bytes allocated during ``run()``, minus those allocated before."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -194,7 +194,7 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
 
 
 def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[str, float | int]:
-    """One segment; ends the run if a result is wrong on these tensors."""
+    """Measure a pack of one segment; exit if a result is wrong on its tensors."""
     case, device = Case(length, block_size, options), torch.device(options.device)
     row: dict[str, float | int] = {"length": length, "block_size": block_size}
     for name, error in case.errors().items():
@@ -230,7 +230,7 @@ def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[s
 
 
 def command_line() -> argparse.Namespace:
-    """Options; defaults depend on the device."""
+    """Parse the options; defaults depend on the device."""
     parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--lengths", type=int, nargs="+", help="default: 8k 32k 64k 128k, on a CPU 4k 8k 16k")
@@ -258,7 +258,7 @@ def command_line() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prove, measure, print, save."""
+    """Check, measure, print and save."""
     options = command_line()
     torch.manual_seed(0)
     for block_size in options.block_sizes:

@@ -1,23 +1,23 @@
-"""A training step of a model with Qwen3-8B's geometry, cut to one and to two layers: memory and time, and as planned.
+"""Memory and time of a training step with one and two layers of Qwen3-8B's geometry, measured and as planned.
 
     python benchmarks/distill_model.py
     python benchmarks/distill_model.py --lengths 8192 32768 --sample-tokens 8192    # less attention, so much faster
 
-Real widths, random weights, a tiny vocabulary; by default one sequence fills the pack, which is slowest. Each cell of
-the table is a process of its own. It loads the model from a directory as a run does and takes one step of a short
-pack, so that weights, libraries and the optimizer's state are in memory; then the step that counts. The ways are
+The model has real widths, random weights and a tiny vocabulary; by default one sequence fills the pack, the slowest
+case. Each cell of the table runs in its own process. It loads the model from a directory like a training run and takes
+a step of a short pack, so that weights, libraries and optimizer state are in memory; then it measures one step. Ways:
 
-* `seergate`: `distill_step`, `PlainEngine.accumulate` and `.update`, which is what `seergate train` repeats;
-* `frozen`: the model's own forward without gates, by transformers. What is above it, distillation costs;
-* `materialised`: the published data flow in the same model. In each layer attention pooled to blocks, targets, logits
-  and their log-softmax are whole tensors, and autograd keeps what it needs until all layers are through.
+* `seergate`: `distill_step`, `PlainEngine.accumulate` and `.update`, which `seergate train` repeats;
+* `frozen`: the forward pass of the model by transformers, without gates; the rest is the cost of distillation;
+* `materialised`: the published data flow in the same model. In each layer, attention pooled to blocks, targets, logits
+  and their log-softmax are whole tensors, and autograd keeps its saved tensors until all layers have run.
 
-Memory is what the kernel counts as resident (Linux only), so it holds libraries' buffers and what the allocator does
-not give back. ``peak`` is the most of the step above what was held before it; ``lesson`` the most that targets, loss
-and gradients of one gate need above what is there when they begin; ``process`` is everything. The last rows compare:
-what a second layer adds, what distillation adds to the frozen model's forward, and what `seergate plan` had predicted
-from the configuration alone. ``others_cpu`` is how many cores other programs used meanwhile: times of a row that is
-``loaded`` are too long, its memory is right.
+Memory is the resident memory of the process (Linux only), so it includes libraries' buffers and memory that the
+allocator retains. ``peak`` is the peak of the step above the memory before it; ``lesson`` is the peak of targets, loss
+and gradients of one gate, above the memory before them; ``process`` is the peak of the process. The last rows compare:
+the memory of a second layer, the memory of distillation above the frozen forward pass, and the prediction of `seergate
+plan` from the configuration alone. ``others_cpu`` is the number of cores that other programs used meanwhile: in a row
+that is ``loaded``, times are too long but memory is right.
 """
 
 from __future__ import annotations
@@ -58,35 +58,35 @@ from seergate.paths import shipped
 WAYS = ("seergate", "frozen", "materialised")
 VOCABULARY = 256
 SHORT = 256
-"""Tokens of the pack that comes before the one that is measured."""
+"""Tokens of the warm-up pack."""
 TARGET_GB = 0.6
 """Limit of the extra memory per layer at 32k tokens and blocks of 64."""
 BUSY = 0.1
-"""Cores used by other programs from which on a row counts as loaded."""
+"""A row counts as loaded if other programs use more cores than this."""
 GB = 1e9
 
 
 class Resident:
-    """The process's memory as the kernel counts it, and the most of it since the last `restart`, in bytes."""
+    """The resident memory of the process as Linux counts it, and its peak since the last `restart`, in bytes."""
 
     def __init__(self) -> None:
         self.most = 0
 
     def peak(self) -> int:
-        """The most since the last `restart`; also kept in ``most``, which no restart forgets."""
+        """The peak since the last `restart`; also updates ``most``, the peak over all restarts."""
         peak = in_memory("VmHWM")
         self.most = max(self.most, peak)
         return peak
 
     def restart(self) -> int:
-        """Begin a new peak; returns where it begins."""
+        """Reset the peak, and return the current bytes."""
         self.peak()
         Path("/proc/self/clear_refs").write_text("5")
         return in_memory("VmRSS")
 
 
 class Materialising(teacher_forward.BlockLoss):
-    """The published lesson: no gradient in the forward, and a graph over all layers."""
+    """The loss as in the published code: no gradients in the forward pass, and one autograd graph over all layers."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         gate = self.bank.gate(call.layer)
@@ -105,7 +105,7 @@ class Materialising(teacher_forward.BlockLoss):
 
 @contextmanager
 def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
-    """Note what each layer's lesson adds to what is held when it begins."""
+    """Append to ``sizes`` the peak bytes of each layer's `learn`, above the memory when it begins."""
     kind = teacher_forward.BlockLoss
     teach = kind.learn
 
@@ -123,7 +123,7 @@ def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
 
 
 def cores_used() -> tuple[float, float]:
-    """Seconds of processor time so far: of all programs, of this one."""
+    """Seconds of processor time so far, of all programs and of this one."""
     ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     idle = ticks[3] + ticks[4]
     own = resource.getrusage(resource.RUSAGE_SELF)
@@ -131,7 +131,7 @@ def cores_used() -> tuple[float, float]:
 
 
 def write_base(folder: Path, layers: int, dtype: str) -> None:
-    """Save a model of random weights: Qwen3-8B with fewer layers and words."""
+    """Save a model with random weights: Qwen3-8B with fewer layers and a smaller vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = json.loads((shipped("configs") / "architectures" / "qwen3-8b.json").read_text())
@@ -141,7 +141,7 @@ def write_base(folder: Path, layers: int, dtype: str) -> None:
 
 
 def make_run(folder: Path, length: int, options: argparse.Namespace) -> TrainConfig:
-    """The recipe's run on a model, with one pack per step."""
+    """The training configuration of the paper's recipe, with one pack per step."""
     values = {
         "recipe": "paper",
         "max_length": length,
@@ -153,15 +153,15 @@ def make_run(folder: Path, length: int, options: argparse.Namespace) -> TrainCon
 
 
 def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tensor], float | None]:
-    """Load the model, and return what takes a step of a pack, of its ids and borders, and gives its loss (none without
-    gates).
+    """Load the model, and return a function that takes a training step on a pack, given its ids and borders, and
+    returns the loss (``None`` without gates).
     """
     world = DistributedState(0, 1, 0, CPU)
     model = load_frozen(run.model, run, world)
     if way == "frozen":
 
         def forward(ids: torch.Tensor, borders: torch.Tensor) -> None:
-            with torch.no_grad():  # one sequence, whatever the samples
+            with torch.no_grad():  # one sequence, even if the pack has several samples
                 families.decoder_of(model)(input_ids=ids, use_cache=False)
 
         return forward
@@ -169,23 +169,23 @@ def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tenso
     bank = GateBank.for_model(model, gate_config(run, model))
     if way == "materialised":
         bank = bank.to(getattr(torch, run.dtype))  # as published
-        teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # of this process only
+        teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # in this process only
     engine = PlainEngine(bank, run, world)
 
     def step(ids: torch.Tensor, borders: torch.Tensor) -> float:
         out = teacher_forward.distill_step(bank, model, ids, borders, **run.loss_options)
         engine.accumulate(out.loss)
-        engine.update(lr=0.0)  # the whole step, but the gates of every cell stay alike
+        engine.update(lr=0.0)  # a whole step, but gates stay equal in all cells
         return float(out.loss)
 
     return step
 
 
 def measure(way: str, layers: int, length: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """One cell: a step, what the process held, and for our way what the plan says of it."""
+    """Measure one cell: a step, the memory of the process and, for ``seergate``, the plan's prediction."""
     torch.set_num_threads(options.threads)
     run = make_run(folder, length, options)
-    plan = make_plan(run, device="cpu", measure=False)  # before the weights, as a user would
+    plan = make_plan(run, device="cpu", measure=False)  # before weights are loaded, as for a user
     step = make_step(run, way)
     random = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, length), generator=random)
@@ -223,8 +223,8 @@ def measure(way: str, layers: int, length: int, folder: Path, options: argparse.
 
 
 def compare(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """For each kind of pack, what distillation adds for a layer; and how the published data flow compares, which must
-    have the same loss.
+    """For each kind of pack, the memory that distillation adds per layer, and the ratios to the published data flow,
+    which must have the same loss.
     """
     cells = {(row["length"], row["sample_tokens"], row["layers"], row["way"]): row for row in rows}
     table = []
@@ -258,7 +258,7 @@ def compare(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[dic
 
 
 def command_line() -> argparse.Namespace:
-    """Options."""
+    """Parse the options."""
     parser = arguments(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768], help="tokens of a pack")
     parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS))
@@ -281,7 +281,7 @@ def command_line() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prove, measure, compare, print, save."""
+    """Check, measure, compare, print and save."""
     options = command_line()
     torch.manual_seed(0)
     shape = {"group": 4, "head_dim": 128, "gate_dim": 128}
@@ -294,7 +294,7 @@ def main() -> None:
         table = json.loads((options.output / f"{name}.json").read_text())["rows"]
         rows = [row for row in table if "way" in row]
     with tempfile.TemporaryDirectory() as scratch:
-        # A process per cell, which begins with nothing in memory.
+        # Each cell has a new process, so memory of earlier cells does not count.
         workers: dict[str, Any] = {"mp_context": multiprocessing.get_context("spawn"), "max_tasks_per_child": 1}
         with ProcessPoolExecutor(1, **workers) as pool:
             for layers in options.layers:

@@ -1,18 +1,18 @@
-"""Decoding inside stock `generate`: tokens per second, memory and bytes read, against transformers' own caches.
+"""Decoding in transformers' `generate`: tokens per second, memory and bytes read, compared with its own caches.
 
     python benchmarks/end_to_end.py                               # two layers of Qwen3-8B's attention on a CPU
     python benchmarks/end_to_end.py --threads 1 --lengths 16384 --batches 1
 
-The model has random weights. A long context is not read token by token, which would take hours on a CPU: random keys
-and values are put into every cache, the same for all. So what is read is as much as in a real run, but which blocks
-are chosen again at the next step is up to chance, and the bytes that an offloaded cache fetches are more than a real
-text's. Time to first token is that of a real, shorter prompt.
+The model has random weights. Prefill of a long context would take hours on a CPU, so every cache is filled with the
+same random keys and values. As many bytes are read as in a real run, but whether a block is selected again in the next
+step is random, so an offloaded cache fetches more bytes than for a real text. Time to first token is measured on a
+real, shorter prompt.
 
-Nothing is timed before every way has decoded the plain model's tokens with a budget for everything. The
-configurations take turns, a few tokens each, so that a busy machine slows all of them down; times are medians over
-tokens, ``ratios`` those of medians. ``best_dense`` is the faster of transformers' two caches. At batch 1, ``ceiling``
-is its time over what it takes at a context as long as the budget, where there is nothing to leave out: no way that
-reads the budget can gain more.
+Before anything is timed, every way must decode the plain model's tokens with a budget that covers everything. The ways
+take turns of a few tokens, so that other load on the machine slows all of them; times are medians over tokens, and
+``ratios`` are ratios of medians. ``best_dense`` is the faster of transformers' two caches. At batch 1, ``ceiling`` is
+its time divided by its time at a context as long as the budget: the upper bound of the speedup of any way that reads
+the budget.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from seergate.decode.step import make_step
 from seergate.inference_mode import outside_inference_mode
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
-"""Rows of a batch are these shares of its length, in turn."""
+"""Lengths of a batch's rows as shares of the longest, in turn."""
 SLOW_TOKENS, SLOW_ROUNDS = 3, 2
-"""Tokens and rounds of the way that copies its cache at each token."""
+"""Tokens per round, and rounds, of the way that copies its cache at every token (``hf_dynamic``)."""
 CHUNK = 2048
-"""Tokens that a cache is filled with at a time."""
+"""Tokens per call when a cache is filled."""
 
 
 @dataclass
 class Way:
-    """One way to decode, and what it has taken so far.
+    """One way to decode, with its measurements so far.
 
     Attributes:
-        method: what decides what is read; ``None`` for transformers alone.
-        static: use its static cache.
-        memory_share: keep this share of keys and values in memory, the others in a file; ``None`` for all.
-        milliseconds: of each token, by turn.
-        growth: by how many bytes the process grew at most during a turn.
+        method: the decoding method; ``None`` for transformers without seergate.
+        static: use transformers' static cache.
+        memory_share: share of keys and values kept in memory, with the others in a file; ``None`` keeps all.
+        milliseconds: milliseconds of each token, per turn.
+        growth: largest growth of the process in a turn, in bytes.
     """
 
     method: methods.Method | None = None
@@ -71,26 +71,26 @@ class Way:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def attached(self, model: PreTrainedModel, **options: Any) -> Any:
-        """The method on the model for a while."""
+        """Context manager that attaches the method to the model, if there is one."""
         if self.method is None:
             return nullcontext()
         return seergate.attached(model, self.method, storage=self.offload, **options)
 
 
 class Clock(BaseStreamer):
-    """Notes when each token arrives."""
+    """Streamer that records when each token arrives."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.times = device, list[float]()
 
     def put(self, value: Tensor) -> None:
-        """One token of each row; at first the prompt."""
+        """Record the time of one token of each row; the first call is for the prompt."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
 
 def build(options: argparse.Namespace) -> PreTrainedModel:
@@ -102,7 +102,7 @@ def build(options: argparse.Namespace) -> PreTrainedModel:
 def ways(
     model: PreTrainedModel, options: argparse.Namespace, budget: int, bank: GateBank | None = None
 ) -> dict[str, Way]:
-    """The ways that are compared; with random gates unless some are given."""
+    """The ways that are compared, with random gates if ``bank`` is ``None``."""
     bank = bank or GateBank.for_model(model, GateConfig(options.block_size)).to(options.device, options.dtype)
     gate = methods.Gate(bank=bank, token_budget=budget)
     quest = methods.Quest(token_budget=budget, block_size=options.block_size, dense_layers=())
@@ -119,19 +119,19 @@ def ways(
 def generate(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, cache: Cache | None = None
 ) -> tuple[Tensor, list[float]]:
-    """New tokens and the milliseconds before each of them."""
+    """Generate ``new`` tokens; return all tokens and the milliseconds taken by each new one."""
     clock = Clock(ids.device)
     start = time.perf_counter()
     options = {} if cache is None else {CACHE: cache}
     out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, streamer=clock, **options)
-    times = [start, *clock.times[1:]]  # the first call is that with the prompt
+    times = [start, *clock.times[1:]]  # the first call is for the prompt
     return out, [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
 
 
 def answered(
     model: PreTrainedModel, way: Way, ids: Tensor, mask: Tensor, new: int, room: int
 ) -> tuple[Tensor, list[float]]:
-    """`generate` in one way on an empty cache; where it is offloaded, ``room`` of its tokens are in memory."""
+    """`generate` in one way on an empty cache; an offloaded cache keeps ``room`` tokens in memory."""
     way.offload = room_for(model, room) if way.memory_share is not None else None
     cache = StaticCache(model.config, max_cache_len=ids.shape[1] + new) if way.static else None
     with way.attached(model):
@@ -139,7 +139,7 @@ def answered(
 
 
 def prove(model: PreTrainedModel, options: argparse.Namespace) -> None:
-    """End the run if, with a budget for everything, a way gives other tokens than the plain model."""
+    """Exit if a way with a budget that covers everything gives other tokens than the plain model."""
     ids = torch.randint(1, 1024, (2, 3 * options.block_size), device=options.device)
     mask = torch.ones_like(ids)
     mask[1, : options.block_size // 2] = 0
@@ -151,14 +151,14 @@ def prove(model: PreTrainedModel, options: argparse.Namespace) -> None:
 
 
 def room_for(model: PreTrainedModel, tokens: int) -> Offload:
-    """Offload with memory for the keys and values of so many tokens."""
+    """Offload that keeps the keys and values of ``tokens`` tokens in memory."""
     config = model.config
     per_layer = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
     return Offload(tokens * config.num_hidden_layers * per_layer)
 
 
 def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: int, budget: int) -> None:
-    """Put the same random keys and values into every cache, as if a prompt with this mask had been read."""
+    """Put the same random keys and values into every cache, as if after prefill of a prompt with this mask."""
     config, (batch, length) = model.config, mask.shape
     shape = (batch, config.num_key_value_heads, length, config.head_dim)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -166,7 +166,7 @@ def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: i
         way.cache = StaticCache(config, max_cache_len=length + room) if way.static else DynamicCache(config=config)
         way.ids = torch.ones(batch, length + 1, dtype=torch.long, device=mask.device)
         if way.memory_share is not None:
-            tokens = max(way.memory_share * int(mask.sum()), 2 * batch * budget)  # a step's blocks and as many again
+            tokens = max(way.memory_share * int(mask.sum()), 2 * batch * budget)  # twice the blocks of a step
             way.offload = room_for(model, int(tokens))
     for layer in range(config.num_hidden_layers):
         k_pre, values = (torch.randn(shape, device=mask.device, dtype=model.dtype) for _ in "kv")
@@ -182,12 +182,12 @@ def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: i
 
 @outside_inference_mode
 def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> None:
-    """Let one layer of a cache see keys and values as it sees those of a prompt, a chunk at a time."""
+    """Give keys and values to one layer of a cache as in prefill, a chunk at a time."""
     heads = layer.num_heads
     for begin in range(0, mask.shape[1], CHUNK):
         some = slice(begin, begin + CHUNK)
         valid = mask[:, some].bool()
-        queries = keys.new_zeros(()).expand(len(keys), heads, valid.shape[1], keys.shape[3])  # prompts' are not used
+        queries = keys.new_zeros(()).expand(len(keys), heads, valid.shape[1], keys.shape[3])  # unused in prefill
         parts = (queries, k_pre[:, :, some])
         layer.context = context = ForwardContext(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
         layer.update(keys[:, :, some], values[:, :, some])
@@ -195,7 +195,7 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
 
 
 def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int) -> None:
-    """Let one way decode a few tokens."""
+    """Decode a few tokens in one way."""
     whole = torch.cat((mask, mask.new_ones(len(mask), way.ids.shape[1] - mask.shape[1])), dim=1)
     before = resident(reset_peak=True)
     with way.attached(model) as handle:
@@ -203,11 +203,11 @@ def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int)
         if handle is not None:
             way.stats = handle.stats()
     way.growth = max(way.growth, resident() - before)
-    way.milliseconds.append(times[1:])  # the first one has the set-up of `generate` in it
+    way.milliseconds.append(times[1:])  # the first time includes the set-up of `generate`
 
 
 def held(way: Way) -> dict[str, float]:
-    """Bytes of the cache (mean and peak) and bytes read per step."""
+    """Bytes held by the cache (mean and peak) and bytes read per step."""
     if way.stats:
         names = ("resident_bytes_mean", "resident_bytes_peak", "state_bytes", "bytes_read_per_step", "density")
         return {name: way.stats[name] for name in (*names, "bytes_fetched_per_step") if name in way.stats}
@@ -216,7 +216,7 @@ def held(way: Way) -> dict[str, float]:
 
 
 def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One cell of the grid."""
+    """Measure one cell of the grid."""
     lengths = [int(length * SHORTER[row % len(SHORTER)]) for row in range(batch)]
     begins = length - torch.tensor(lengths, device=options.device)
     mask = (torch.arange(length, device=options.device) >= begins[:, None]).long()
@@ -250,7 +250,7 @@ def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.N
 
 
 def add_ceilings(rows: list[dict[str, Any]], budget: int) -> None:
-    """Add the largest gain that the budget allows at batch 1, where a context as long as it was measured."""
+    """Add the upper bound of the speedup at batch 1, if a context as long as the budget was measured."""
     dense = {row["lengths"][0]: row["ways"][row["best_dense"]]["token_median_ms"] for row in rows if row["batch"] == 1}
     for row in rows:
         if row["batch"] == 1 and budget in dense:
@@ -258,7 +258,7 @@ def add_ceilings(rows: list[dict[str, Any]], budget: int) -> None:
 
 
 def first_token(model: PreTrainedModel, options: argparse.Namespace) -> dict[str, float]:
-    """Seconds from a prompt to its first token, the median of three, each way."""
+    """Seconds from a prompt to its first token in each way, median of three runs."""
     ids = torch.randint(1, 1024, (1, options.prompt), device=options.device)
     seconds: dict[str, list[float]] = {}
     for _ in range(3):
@@ -269,9 +269,9 @@ def first_token(model: PreTrainedModel, options: argparse.Namespace) -> dict[str
 
 
 def break_even(rows: list[dict[str, Any]], name: str) -> float | None:
-    """Length from which on a way is faster than the best dense one at batch 1, between measured lengths on a line.
+    """Length above which a way is faster than the best dense way at batch 1, interpolated between measured lengths.
 
-    ``None`` if it never is; the shortest measured length if it always is.
+    ``None`` if it never is faster; the shortest measured length if it always is.
     """
     points = [(row["lengths"][0], 1 - 1 / row["speedup"][name]) for row in rows if row["batch"] == 1]
     points.sort()
@@ -285,7 +285,7 @@ def break_even(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options of `build` and `ways`: two layers of the attention of Qwen3-8B, and the gates' blocks and budget."""
+    """Add options of `build` and `ways`: by default two layers of Qwen3-8B's attention; block size and budget."""
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -296,7 +296,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def command_line() -> argparse.Namespace:
-    """Options."""
+    """Parse the options."""
     parser = arguments(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, else float32")
@@ -316,7 +316,7 @@ def command_line() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Prove, measure, print, save."""
+    """Check, measure, print and save."""
     options = command_line()
     rows = []
     with torch.inference_mode():

@@ -1,11 +1,11 @@
-"""Times and memory on GPUs, computed from shapes and from rates with names. Nothing here was measured on a GPU.
+"""Times and memory on GPUs, computed from shapes and from assumed rates. Nothing here was measured on a GPU.
 
     python benchmarks/estimates.py            # print the tables
     python benchmarks/estimates.py --write    # put them into docs/scale.md
 
-What a GPU is taken to reach is in `RATES`, as shares of its data sheet or as operations per second; the rest follows
-from the shape of Qwen3-8B in ``configs/architectures`` and from what the code launches and keeps. Measure instead
-where there is a GPU: `benchmarks/gpu_check.py`, ``seergate plan``.
+`RATES` has the assumed rates, as shares of the data sheet or as operations per second; the rest follows from the shape
+of Qwen3-8B in ``configs/architectures`` and from what the code launches and stores. To measure on a GPU, use
+`benchmarks/gpu_check.py` or ``seergate plan``.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/scale.md"
 WIDTH, FLOAT32 = 2, 4
-"""Bytes of a number: of the model, its cache and its gates while decoding (bfloat16), and of gates that learn."""
+"""Bytes of a number: in decoding, for model, cache and gates (bfloat16), and in training, for gates (float32)."""
 
 
 class Gpu(NamedTuple):
-    """Bytes of memory and bytes per second, of the data sheet."""
+    """Memory in bytes and bandwidth in bytes per second, from the data sheet."""
 
     memory: float
     bandwidth: float
@@ -46,11 +46,11 @@ RATES = {
 """Rates that an H100 is assumed to sustain."""
 
 LAUNCHES = {"dense": 2, "gate": 5}
-"""Launches of a layer's attention in a step inside vLLM; `tests/vllm/test_gpu_parts.py` counts those with a gate."""
+"""Launches per layer for attention in a vLLM step; `tests/vllm/test_gpu_parts.py` checks the number with a gate."""
 BLOCK, BUDGET, FREE = 64, 4096, 0.9
-"""Tokens of a block, tokens read, and the share of the memory that vLLM may use."""
+"""Block size and budget in tokens, and the share of GPU memory that vLLM may use."""
 PACK, BUDGETS, BITS = 32768, 3, 32
-"""Tokens of a pack, budgets at which recall is measured, and counts by which the best blocks are found."""
+"""Tokens of a pack, number of recall budgets, and counting passes per search for the best blocks."""
 QUERY_COPIES = 7.4
 """Intermediate results of the gate's query branch per output, in float32 (see `seergate.distill.memory`)."""
 PLANS = (
@@ -65,11 +65,11 @@ PLANS = (
     ("qwen3.5-9b", 8),
     ("qwen3.5-27b", 8),
 )
-"""Presets and processes."""
+"""Preset and number of processes of each plan."""
 
 
 class Shape:
-    """Numbers of weights of a preset's model, dense with grouped queries and a gated MLP, and of its gates."""
+    """Weight counts of a preset's model (dense, with grouped queries and a gated MLP) and of its gates."""
 
     def __init__(self, name: str) -> None:
         known = json.loads((ROOT / f"configs/architectures/{name}.json").read_text())
@@ -83,18 +83,18 @@ class Shape:
         attention = 2 * self.hidden * (self.queries + self.keys)
         self.linear = self.layers * (attention + 3 * self.hidden * self.mlp)
         self.embedding = known["vocab_size"] * self.hidden
-        # The linear maps of queries, and of three poolings of keys; all as wide as a head.
+        # The linear maps of queries and of three poolings of keys, all of the head dimension.
         self.gates = self.layers * self.kv_heads * self.dim * self.dim * (self.heads // self.kv_heads + 3)
         self.cache = self.layers * 2 * self.keys * WIDTH
-        """Bytes of a token."""
+        """Bytes of keys and values per token."""
         self.compressed = self.layers * self.keys * WIDTH
-        """Bytes of a block's keys for the gates."""
+        """Bytes of compressed keys per block."""
 
 
 def decode_seconds(shape: Shape, gpu: Gpu, rows: int, context: int, *, gate: bool) -> float:
-    """A step of as many rows, all of one length. What is launched beside attention is not counted.
+    """Seconds of a decode step with ``rows`` rows of equal length. Launches other than those of attention are ignored.
 
-    Of the embedding a step reads a few rows, and the LM head whole.
+    A step reads the whole LM head, but only a few rows of the embedding.
     """
     fast = RATES["weights and attention of a decode step, share of the bandwidth"] * gpu.bandwidth
     slow = RATES["compressed keys and gates, share of the bandwidth"] * gpu.bandwidth
@@ -105,13 +105,13 @@ def decode_seconds(shape: Shape, gpu: Gpu, rows: int, context: int, *, gate: boo
 
 
 def most_rows(shape: Shape, gpu: Gpu, context: int) -> int:
-    """Rows whose keys, values and compressed keys fit beside the weights."""
+    """Number of rows whose keys, values and compressed keys fit into memory in addition to the weights."""
     free = FREE * gpu.memory - WIDTH * (shape.linear + 2 * shape.embedding + shape.gates)
     return int(free / (context * shape.cache + context // BLOCK * shape.compressed))
 
 
 def reading_table(shape: Shape) -> list[str]:
-    """Bytes of a decode step."""
+    """Table of the bytes of a decode step."""
     rows = (
         ("weights, bfloat16", f"{WIDTH * (shape.linear + shape.embedding) / 1e9:.1f} GB per step, whatever the batch"),
         (
@@ -130,7 +130,7 @@ def reading_table(shape: Shape) -> list[str]:
 
 
 def decode_table(shape: Shape) -> list[str]:
-    """Milliseconds of a step and tokens per second, by GPU, context and rows, up to as many as fit."""
+    """Table of milliseconds per step and tokens per second, by GPU, context and rows, up to the rows that fit."""
     rows = []
     for name, gpu in GPUS.items():
         for context in (8192, 32768, 131072):
@@ -143,7 +143,7 @@ def decode_table(shape: Shape) -> list[str]:
 
 
 def break_even_table(shape: Shape) -> list[str]:
-    """Tokens from which on a step with a gate is faster."""
+    """Table of the context lengths above which a step with a gate is faster."""
     counts, rows = (1, 4, 8, 16, 32), []
     for name, gpu in GPUS.items():
         found = (
@@ -160,13 +160,13 @@ def break_even_table(shape: Shape) -> list[str]:
 
 
 def pack_seconds(shape: Shape, samples: Sequence[int], block: int, row_start: float, stride: int) -> dict[str, float]:
-    """Seconds of a pack of samples by what takes them, on an H100; the first `FROZEN` parts are the model's alone."""
+    """Seconds of a pack of samples on an H100, by part; the first `FROZEN` parts belong to the frozen model."""
     tokens, counted = sum(samples), sum(len(range(int(n * row_start), n)) for n in samples) / stride
     seen = sum(n * n / 2 for n in samples)
     compared = sum((n * n - int(n * row_start) ** 2) / 2 for n in samples) / stride
     layers, stream = shape.layers, tokens * shape.hidden * WIDTH
-    # Each norm compiled into one kernel, which reads and writes; likewise the MLP's activation and product. The
-    # residuals. RoPE in five kernels, as it is.
+    # Bytes read and written: each norm compiled into one kernel, likewise the MLP's activation and product; the
+    # residuals; RoPE in five kernels, not compiled.
     norms = 2 * (2 * stream + tokens * (shape.queries + shape.keys) * WIDTH)
     mlp = 3 * tokens * shape.mlp * WIDTH
     rope = 10 * tokens * (shape.queries + shape.keys) * WIDTH
@@ -190,12 +190,12 @@ def pack_seconds(shape: Shape, samples: Sequence[int], block: int, row_start: fl
 
 
 FROZEN = 3
-"""Number of these parts that the frozen model has without gates."""
+"""Number of parts of `pack_seconds` that the frozen model needs without gates."""
 PACKS = {f"{PACK // n} x {n // 1024}k": [n] * (PACK // n) for n in (4096, 8192, PACK)}
 
 
 def pack_table(shape: Shape) -> list[str]:
-    """Seconds of a pack by its samples: the paper's recipe part by part, and the recommended one."""
+    """Table of seconds per pack, by sample length: the paper's recipe by part, and the recommended recipe's sum."""
     columns = {name: pack_seconds(shape, samples, BLOCK, 0.5, 1) for name, samples in PACKS.items()}
     short = [pack_seconds(shape, samples, 16, 0.25, 8) for samples in PACKS.values()]
     parts = list(next(iter(columns.values())))
@@ -207,7 +207,7 @@ def pack_table(shape: Shape) -> list[str]:
 
 
 def plan_table(_: Shape) -> list[str]:
-    """What ``seergate plan --memory-gb 80`` says of `PLANS`, with a rate of 300 TFLOP/s."""
+    """Table of the output of ``seergate plan --memory-gb 80`` for `PLANS`, at 300 TFLOP/s."""
     from seergate.distill import load_train_config
     from seergate.distill.plan import make_plan
 
@@ -226,7 +226,7 @@ def plan_table(_: Shape) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of Markdown."""
+    """Lines of a Markdown table."""
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows)]
 
 

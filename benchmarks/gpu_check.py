@@ -1,16 +1,16 @@
-"""Is every kernel right on this GPU, and how near to what the GPU can do? One command, at most ten minutes on an H100.
+"""Checks that every kernel is right on this GPU, and how close to its limits. At most ten minutes on an H100.
 
     python benchmarks/gpu_check.py                       # everything; needs torch, triton and transformers only
     python benchmarks/gpu_check.py --only right large    # some steps
     python benchmarks/gpu_check.py --list
 
-The cheapest steps come first. Each runs in a process of its own with a deadline, so that neither a kernel that hangs
-nor one that breaks the device keeps the others from running. The JSON is saved after each step, and the verdict at
-the end has a line per kernel: right or wrong, what it reaches of the roofline as it ships, and how it compares with
-others' kernels where there are such.
+The cheapest steps come first. Each runs in its own process with a deadline, so that a kernel that hangs or crashes the
+device does not stop the other steps. The JSON is saved after each step. The verdict at the end has a line per kernel:
+right or wrong, its fraction of the roofline as it ships, and its speedup over other libraries' kernels where they
+exist.
 
-Without a GPU the same plan runs with tiny shapes in Triton's interpreter: that tests this script, and the times say
-nothing. Exits with 1 if a kernel is wrong or a step did not end.
+Without a GPU, the same steps run with tiny shapes in Triton's interpreter: this tests the script, and its times are
+meaningless. Exits with 1 if a kernel is wrong or a step did not end well.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ from seergate.ops import reference
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-# The interpreter multiplies matrices of bfloat16 wrongly.
+# Triton's interpreter has a bug in bfloat16 matrix products.
 NARROW, NARROW_LIMIT = (torch.bfloat16, 2e-2) if ON_GPU else (torch.float16, 4e-3)
 Row = dict[str, Any]
 
 
 def sizes(full: Any, tiny: Any) -> Any:
-    """The first on a GPU, the second in the interpreter."""
+    """Return ``full`` on a GPU, ``tiny`` in the interpreter."""
     return full if ON_GPU else tiny
 
 
 EIGHT_B: Row = {"hidden_size": 4096, "intermediate_size": 12288, "heads": 32, "kv_heads": 8, "head_dim": 128}
 EIGHT_B |= {"vocabulary": 32768, "initializer_range": 0.02, "dtype": NARROW}
-"""Qwen3-8B's shape, with fewer words."""
+"""Qwen3-8B's shape, with a smaller vocabulary."""
 LESSON_BYTES = 0.7e9
-"""Limit of the bytes of one layer's gate at 32k tokens while it learns, beside the model."""
+"""Limit of the extra memory for training one layer's gate at 32k tokens, in bytes."""
 
 KL_LIMIT = 5e-3
-"""Relative, of the KL of a step on the GPU, its model in bfloat16, against float32 on the CPU: six times what bfloat16
-changes on the CPU (8e-4), and less than a learning rate two per cent off (7e-3) or another seed (5e-2) does."""
+"""Limit of the relative error of a step's KL on the GPU in bfloat16, against float32 on the CPU: six times the effect
+of bfloat16 on the CPU (8e-4), and less than that of a learning rate 2 % off (7e-3) or of another seed (5e-2)."""
 
 
 def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
@@ -70,10 +70,10 @@ def randn(*shape: int, dtype: torch.dtype = NARROW) -> Tensor:
 
 
 def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) -> Row:
-    """Relative error of a result. 0 as the limit asks for equality."""
+    """Row with the relative error of a result. A limit of 0 requires equality."""
     got, want = got.detach().double().cpu(), want.detach().double().cpu()
     error = relative(got, want)
-    right = torch.equal(got, want) if limit == 0 else error < limit  # NaN is not
+    right = torch.equal(got, want) if limit == 0 else error < limit  # false for NaN
     return {"kernel": kernel, "case": case, "error": error, "limit": limit, "right": right}
 
 
@@ -81,19 +81,19 @@ def compared(kernel: str, case: str, got: Tensor, want: Tensor, limit: float) ->
 
 
 def read_rate() -> float:
-    """Bytes per second: the roofline of what reads. In the interpreter any number."""
+    """Bytes per second, the roofline of kernels that mostly read. An arbitrary number in the interpreter."""
     return read_bandwidth(DEVICE, 5) if ON_GPU else 1e9
 
 
 def product_rate() -> float:
-    """FLOP/s of PyTorch's product of large matrices: the roofline of what multiplies."""
+    """FLOP/s of PyTorch's product of large matrices: the roofline of kernels that mostly multiply."""
     side = sizes(8192, 64)
     a, b = randn(side, side), randn(side, side)
     return 2 * side**3 / timed_rotated([lambda: a @ b], 10, DEVICE)["min"] * 1e3
 
 
 def machine() -> Iterator[Row]:
-    """What the GPU reads, copies and multiplies at best: the roofline of the later steps."""
+    """The GPU's rates of reading, copying and multiplying: the rooflines of the later steps."""
     yield {"gpu": torch.cuda.get_device_name() if ON_GPU else None, "read_bytes_per_second": read_rate()}
     yield {"flops_per_second": product_rate()}
     x = torch.empty(sizes(2**30, 2**16), dtype=torch.uint8, device=DEVICE)
@@ -102,7 +102,7 @@ def machine() -> Iterator[Row]:
 
 
 def right() -> Iterator[Row]:
-    """Every op against float64, with NaN wherever nothing may be read."""
+    """Compare every op with float64, with NaN in all memory that must not be read."""
     yield from right_decode()
     yield from right_scores()
     yield from right_select()
@@ -247,7 +247,7 @@ def right_teacher() -> Iterator[Row]:
 
 
 def lesson(length: int, block: int) -> Any:
-    """A pack of one layer of 8B's shape, its gate in fp32."""
+    """A pack of one layer of Qwen3-8B's shape, with its gate in fp32."""
     import distill
 
     shape = sizes((8, 4, 128, 128), (2, 2, 16, 16))
@@ -258,7 +258,7 @@ def lesson(length: int, block: int) -> Any:
 
 
 def large() -> Iterator[Row]:
-    """Long packs: their last rows in float64, two runs to the last bit; and offsets beyond 2^31."""
+    """Long packs: last rows against float64, and two runs bit for bit; and offsets beyond 2^31."""
     for length, block in sizes(((32768, 64), (131072, 16)), ((96, 16),)):
         case = lesson(length, block)
         for name, error in case.errors().items():
@@ -283,7 +283,7 @@ def large() -> Iterator[Row]:
 
 
 def sanitizer() -> Iterator[Row]:
-    """NVIDIA's compute-sanitizer on the small cases of `right`."""
+    """Run NVIDIA's compute-sanitizer on the small cases of `right`."""
     tool = shutil.which("compute-sanitizer")
     if not ON_GPU or tool is None:
         yield {"skipped": "no compute-sanitizer here"}
@@ -301,14 +301,14 @@ def sanitizer() -> Iterator[Row]:
 
 
 def tiny() -> Iterator[Row]:
-    """Every kernel once, small: what the sanitizer runs, which makes everything some hundred times as slow."""
+    """Run every kernel on small cases, for the sanitizer, which slows execution about a hundredfold."""
     global sizes
     sizes = lambda full, tiny: tiny  # noqa: E731
     yield from right()
 
 
 def generation() -> Iterator[Row]:
-    """`generate`: a budget that covers everything gives the plain model's tokens, on every kind of cache."""
+    """Check that `generate` with a budget that covers everything gives the plain model's tokens, on every cache."""
     import seergate
 
     model = small_model(layers=2)
@@ -339,7 +339,7 @@ def generation() -> Iterator[Row]:
     model = small_model(**sizes(EIGHT_B | {"layers": 2}, {"dtype": NARROW}))
     bank, ids = gates_of(model), torch.randint(1, 100, (2, sizes(300, 50)), device=DEVICE)
     asked = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
-    asked["prefix_allowed_tokens_fn"] = lambda *_: [1]  # or one rounding might choose another token than the other
+    asked["prefix_allowed_tokens_fn"] = lambda *_: [1]  # forced, as rounding could change the choice
     want = model.generate(input_ids=ids, **asked).logits[1]
     for name, options in ways.items():
         with seergate.attached(model, bank, token_budget=16 * 64):
@@ -348,7 +348,7 @@ def generation() -> Iterator[Row]:
 
 
 def gates_of(model: Any) -> Any:
-    """New gates, as wide as a model of 8B's shape has them, in its dtype."""
+    """New gates with the width for Qwen3-8B's shape, in the model's dtype."""
     import seergate
 
     config = seergate.GateConfig(block_size=sizes(64, 16), gate_dim=sizes(128, 16))
@@ -356,15 +356,15 @@ def gates_of(model: Any) -> Any:
 
 
 def small_model(**changes: Any) -> Any:
-    """A model of Qwen3's kind with random weights, in fp32 if it is small."""
+    """A Qwen3 model with random weights, by default small and in fp32."""
     shape: Row = {"hidden_size": 64, "intermediate_size": 96, "heads": 4, "kv_heads": 2, "head_dim": 16, "layers": 2}
     shape |= {"vocabulary": 128, "initializer_range": 0.2, "dtype": torch.float32} | changes
-    with DEVICE:  # weights are drawn where they will be: eight billion of them on a CPU take minutes
+    with DEVICE:  # draw weights on the device: eight billion on a CPU take minutes
         return random_model(**shape)
 
 
 def decode_times() -> Iterator[Row]:
-    """Attention of one token, and the gate's selection, against the best dense kernel here."""
+    """Time attention of one token and the gate's selection, against the fastest dense kernel here."""
     import decode
     from dense_baselines import available
 
@@ -375,7 +375,7 @@ def decode_times() -> Iterator[Row]:
     with torch.inference_mode():
         q, k, v = randn(2, 4, 64), randn(2, 2, 512, 64), randn(2, 2, 512, 64)
         dense, left_out = available(q, k, v, NARROW_LIMIT)
-        dense = {name: build for name, build in dense.items() if name != "flex"}  # compiles for each cell
+        dense = {name: build for name, build in dense.items() if name != "flex"}  # would compile for each cell
         yield {"peers": list(dense), "left_out": left_out}
         bandwidth = read_rate()
         for batch in sizes((1, 4, 16), (1,)):
@@ -388,7 +388,7 @@ def decode_times() -> Iterator[Row]:
 
 @torch.inference_mode()
 def gate_times() -> Iterator[Row]:
-    """What a gate launches at a step, one kernel at a time, and pooling: bytes in and out against the bandwidth."""
+    """Time each kernel that a gate launches in a step, and pooling: bytes read and written against the bandwidth."""
     import decode
 
     shape = (8, 8, 4, 128, 64, 32768) if ON_GPU else (1, 2, 2, 16, 16, 64)
@@ -422,7 +422,7 @@ def gate_times() -> Iterator[Row]:
         dtype = torch.float32 if run is select else NARROW
         given = [randn(*each, dtype=dtype) for each in shapes]
         moved = sum(x.nbytes for x in (*given, *run(*given)))
-        many = sizes(min(64, math.ceil(decode.CACHE_BYTES["cuda"] / moved)), 1)  # more than caches hold
+        many = sizes(min(64, math.ceil(decode.CACHE_BYTES["cuda"] / moved)), 1)  # larger than caches
         runs = [partial(run, *(x.clone() for x in given)) for _ in range(many)]
         ms = timed_rotated(runs, sizes(15, 1), DEVICE)["median"]
         fact = {"case": f"batch {batch}, {length} tokens", "ms": ms, "bytes": moved}
@@ -430,7 +430,7 @@ def gate_times() -> Iterator[Row]:
 
 
 def teacher_times() -> Iterator[Row]:
-    """The teacher's kernels at 32k tokens, as they ship and launched otherwise, beside PyTorch's own attention."""
+    """Time the teacher's kernels at 32k tokens, as shipped and with other launch options, and PyTorch's attention."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from seergate.ops.attention import Pack
@@ -482,12 +482,12 @@ def teacher_times() -> Iterator[Row]:
 
 
 def speed(work: float, ms: float, rate: float) -> Row:
-    """Products done in a time, and their share of what the GPU can do."""
+    """TFLOP/s of ``work`` FLOP in ``ms``, and their fraction of the roofline ``rate``."""
     return {"tflops": work / ms / 1e9, "roofline_fraction": work / ms * 1e3 / rate}
 
 
 def lesson_times() -> Iterator[Row]:
-    """One layer of Qwen3-8B's shape learning, gates in fp32: its loss and gradients, and a whole step of training."""
+    """Time training of one layer of Qwen3-8B's shape, gates in fp32: loss and gradients, and a whole step."""
     import distill
 
     from seergate.hf.teacher_forward import BlockLoss, distill_step
@@ -501,7 +501,7 @@ def lesson_times() -> Iterator[Row]:
         run = partial(case.gate_kl, row_start=0.5, **options)
         ms, peak = timed(run, sizes(5, 1), DEVICE)["min"], distill.peak_bytes(run, DEVICE)
         fact = {"case": f"a layer of {length} tokens, rows from .5{name}", "ms": ms, "peak_bytes": peak}
-        # The later half of the rows has three quarters of the products.
+        # The second half of the rows has three quarters of the products.
         yield {"kernel": "gate_kl", **fact, **speed(0.75 * case.flops, ms, rate)}
     model = small_model(**sizes(EIGHT_B, {}), layers=1)
     bank, ids = gates_of(model).float(), torch.randint(1, 100, (1, length), device=DEVICE)
@@ -530,8 +530,8 @@ def lesson_times() -> Iterator[Row]:
 
 
 def train() -> Iterator[Row]:
-    """`train.py` as on the CPU; 36 layers of Qwen3-8B's shape: nothing waits, seconds of a pack, memory as planned."""
-    yield from train_command()  # while no model is on the GPU
+    """`train.py` against the CPU; with 36 layers of Qwen3-8B's shape: no host sync, times, memory as planned."""
+    yield from train_command()  # before a model is on the GPU
     import distill
 
     import seergate
@@ -595,7 +595,7 @@ def train() -> Iterator[Row]:
 
 
 def train_command() -> Iterator[Row]:
-    """Three steps of `train.py` on the tiny reasoner, plain and under DeepSpeed with ZeRO-2: the KL is the CPU's."""
+    """Compare the KL of three steps of `train.py` with the CPU's, plain and under DeepSpeed with ZeRO-2."""
     if importlib.util.find_spec("datasets") is None:
         yield {"skipped": "no datasets here, which train.py reads with"}
         return
@@ -616,7 +616,7 @@ def train_command() -> Iterator[Row]:
 
 
 def kl_of_steps(launcher: list[str], folder: str, environment: dict[str, str]) -> tuple[Tensor, str]:
-    """KL of three steps, NaN if the run failed; and the end of its output."""
+    """The KL of three training steps, NaN if the run failed; and the end of its output."""
     options: Row = {"model": "tiny-reasoner", "output_dir": folder, "token_cache": f"{folder}/tokens", "dtype": "auto"}
     options |= {"max_length": sizes(512, 64), "recall_budgets": sizes(128, 32), "data_limit": 40, "report_to": "none"}
     options |= {"max_steps": 3, "warmup_steps": 0, "eval_steps": 0, "logging_steps": 1}
@@ -629,7 +629,7 @@ def kl_of_steps(launcher: list[str], folder: str, environment: dict[str, str]) -
 
 
 def waits(run: Callable[[], Any]) -> Row:
-    """Whether the host waits for the device in it, which PyTorch then refuses. On a CPU there is nothing to find."""
+    """Check that ``run`` never makes the host wait for the device, by PyTorch's sync debug mode. No check on a CPU."""
     if not ON_GPU:
         run()
         return {}
@@ -644,7 +644,7 @@ def waits(run: Callable[[], Any]) -> Row:
 
 
 def model_times() -> Iterator[Row]:
-    """36 layers of Qwen3-8B's shape, random weights, static cache, compiled: milliseconds and bytes of a token."""
+    """Time a token in 36 layers of Qwen3-8B's shape, with random weights and a compiled static cache."""
     from end_to_end import Clock
 
     import seergate
@@ -652,7 +652,7 @@ def model_times() -> Iterator[Row]:
 
     model = small_model(**sizes(EIGHT_B | {"layers": 36}, {}))
     bank, bandwidth, new = gates_of(model), read_rate(), sizes(24, 3)
-    # Of the embedding a step reads one row per word.
+    # A step reads only one row of the embedding per token.
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     for batch, length in sizes(((1, 32768), (8, 32768), (1, 131072)), ((1, 40),)):
         ids, per_token = torch.randint(1, 100, (batch, length), device=DEVICE), {}
@@ -661,7 +661,7 @@ def model_times() -> Iterator[Row]:
                 clock = Clock(DEVICE)
                 model.generate(ids, max_new_tokens=1 + new, cache_implementation="static", streamer=clock)
                 read = weights + handle.stats()["bytes_read_per_step"]
-            # The first number is that of the prompt; the first steps compile and capture.
+            # Without the prompt's time; a median, because the first steps compile and capture.
             per_token[name] = 1e3 * statistics.median(b - a for a, b in itertools.pairwise(clock.times[1:]))
             fact = {"case": f"batch {batch}, {length} tokens, {name}", "ms": per_token[name], "bytes": read}
             yield {"kernel": "generate", **fact, "roofline_fraction": read / bandwidth * 1e3 / per_token[name]}
@@ -670,7 +670,7 @@ def model_times() -> Iterator[Row]:
 
 
 def serving_times() -> Iterator[Row]:
-    """vLLM, where it is installed: starts, dense tokens, milliseconds of a step of four layers of 8B's shape."""
+    """vLLM, if installed, with four layers of Qwen3-8B's shape: start-up, dense tokens, milliseconds of a step."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # kernels are counted in this process
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # without a GPU
     if importlib.util.find_spec("vllm") is None:
@@ -699,7 +699,7 @@ def serving_times() -> Iterator[Row]:
             yield {"kernel": "vLLM", "case": f"{name}, start", "ms": 1e3 * (time.perf_counter() - start)}
             said[name] = way.said(way.prompts(min(lengths), 2), sizes(64, 8))
             for length, batch in itertools.product(lengths, batches) if name != "covering" else ():
-                way.turn(length, batch, 1)  # reads the prompts
+                way.turn(length, batch, 1)  # prefill
                 steps[name, length, batch] = ms = statistics.median(way.turn(length, batch, sizes(30, 3)))
                 fact = {"case": f"{name}, batch {batch}, {length} tokens", "ms": ms}
                 if ON_GPU:
@@ -715,7 +715,7 @@ def serving_times() -> Iterator[Row]:
 
 
 def launched(run: Callable[[], Any]) -> int:
-    """Kernels that run on the GPU, those of graphs included."""
+    """Number of kernels that run on the GPU during ``run()``, including those in CUDA graphs."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -741,12 +741,12 @@ STEPS = {
     model_times: 180,
     serving_times: 300,
 }
-"""Step -> seconds after which it is stopped."""
+"""Step -> deadline in seconds, after which it is killed."""
 NAMED = {step.__name__: step for step in (*STEPS, tiny)}
 
 
 def child(name: str, path: Path) -> None:
-    """Run one step here; a line of JSON for each row as it comes, so that nothing is lost when the step is stopped."""
+    """Run one step in this process, and write each row at once as a JSON line, so that a kill loses none."""
     torch.manual_seed(0)
     with path.open("w") as file:
         try:
@@ -760,7 +760,7 @@ def child(name: str, path: Path) -> None:
 
 
 def perform(name: str, seconds: float, folder: Path) -> Row:
-    """One step in a process of its own: its rows, how long it took, and how it ended."""
+    """Run one step in its own process; return its rows, its seconds, and how it ended."""
     path, start = folder / f"{name}.jsonl", time.perf_counter()
     environment = os.environ | ({} if ON_GPU else {"TRITON_INTERPRET": "1", "SEERGATE_BACKEND": "triton"})
     command = [sys.executable, __file__, "--step", name, "--rows", str(path)]
@@ -777,7 +777,7 @@ def perform(name: str, seconds: float, folder: Path) -> Row:
 
 
 def verdict(steps: dict[str, Row]) -> dict[str, str]:
-    """A line per kernel: right or wrong, share of the roofline, against which peer."""
+    """Kernel -> a line with its verdict: right or wrong, fraction of the roofline, speedup over peers."""
     rows = [row for step in steps.values() for row in step["rows"] if not row.get("ablated")]
     lines = {}
     for kernel in dict.fromkeys(row["kernel"] for row in rows if "kernel" in row):
@@ -827,7 +827,7 @@ def main() -> None:
         if left <= 0:
             steps[name] = {"ended": "not begun", "seconds": 0.0, "rows": []}
             continue
-        # In the interpreter a step takes as long as it takes: the deadlines are those of a GPU.
+        # The deadlines are for a GPU; in the interpreter only the total time is limited.
         steps[name] = perform(name, min(left, STEPS[NAMED[name]]) if ON_GPU else left, options.output)
         record = {"machine": provenance(DEVICE), "interpreted": not ON_GPU, "steps": steps, "verdict": verdict(steps)}
         path.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,13 +1,13 @@
-"""How often 95 % intervals contain the truth: of paired differences between accuracies, and of accuracies.
+"""How often 95 % intervals contain the true value, for paired differences of accuracies and for accuracies.
 
     python benchmarks/interval_coverage.py
 
-1. `one-sided`: a method loses each problem with a chance of 2 to 20 % and wins none, one sample per problem. Computed
-   exactly, over every number of lost problems. `coverage` is the lowest of all these chances; `monotone` says whether
-   more lost problems never move an end of the interval up. `plain_t` is the coverage of the plain t interval.
-2. `two-sided`: it also wins some. Simulated.
-3. `several samples`: of each problem, which differ in how hard they are. Simulated; of the difference and of the
-   accuracy (Wilson's interval).
+1. `one-sided`: a method loses each problem with a probability of 2 to 20 % and wins none, with one sample per problem.
+   Computed exactly, over all numbers of lost problems. `coverage` is the minimum over these probabilities; `monotone`
+   says whether more lost problems never raise an end of the interval. `plain_t` is the coverage of the t interval.
+2. `two-sided`: the method also wins some problems. Simulated.
+3. `several samples`: several samples per problem, with problems of different difficulty. Simulated, for the difference
+   and for the accuracy (Wilson's interval).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _plain(n: int, lost: int) -> tuple[float, float]:
 
 
 def _covered(intervals: list[tuple[float, float]], n: int) -> float:
-    """The lowest coverage over `LOSSES` where problems are lost and none is won."""
+    """The minimum coverage over `LOSSES` if problems are lost and none is won."""
     return min(
         sum(binom.pmf(lost, n, loss) for lost, (low, high) in enumerate(intervals) if low <= -loss <= high)
         for loss in LOSSES
@@ -46,7 +46,7 @@ def _covered(intervals: list[tuple[float, float]], n: int) -> float:
 
 
 def one_sided(n: int) -> dict[str, Any]:
-    """Exact coverage with so many problems."""
+    """Exact coverage with ``n`` problems."""
     intervals = [_interval(n, lost) for lost in range(n + 1)]
     falls = all(after <= before + 1e-12 for ends in zip(*intervals, strict=True) for before, after in pairwise(ends))
     return {
@@ -59,7 +59,7 @@ def one_sided(n: int) -> dict[str, Any]:
 
 
 def two_sided(n: int, lost: float, won: float, repeats: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Simulated coverage where a method loses some problems and wins others."""
+    """Simulated coverage if a method loses some problems and wins others."""
     inside = 0
     for _ in range(repeats):
         draw = rng.random(n)
@@ -70,7 +70,7 @@ def two_sided(n: int, lost: float, won: float, repeats: int, rng: np.random.Gene
 
 
 def several(n: int, samples: int, loss: float, repeats: int, rng: np.random.Generator) -> dict[str, Any]:
-    """Simulated coverage where problems are answered several times; a problem's chance is uniform in 0..1."""
+    """Simulated coverage with several samples per problem, whose probability of success is uniform in [0, 1]."""
     inside = accurate = 0
     for _ in range(repeats):
         chance = rng.random(n)

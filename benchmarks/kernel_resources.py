@@ -1,14 +1,14 @@
-"""Compile every Triton kernel, in every configuration that ships, for every architecture. Needs no GPU.
+"""Compiles every Triton kernel, in every configuration that ships, for every architecture. Needs no GPU.
 
-    python benchmarks/kernel_resources.py            # what has changed since the saved table, with the Triton here
+    python benchmarks/kernel_resources.py            # what changed since the saved table, with the installed Triton
     python benchmarks/kernel_resources.py --again    # everything
 
-The table has rows of several releases: CUDA builds of PyTorch 2.11 bring Triton 3.6.0, those of 2.13 bring 3.7.1, and
-3.9.0 is what may come with the next. With another one than is installed (``pip install --target DIR --no-deps
-triton==3.6.0``), put DIR first in PYTHONPATH.
+The table has rows for several releases: CUDA builds of PyTorch 2.11 include Triton 3.6.0, those of 2.13 include 3.7.1,
+and the next may include 3.9.0. To use another release than the installed one, install it with ``pip install --target
+DIR --no-deps triton==3.6.0`` and put DIR first in PYTHONPATH.
 
-For each: registers, spills, shared memory, instructions for tensor cores, 16-byte loads. Exits with 1 if a kernel has
-a fault; the tests hold the saved table to the same rules.
+For each kernel: registers, spills, shared memory, tensor-core instructions, 16-byte loads. Exits with 1 if a kernel
+has a fault; the tests apply the same rules to the saved table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def saved() -> list[dict[str, Any]]:
 
 
 def known() -> dict[tuple[str, str], Resources]:
-    """(GPU, fingerprint) -> resources, of what this Triton has compiled before."""
+    """(GPU, fingerprint) -> resources, for all kernels that this Triton has compiled before."""
     return {
         (row["gpu"], row["fingerprint"]): Resources(**{field: row[field] for field in Resources._fields})
         for row in saved()
@@ -46,7 +46,7 @@ def known() -> dict[tuple[str, str], Resources]:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Rows of some GPUs and this Triton into the table, in place of those it has of them; a line each."""
+    """Write rows of this Triton to the table, one per line, replacing its earlier rows for the same GPUs."""
     done = {(row["triton"], row["gpu"]) for row in rows}
     rows = rows + [row for row in saved() if (row["triton"], row["gpu"]) not in done]
     rows.sort(key=lambda row: (row["triton"], NAMES.index(row["gpu"])))
@@ -56,7 +56,7 @@ def write(rows: list[dict[str, Any]]) -> None:
 
 
 def row(example: Example, launch: Launch, gpu: KnownGpu, done: dict[tuple[str, str], Resources]) -> dict[str, Any]:
-    """One kernel of one example on one GPU."""
+    """The row of one kernel of one example on one GPU."""
     name = launch.kernel.__name__
     used = done.get((gpu.name, fingerprint(launch))) or resources(compiled(launch, gpu), gpu)
     return {
@@ -74,7 +74,7 @@ def row(example: Example, launch: Launch, gpu: KnownGpu, done: dict[tuple[str, s
 
 
 def main() -> None:
-    """Compile, print, save."""
+    """Compile the kernels, and print and save their rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", nargs="+", choices=NAMES, default=NAMES)
     parser.add_argument("--again", action="store_true", help="compile also what the saved table has already")

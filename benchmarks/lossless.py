@@ -1,16 +1,16 @@
-"""Lossless decoding: how many drafted tokens are kept, and what drafting and verifying take beside dense decoding.
+"""Lossless decoding: the share of drafted tokens that are accepted, and times of drafting and verifying.
 
     python benchmarks/lossless.py                      # the tiny reasoner; two layers of Qwen3-8B's attention on a CPU
     python benchmarks/lossless.py --lengths 16384 --drafts 4 8
 
-Part one answers chain-sum problems with a trained model, the tiny reasoner. Its text must be the dense model's, token
-for token, or the run ends; what is measured is the share of drafted tokens that were kept, per selector and budget.
-(The tiny reasoner reads far more weights than keys, so it is not made faster; the share is what carries over.)
+Part one answers chain-sum problems with a trained model, the tiny reasoner. Its text must equal the dense model's,
+token for token, or the run ends. It measures the acceptance (share of accepted draft tokens) per method and budget.
+(The tiny reasoner reads far more weights than keys, so it gets no faster; only the acceptance carries over.)
 
-Part two takes the time of a drafting pass, of a verifying pass and of a dense step, on a model of real geometry with
-random weights whose cache was filled with random keys and values. From these follows, for each acceptance, how much
-faster lossless decoding is than the faster of transformers' static cache and our dense decoding. The ways take turns,
-a few tokens each; times are medians over rounds of a round's mean.
+Part two measures the times of a draft pass, a verify pass and a dense step, on a model of real geometry with random
+weights and a cache of random keys and values. They give, for each acceptance, the speedup of lossless decoding over
+the faster of transformers' static cache and our dense decoding. The ways take turns of a few tokens; times are
+medians over rounds, each the mean of a round.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ACCEPTANCES = (0.5, 0.7, 0.8, 0.9, 0.95)
 
 
 def kept_share(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Part one: one row per selector and budget."""
+    """Part one: one row per method and budget."""
     model, tokenizer = load_base(TINY), load_tokenizer(TINY)
     model.generation_config.do_sample = False
     bank = GateBank.from_pretrained(shipped(f"{TINY}/gates"))
@@ -98,7 +98,7 @@ def pass_times(model: PreTrainedModel, length: int, draft: int, options: argpars
                 drafting.append(1e3 * counted["draft_seconds"] / drafted)
                 verifying.append(1e3 * counted["verify_seconds"] / (counted["cycles"] + counted["plain_steps"]))
             else:
-                steps[name].append(statistics.mean(times[1:]))  # as of the passes: the mean of a round
+                steps[name].append(statistics.mean(times[1:]))  # the mean of a round, as for the passes
     draft_ms, verify_ms = statistics.median(drafting), statistics.median(verifying)
     dense = {name: statistics.median(times) for name, times in steps.items()}
     best, cycle = min(dense.values()), draft * draft_ms + verify_ms
@@ -118,7 +118,7 @@ def pass_times(model: PreTrainedModel, length: int, draft: int, options: argpars
 
 
 def command_line() -> argparse.Namespace:
-    """Options."""
+    """Parse the options."""
     parser = arguments(__doc__)
     parser.add_argument("--problems", type=int, default=2, help="chain-sum problems")
     parser.add_argument("--variables", type=int, default=40, help="size of a problem")
@@ -136,7 +136,7 @@ def command_line() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, save."""
+    """Measure, print and save."""
     options = command_line()
     with torch.inference_mode():
         rows = []

@@ -1,16 +1,16 @@
-"""ReasonCache under a cap on memory: how many more rows are admitted, how many more tokens per second that gives.
+"""ReasonCache under a memory cap: how many more rows fit, and how many more tokens per second they generate.
 
     python benchmarks/reason_cache.py --threads 1
 
-Every row says a text that is given to it, token by token: reasoning of which a share of the steps repeats an earlier
-step word for word. What is measured is the cache and not what a model makes of it (that is in
-benchmarks/reason_cache_accuracy.py, on the tiny reasoner), so random weights do.
+Every row decodes a given text, token by token: reasoning in which a share of the steps repeats an earlier step word
+for word. Only the cache is measured, so weights are random. (benchmarks/reason_cache_accuracy.py measures accuracy, on
+the tiny reasoner.)
 
-1. `rows`: with a cap that holds `--rows` rows without sharing, how many rows of the same length are decoded side by
-   side to their end. The paper's throughput comes from this.
-2. `tokens_per_second`: `--requests` texts, as many at a time as fit; the ways take turns, so that whatever else the
-   machine does falls on all of them.
-3. `ms_per_step`: the same rows on one buffer per layer, on pages, and with sharing, whose worker has a thread.
+1. `rows`: with a cap that holds `--rows` rows without sharing, the number of rows of the same length that can be
+   decoded together to their end. The paper's throughput comes from this.
+2. `tokens_per_second`: `--requests` texts, as many at a time as fit; the methods take turns, so that other load on the
+   machine affects all of them.
+3. `ms_per_step`: the same rows on one buffer per layer, on pages, and with sharing on a worker thread.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ VOCABULARY = 512
 
 
 class Words:
-    """A tokenizer of numbered words, one of which is a blank line."""
+    """A tokenizer whose vocabulary is numbered words and one token for a blank line."""
 
     def decode(self, ids: list[int]) -> str:
-        """Text."""
+        """Decode token ids."""
         return "".join("\n\n" if i == BLANK_LINE else f"w{i} " for i in ids)
 
 
 def make_text(options: argparse.Namespace, seed: int) -> list[int]:
-    """A prompt, then steps of about `--step` tokens; a share of them is an earlier one once more."""
+    """A prompt, then steps of about `--step` tokens, of which a share repeats an earlier step."""
     draw = random.Random(seed)
     text = [draw.randrange(2, VOCABULARY) for _ in range(options.prompt)]
     steps: list[list[int]] = []
@@ -62,7 +62,7 @@ def make_text(options: argparse.Namespace, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def say(model: Any, method: Method, paging: Paging | None, texts: list[list[int]], prompt: int) -> dict[str, Any]:
-    """Let rows say their texts side by side: seconds of the decode steps, and what the handle has counted."""
+    """Decode the given texts in one batch; return the seconds of the decode steps, and the handle's statistics."""
     ids, cache = torch.tensor(texts), DynamicCache()
     with attached(model, method, storage=paging) as handle:
         model(input_ids=ids[:, :prompt], **{CACHE: cache})
@@ -123,7 +123,7 @@ def main() -> None:
                 try:
                     wave(name, waiting[:rows])
                     break
-                except OutOfBlocks:  # these texts repeat themselves less than the first ones
+                except OutOfBlocks:  # these texts have fewer repeats than the first ones
                     rows, counts["out_of_blocks"] = rows - 1, counts["out_of_blocks"] + 1
             del waiting[:rows]
             counts["seconds"] += time.perf_counter() - began

@@ -1,12 +1,12 @@
-"""What sharing costs in answers: the tiny reasoner says a reasoning that goes through its first steps again and again.
+"""The accuracy lost by ReasonCache: the tiny reasoner decodes a reasoning that repeats its first steps in a loop.
 
     python benchmarks/reason_cache_accuracy.py --threads 1
 
-After every few new steps the text repeats the first ones, some rounds of it: an endless self-loop, as the ReasonCache
-paper calls it. The text is given (the model does not loop by itself); measured is how often the model would have said
-the next token itself. Counted apart are the values that a new step recalls from an earlier one: outside of the loop
-each stands in the text once, so whoever shares the wrong block loses it. The last two methods read by the shipped
-gates, alone and of a cache that is shared; gates have blocks of eight tokens, and a page cannot be smaller.
+After every few new steps, the text repeats the first steps for some rounds: an endless self-loop, in the terms of the
+ReasonCache paper. The text is given (the model does not loop by itself); the metric is how often the model predicts
+the next token. Values that a new step recalls from an earlier step are counted separately: outside of the loop each
+occurs once in the text, so sharing a wrong block loses it. The last two methods decode with the shipped gates, on a
+cache without and with sharing; gates have blocks of eight tokens, and a page cannot be smaller.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from seergate.paths import shipped
 def looping_reasoning(
     tokenizer: Any, variables: int, every: int, rounds: int, seed: int
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Ids of a problem's prompt, ids of its reasoning, which goes through its first steps again after every few, and
-    which of the latter are values that a new step recalls.
+    """Ids of a problem's prompt, ids of its reasoning, which repeats the first ``every`` steps after as many new
+    steps, and a mask of the reasoning's tokens that are values which a new step recalls.
     """
     problem = make_problem(variables, random.Random(seed))
     chat = tokenizer.apply_chat_template(
@@ -59,11 +59,11 @@ def looping_reasoning(
 
 @torch.inference_mode()
 def say_along(model: Any, method: Method, texts: list[tuple[list[int], list[int], list[bool]]]) -> dict[str, Any]:
-    """Say the texts side by side, up to the shortest one's end.
+    """Decode the given texts in one batch, up to the end of the shortest.
 
     Returns:
-        Share of tokens that the model would have said itself: ``recalled`` values and ``other`` tokens; how many of
-        the first; what was shared.
+        Share of tokens that the model predicts, of ``recalled`` values and of ``other`` tokens; the number of recalled
+        values, the length of the texts, and the statistics of sharing.
     """
     length, width = min(len(ids) for _, ids, _ in texts), max(len(prompt) for prompt, _, _ in texts)
     forced = torch.tensor([ids[:length] for _, ids, _ in texts])

@@ -1,16 +1,16 @@
-r"""The search for a recipe: variants of gates learn from the same forward passes, then decode texts and needles.
+r"""The search for a training recipe: variants train on the same forward passes, then decode texts and needles.
 
     python train/long_text/make.py --out train.jsonl DIRECTORY
     python benchmarks/recipe.py --model DIRECTORY --data train.jsonl --held-out held_out.jsonl --packs 80 --epochs 2
     python benchmarks/recipe.py ... --only recommended norms
 
-Every pack passes once through the frozen model. What gates learn from is kept of some rows: their queries, the pooled
-keys of blocks of 16 tokens, and the log of the largest probability that a group's heads give to a block's tokens; so a
-step of a variant costs little. Each variant changes the recipe of configs/recipes/recommended.yaml by what its name
-says and takes a step per pack and epoch. Then every variant decodes given text, the first block always read, beside
-the oracle, Quest and a window: ``kl`` to dense attention per token (mean and median of texts, 99th percentile of
-tokens), and needles of four cities: how many are ``found``, each of their tokens being the most likely, and the
-log-probability of the number. docs/recipe.md has the figures of a search of this kind.
+Every pack passes once through the frozen model. The training inputs are kept for some rows: their queries, the pooled
+keys of blocks of 16 tokens, and the log of the largest probability that a group's heads assign to a token of a block;
+so a training step of a variant is cheap. Each variant changes the recipe of configs/recipes/recommended.yaml as named
+in `VARIANTS`, and takes one step per pack and epoch. Then every variant, the oracle, Quest and a window decode given
+texts, always reading the first block. Metrics: ``kl`` to dense attention per token (mean and median over texts, 99th
+percentile over tokens); and for needles of four cities, how many answers are ``found`` (each of their tokens is the
+most likely one), and their log-probability. docs/recipe.md has the results of such a search.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.models import families
 
 FINEST = 16
-"""Tokens per block of what is kept; a variant's blocks are some of them."""
+"""Tokens per block of the kept inputs; a block of a variant is one or more of these."""
 NEVER = -1e9
 SCORED = 47
 
 
 @dataclass(kw_only=True)
 class Window(SelectingMethod):
-    """Read the newest blocks."""
+    """A method that reads the newest blocks."""
 
     name: ClassVar[str] = "newest_blocks"
 
@@ -63,7 +63,7 @@ class Window(SelectingMethod):
 
 
 class WindowState(SelectingState):
-    """Remembers nothing."""
+    """The state of `Window`, which stores nothing."""
 
     def scores(self, step: Step) -> Tensor:
         blocks = torch.arange(-(-step.max_length // self.block_size), device=step.lengths.device)
@@ -91,7 +91,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norms, blocks of 32": NORMS | {"block_size": 32},
     "the paper's start and target, blocks of 32": NORMS | {"block_size": 32, "sink_blocks": 0, "init": "random"},
 }
-"""Options in which a variant differs from the recommended recipe."""
+"""Variant -> the options in which it differs from the recommended recipe."""
 BASELINES = {
     f"{name}, blocks of {size}": (kind, method, size)
     for size in (16, 32)
@@ -105,8 +105,8 @@ BASELINES = {
 
 @dataclass
 class Pack:
-    """Input of training: of each layer the queries ``[1, H, R, D]`` of the rows, the pooled keys
-    ``[1, K, N, 3 D]`` and the targets' logs ``[K, R, N]``, ``N`` blocks of `FINEST` tokens; and the rows ``[R]``.
+    """Training inputs of a pack: its rows ``[R]`` and, for each layer, their queries ``[1, H, R, D]``, the pooled keys
+    ``[1, K, N, 3 D]`` and the log targets ``[K, R, N]``, with ``N`` blocks of `FINEST` tokens.
     """
 
     rows: Tensor
@@ -116,7 +116,7 @@ class Pack:
 
 
 def capture(model: Any, ids: Tensor, rows: Tensor) -> Pack:
-    """A pack through the frozen model."""
+    """Run the frozen model on a pack, and keep the training inputs."""
     cu_seqlens, pack = torch.tensor([0, len(ids)], dtype=torch.int32), Pack(rows)
     gated = dict(families.full_attention_modules(model))
 
@@ -136,7 +136,7 @@ def capture(model: Any, ids: Tensor, rows: Tensor) -> Pack:
 
 
 def log_maxima(call: TeacherCall, lse_TH: Tensor, rows: Tensor) -> Tensor:
-    """``[K, R, N]``: log of the largest probability that a head of the group gives to a token of the block."""
+    """``[K, R, N]``: log of the largest probability that a head of the group assigns to a token of the block."""
     k_KSD = call.key_BKSD[0].float()
     q_KGRD = call.query_BHSD[0][:, rows].float().unflatten(0, (len(k_KSD), -1))
     scores = torch.einsum("kgrd,ksd->kgrs", q_KGRD, k_KSD) * call.sm_scale
@@ -147,7 +147,7 @@ def log_maxima(call: TeacherCall, lse_TH: Tensor, rows: Tensor) -> Tensor:
 
 
 def coarser(pooled_BKNP: Tensor, times: int) -> Tensor:
-    """Poolings of blocks that are ``times`` as long."""
+    """Pooled keys of blocks that are ``times`` as long, from those of short blocks."""
     parts = pooled_BKNP.float().unflatten(2, (-1, times)).chunk(3, -1)
     return torch.cat([parts[0].amax(3), parts[1].amin(3), parts[2].mean(3)], -1)
 
@@ -163,7 +163,7 @@ class Member:
         self.optimizer = make_optimizer(self.parameters, self.config)
 
     def learn(self, pack: Pack, step: int) -> float:
-        """Take a step; returns the KL, mean over rows, KV heads and layers."""
+        """Take a training step, and return the KL, mean over rows, KV heads and layers."""
         size, sinks = self.bank.config.block_size, self.bank.config.sink_blocks
         total = torch.zeros(())
         for layer, gate in self.bank:
@@ -185,7 +185,7 @@ class Member:
 
 
 def decode(model: Any, texts: TeacherForcing, problems: list[tuple[Tensor, int]], spec: Any, bank: Any) -> dict:
-    """The figures of a setting; ``problems`` are tokens ``[1, S]`` and where the answer begins."""
+    """The metrics of a setting; ``problems`` are tokens ``[1, S]`` and the index at which the answer begins."""
     kl = [texts.measure(spec, bank, number)["kl"] for number in range(len(texts.ids))]
     found, logprobs = [], []
     for ids, start in problems:
@@ -207,7 +207,7 @@ def decode(model: Any, texts: TeacherForcing, problems: list[tuple[Tensor, int]]
 
 
 def needles(tokenizer: Any, count: int, length: int) -> list[tuple[Tensor, int]]:
-    """Problems with four cities, each with its answer."""
+    """Needle problems with four cities, as tokens ``[1, S]`` with the answer, and the index at which it begins."""
     made = []
     for problem in needle(problems=count, length=(length,), keys=4).bound(tokenizer).problems():
         prompt = str(problem.prompt)

@@ -1,22 +1,22 @@
-"""Decoding inside vLLM with and without gates, and inside transformers, side by side.
+"""Time of decode steps in vLLM, with and without gates, compared with transformers.
 
     .venv-vllm/bin/python benchmarks/serving.py                      # two layers of Qwen3-8B's attention on a CPU
     .venv-vllm/bin/python benchmarks/serving.py --lengths 4096 --batches 1
     .venv-vllm/bin/python benchmarks/serving.py --model DIR          # all layers of a real model, in safetensors
 
-`make test-vllm` makes that environment. vLLM pins a transformers that is older than seergate's users have, and slower
-with static caches: the ways of transformers run in ``.venv`` (``--transformers-python``). The model and its gates have
-random weights; gates of a real model begin as its own attention and are not trained, which the time of a step does not
-depend on. Each way to decode has a process of its own, in which an engine waits; they take turns of a few tokens,
-so that a busy machine slows all of them, and no two work at once. Times are medians over steps in which all rows
-decode, ``ratios`` those of medians. Inside vLLM the prompts are read once; later turns find them in the prefix cache.
-Every row has a text of its own, as rows that share a prefix share its memory, which makes dense attention faster.
-Transformers' caches are filled with random keys and values instead, anew in each turn (`end_to_end.py`).
+`make test-vllm` creates that environment. vLLM pins an older transformers than seergate's users have, which is slower
+with static caches, so the ways of transformers run in ``.venv`` (``--transformers-python``). The model and its gates
+have random weights; gates of a real model are initialized from its attention and not trained, which does not affect
+the time of a step. Each way to decode has its own process with an engine. The processes take turns of a few tokens, so
+that other load slows all of them, and only one works at a time. Times are medians over steps in which all rows decode,
+and ``ratios`` are ratios of medians. vLLM prefills the prompts once; later turns find them in the prefix cache. Every
+row has a different text, because rows with a common prefix share its memory, which makes dense attention faster.
+Transformers' caches are instead filled with random keys and values in each turn (`end_to_end.py`).
 
-No row is shorter than the budget. What dense vLLM takes where all are as long as the budget is the least that any
-selection of as many tokens could take at a longer context: ``over the floor`` is what a step with gates takes more.
+No row is shorter than the budget. The time of dense vLLM with all rows as long as the budget is a lower bound for any
+selection of as many tokens from a longer context; ``over the floor`` is the relative excess of a step with gates.
 
-Nothing is timed before vLLM has said the same tokens with a budget for everything as without seergate.
+Before anything is timed, vLLM with a budget that covers everything must give the same tokens as without seergate.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from seergate.hf.loading import load_base
 from seergate.models.families import head_dim_of
 
 COVERING = 1 << 20
-"""A budget for everything."""
+"""A budget that covers everything."""
 WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate")
 COMPARED = (
     ("vllm_gate", "vllm_dense"),
@@ -58,7 +58,7 @@ REAL_MODEL: dict[str, Any] = {
     **{"lengths": [1024, 7168], "batches": [1, 4, 16], "budget": 1024, "block_size": 32, "rounds": 3},
     "ways": ["vllm_dense", "vllm_gate", "hf_static", "hf_gate"],
 }
-"""Defaults for a real model. vLLM's pages have multiples of 32 tokens on a CPU. Five ways would need 24 GiB."""
+"""Defaults for a real model. On a CPU, vLLM's pages have a multiple of 32 tokens. Five ways would need 24 GiB."""
 MODEL_SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim")
 """Options of a model with random weights."""
 
@@ -73,7 +73,7 @@ def model_of(options: argparse.Namespace) -> PreTrainedModel:
 
 
 def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
-    """The model's gates: random ones, or a real model's as training with ``init: model`` would begin with them."""
+    """The model's gates: random, or for a real model those with which training with ``init: model`` begins."""
     if options.model is None:
         return GateBank.for_model(model, GateConfig(options.block_size))
     config = GateConfig(options.block_size, gate_dim=model.config.head_dim, qk_norm=False)
@@ -84,7 +84,7 @@ def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
 
 
 def cache_gib(model: PreTrainedModel, options: argparse.Namespace) -> int:
-    """Room for the keys and values of the largest cell, whose turns find their prompts there, and 1 to 2 GiB."""
+    """GiB of cache for the keys and values of the largest cell, so that prompts stay cached, plus 1 to 2 GiB."""
     config = model.config
     per_token = 2 * 4 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(model)
     cells = [sum(row_lengths(length, batch, options)) for length in options.lengths for batch in options.batches]
@@ -117,7 +117,7 @@ class VLLMWay:
         self.sampling, self.options = SamplingParams, options
 
     def prompts(self, length: int, batch: int) -> list[list[int]]:
-        """Random texts, the same whenever they are asked for."""
+        """Random texts, the same in every call with the same arguments."""
         draw = torch.Generator().manual_seed(length)
         sizes = row_lengths(length, batch, self.options)
         return [torch.randint(1, self.options.vocabulary, (size,), generator=draw).tolist() for size in sizes]
@@ -144,7 +144,7 @@ class VLLMWay:
 
 
 class TransformersWay:
-    """A way of `end_to_end.py`."""
+    """A way to decode of `end_to_end.py`."""
 
     def __init__(self, directory: str, options: argparse.Namespace, name: str) -> None:
         self.model, self.options, self.name = model_of(options), options, name
@@ -152,7 +152,7 @@ class TransformersWay:
         self.bank = GateBank.from_pretrained(f"{directory}/gates")
 
     def turn(self, length: int, batch: int, tokens: int) -> list[float]:
-        """Milliseconds of each token. The cache is freed afterwards: those of all ways together are too large."""
+        """Milliseconds of each token. Frees the cache afterwards: caches of all ways do not fit in memory."""
         lengths = torch.tensor(row_lengths(length, batch, self.options))
         mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
         way = ways(self.model, self.options, self.options.budget, self.bank)[self.name]
@@ -163,7 +163,7 @@ class TransformersWay:
 
 
 def work(address: str) -> None:
-    """The process of one way: does what it is asked for, one thing at a time."""
+    """Main function of a way's process: executes requests from a pipe, one at a time."""
     pipe = Client(address)
     name, directory, options = pipe.recv()
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
@@ -183,7 +183,7 @@ def work(address: str) -> None:
 
 
 def start(name: str, directory: str, options: argparse.Namespace) -> tuple[Connection, str]:
-    """The process of one way once it is ready, and its release of transformers."""
+    """Start the process of a way, wait until it is ready, and return its pipe and its transformers version."""
     python = sys.executable if name.startswith("vllm") else options.transformers_python
     with Listener(f"{directory}/{name}.socket") as listener:
         process = subprocess.Popen([python, __file__, "--work", listener.address])
@@ -196,18 +196,18 @@ def start(name: str, directory: str, options: argparse.Namespace) -> tuple[Conne
 
 
 def ask(pipe: Connection, *asked: Any) -> Any:
-    """Ask a process for one thing."""
+    """Send a request to a process, and return its answer."""
     pipe.send(asked)
     return pipe.recv()
 
 
 def measure(pipes: dict[str, Connection], length: int, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One cell of the grid."""
+    """Measure one cell of the grid."""
     times: dict[str, list[float]] = {name: [] for name in pipes}
     for number in range(options.rounds + 1):
         for name, pipe in pipes.items():
             found = ask(pipe, "turn", length, batch, options.tokens)
-            times[name] += found if number else []  # the first turn reads the prompt and warms up
+            times[name] += found if number else []  # the first turn prefills and warms up
     ms = {name: statistics.median(each) for name, each in times.items()}
     return {
         "batch": batch,
@@ -221,7 +221,7 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
 
 
 def add_floor(rows: list[dict[str, Any]]) -> None:
-    """Add the cost of gates above dense vLLM at a context of the budget, where it was measured."""
+    """Add the relative excess of gates over dense vLLM at a context of the budget, if that was measured."""
     floors = {row["batch"]: row["step_median_ms"]["vllm_dense"] for row in rows if row["length"] == row["budget"]}
     for row in rows:
         if row["batch"] in floors:
@@ -229,7 +229,7 @@ def add_floor(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Prove, measure, print, save."""
+    """Check, measure, print and save."""
     parser = arguments(__doc__)
     parser.add_argument("--model", help="directory with weights in safetensors; instead of two layers")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 16384, 32768])

@@ -52,16 +52,16 @@ BESIDE: dict[str, Callable[[Row, Row], str]] = {
     "read %": lambda row, dense: share(row, dense, "bytes_read_per_step"),
     "held %": lambda row, dense: share(row, dense, "own_bytes_mean"),
 }
-"""Title of a column -> writes it, of a row and dense attention's."""
+"""Title of a column -> function that writes its cell from a row and the row of dense attention."""
 
 
 def code(name: str) -> str:
-    """A method's name as code, its options as text."""
+    """A method's name as Markdown code; a name with a description after a comma stays plain text."""
     return name if "," in name else f"`{name}`"
 
 
 def by_budget(rows: list[Row], cell: Callable[[Row], str], *beside: str) -> list[Sequence[str]]:
-    """A figure of each method at each budget, and those of `BESIDE` at the budget in the middle or without one."""
+    """``cell`` of each method at each budget, and columns of `BESIDE` at the middle budget or without one."""
     found = by_method(rows)
     dense, columns = found["dense"][0], sorted({row["budget"] for row in rows if row["budget"] is not None})
     middle = columns[len(columns) // 2]
@@ -77,7 +77,7 @@ def by_budget(rows: list[Row], cell: Callable[[Row], str], *beside: str) -> list
 
 
 def lengths() -> list[Sequence[str]]:
-    """How often the tiny reasoner is right without gates, by size of the problem."""
+    """Right answers of the tiny reasoner with dense attention, by size of the problem."""
     rows = [row for row in rows_of("tiny_reasoner") if row["part"] == "lengths"]
     tokens = (f"{row['mean_prompt_tokens'] + row['mean_tokens']:,.0f}" for row in rows)
     return [
@@ -88,7 +88,7 @@ def lengths() -> list[Sequence[str]]:
 
 
 def decoding() -> list[Sequence[str]]:
-    """Milliseconds per token inside transformers, and how many times as fast as its static cache."""
+    """Milliseconds per token in transformers, and the speedup over its static cache."""
     ways = {"hf_dynamic": "transformers, dynamic cache", "hf_static": "transformers, static cache"}
     ours = {"dense": "seergate, dense", "gate": "`gate`", "quest": "`quest`", "gate_offloaded": "`gate`, offloaded"}
     lines: list[Sequence[str]] = [("context", *ways.values(), *ours.values(), "at most")]
@@ -102,13 +102,13 @@ def decoding() -> list[Sequence[str]]:
 
 
 def distances(name: str) -> list[Sequence[str]]:
-    """Distance of SmolLM2's methods from dense attention on held-out texts."""
+    """KL of SmolLM2's methods from dense attention on held-out texts."""
     lines = by_budget(rows_of(name), distance, *BESIDE)
     return [line for line in lines if line[0] != "`dense`"]
 
 
 def needles() -> list[Sequence[str]]:
-    """Numbers that SmolLM2 finds in long text."""
+    """Accuracy of SmolLM2 on needles in long texts."""
     lines: list[Sequence[str]] = [("method", "right answers, %", "log p of the answer", "read %", "held %")]
     found = by_method(rows_of("smollm2_needles"))
     for method, own in found.items():
@@ -119,7 +119,7 @@ def needles() -> list[Sequence[str]]:
 
 
 def anchors(name: str) -> list[Sequence[str]]:
-    """What is lost where layers read the choice of others, and what a step with gates takes."""
+    """KL if layers reuse the blocks of anchor layers, by number of anchors, and the time of a step with gates."""
     rows = rows_of(name)
     parts = {part: [row for row in rows if row["part"] == part] for part in ("plan", "anchors", "trained", "times")}
     trained = {row["anchors"]: row for row in parts["trained"]}
@@ -136,7 +136,7 @@ def anchors(name: str) -> list[Sequence[str]]:
 
 
 def rules(name: str) -> list[Sequence[str]]:
-    """A budget, a share of the context and a threshold at equal bytes."""
+    """KL of a budget, a share of the context and a threshold at equal bytes."""
     rows = (row for row in rows_of(name) if row["part"] == "rules")
     lines = (
         (code(f"{row['rule']}={row['value']}"), distance(row), f"{row['bytes_read_per_step'] / 1024:.0f}")
@@ -146,7 +146,7 @@ def rules(name: str) -> list[Sequence[str]]:
 
 
 def drafts() -> list[Sequence[str]]:
-    """How many tokens drafted by each method the tiny reasoner keeps, in per cent."""
+    """Share of each method's draft tokens that the tiny reasoner accepts, in per cent."""
     rows = [row for row in rows_of("lossless") if row["part"] == "acceptance"]
     columns = sorted({row["budget"] for row in rows})
     densities = {row["budget"]: row["density"] for row in rows if row["method"] == "gate"}
@@ -157,7 +157,7 @@ def drafts() -> list[Sequence[str]]:
 
 
 def sharing() -> list[Sequence[str]]:
-    """Values that the tiny reasoner recalls from shared steps, in per cent, and what sharing saves of the cache."""
+    """Values that the tiny reasoner recalls from shared steps, and the cache that sharing saves, in per cent."""
     rows = rows_of("reason_cache_accuracy")
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines: list[Sequence[str]] = [("rounds", *map(code, methods))]
@@ -197,7 +197,7 @@ def markdown(name: str) -> str:
 
 
 def filled(page: str) -> str:
-    """The page with its tables made again."""
+    """The page with its tables replaced by new ones."""
     return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", lambda found: markdown(found[1]), page, flags=re.DOTALL)
 
 

@@ -1,13 +1,13 @@
-"""Free-running answers of the tiny reasoner with its gates: the results in docs/methods.md.
+"""Accuracy of the tiny reasoner's generated answers with its gates: the results in docs/methods.md.
 
     python benchmarks/tiny_reasoner.py
 
-1. `lengths`: dense attention on problems of every size, from the shortest to the largest it was made for.
-2. `medium`: oracle, gates, Quest and StreamingLLM at budgets that go from too small to enough.
+1. `lengths`: dense attention on problems of every size, from the shortest to the largest that it was trained for.
+2. `medium`: oracle, gates, Quest and StreamingLLM at budgets from too small to sufficient.
 
-All settings of a part answer the same problems. ``gate_minus_this`` is the difference of the accuracies on them, with
-its standard error; for dense attention, of the gate at each budget. An interrupted run continues where it stopped. A
-part without sizes or budgets is left out.
+All settings of a part answer the same problems. ``gate_minus_this`` is the paired difference of accuracies with its
+standard error; for dense attention, there is one for the gate at each budget. An interrupted run resumes. A part
+without sizes or budgets is skipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
 def measure(
     part: str, variables: int, problems: int, methods: list[str], budgets: list[int], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One size of problems under some methods."""
+    """Evaluate methods and budgets on problems of one size."""
     bank, model, tokenizer = GateBank.from_pretrained(TINY_GATES), load_model(TINY_MODEL), load_tokenizer(TINY_MODEL)
     task = make_task("chain_sum", problems=problems, variables=variables)
     specs = grid(methods, budgets, bank.config.block_size)

@@ -1,11 +1,11 @@
-"""Figures drawn from `benchmarks/results`: what reading less costs, and what it saves.
+"""Figures drawn from `benchmarks/results`: the accuracy lost and the time saved by sparse attention.
 
     python benchmarks/trade_off.py
 
-On the left the distance from dense attention on held-out texts against the bytes read per step (`seergate eval --task
-perplexity`, `collect.py`), on the right the time of a step against the number of rows, inside vLLM and inside
-transformers (`serving.py --model`): the figure of the README. A second one shows what it costs that layers read the
-choice of others (`anchors.py`). All are of a real model, SmolLM2-135M-Instruct.
+The figure of the README has, on the left, the KL from dense attention on held-out texts against bytes read per step
+(`seergate eval --task perplexity`, `collect.py`) and, on the right, the time of a step against the number of rows, in
+vLLM and in transformers (`serving.py --model`). A second figure shows the KL against the number of anchor layers
+(`anchors.py`). All results are of a real model, SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEPS = {
     "transformers, dense": ("hf_static", "dense", "--"),
     "transformers, gates": ("hf_gate", "gate", "--"),
 }
-"""Label of a line -> its name in the results, whose colour it has, how it is dashed."""
+"""Label of a line -> its name in the results, the method that gives its colour, and its line style."""
 
 
 def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
@@ -121,7 +121,7 @@ def draw_anchors(results: Path) -> Any:
 
 
 def main() -> None:
-    """Draw, save."""
+    """Draw and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=PICTURES, help="directory")

@@ -1,10 +1,10 @@
-"""What variants cost that learn from one forward of the frozen model: processor time of a pack, against one variant's.
+"""Cost of training several variants from one forward pass: processor time of a pack, relative to one variant.
 
     python benchmarks/variants.py --threads 1
 
-Random weights, one sequence, targets, losses and gradients of all gates; optimizers and files are not counted. The
-numbers of variants take turns, and the least time of each counts: processor time, which other programs disturb least.
-Before, gates must have got the loss and the gradients that they get alone.
+Measures targets, losses and gradients of all gates on one sequence, with random weights, without optimizers and files.
+The numbers of variants take turns, and the minimum of each counts. Processor time is least affected by other programs.
+First, gates trained together must get exactly the loss and the gradients that they get alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from seergate.hf.teacher_forward import distill_steps
 
 
 def main() -> None:
-    """Prove, measure, print, save."""
+    """Check, measure, print and save."""
     parser = arguments(__doc__)
     parser.add_argument("--length", type=int, default=4096, help="tokens of the pack")
     parser.add_argument("--variants", type=int, nargs="+", default=[1, 2, 4, 8])

@@ -36,7 +36,7 @@ TINY_KEPT = [
 REAL_KEPT = ["raas", "rpc:interval=1024", "h2o:interval=64", "snapkv", "lazy_eviction:window=auto", "random_evict"]
 TINY_BUDGET, REAL_BUDGET = 128, 1024
 BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Cache sizes of the milestone statistics, as parts of the longest context."""
+"""Cache sizes of the milestone statistics, as fractions of the longest context."""
 KINDS = {"lasting": "#009E73", "milestone": "#56B4E9", "phoenix": "#D55E00", "idle": "#DDDDDD"}
 """RaaS's kinds of tokens (`Recurrence.kinds`) -> colour."""
 
@@ -78,7 +78,7 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
 
 
 def kept_plot(kept: dict[str, KeptTokens], path: Path, layer: int, head: int) -> None:
-    """One panel per method: a row per decode step, a column per token, dark where the token was resident."""
+    """Draw one panel per method: a row per decode step, a column per token, dark where the token was resident."""
     size = (3.2 * len(kept), 3.4)
     figure, panels = pyplot().subplots(1, len(kept), squeeze=False, figsize=size, layout="constrained")
     for axes, (name, tokens) in zip(panels[0], kept.items(), strict=True):
@@ -128,7 +128,7 @@ def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
 
 
 def recurrence_plot(name: str, found: Recurrence, path: Path) -> None:
-    """Share of a task's tokens whose maximum recurrence interval is at most x, and the window."""
+    """Draw the share of a task's tokens whose maximum recurrence interval is at most x, and the window at 80 %."""
     figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
     intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
     window = found.window()
@@ -146,10 +146,10 @@ def recurrence_plot(name: str, found: Recurrence, path: Path) -> None:
 
 
 def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> None:
-    """Shares of lasting, milestone, phoenix and idle tokens by cache size, of the prompt and of what was generated.
+    """Draw the shares of lasting, milestone, phoenix and idle tokens by cache size, for prompt and generated tokens.
 
-    The RaaS paper reads these statistics off attention maps (its section 3.1 and Figure 3). A phoenix token is needed
-    again after a cache that evicts the least recently used token has lost it.
+    The RaaS paper reads these statistics off attention maps (its section 3.1 and Figure 3). A phoenix token is used
+    again after a cache of that size, which evicts the least recently used token, has lost it.
     """
     figure, panels = pyplot().subplots(1, 2, sharey=True, figsize=(8.0, 3.4), layout="constrained")
     kinds = {budget: found.kinds(budget) for budget in budgets}
@@ -169,7 +169,7 @@ def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> None:
 def _loaded(
     options: argparse.Namespace, task: Task
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Limit, dict[str, Any]]:
-    """The model, its tokenizer, the limit of answers, and how tokens are chosen and answers end."""
+    """The model, its tokenizer, the limit of an answer's length, and the sampling and end-of-answer ids."""
     path = model_path(options.model)
     model, tokenizer = load_model(path), load_tokenizer(path)
     run = RunOptions(max_new_tokens=options.max_new_tokens)

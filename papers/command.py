@@ -39,10 +39,10 @@ ATTENTION = {
     "kept": ("method", "budget", "layer", "head"),
     "recurrence": ("budget", "alpha"),
 }
-"""Figure of attention -> the options that only it takes; other figures run the paper's settings."""
+"""Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
 
 ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
-"""Figures of papers -> our own figures that show the same."""
+"""A paper's figure -> the figure of seergate's own that shows the same."""
 
 APART = ("table2", *ATTENTION)
 """Figures and tables that are not made from a sweep; the others are in `papers.figures`."""
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
         )
     options.name = ALIASES.get(options.name, options.name)
     if options.name != "table2":
-        pyplot()  # before any work, if it is not installed
+        pyplot()  # fails before any work if matplotlib is missing
     _check_options(options)
     tiny = is_tiny(options.model)
     label = options.name if "table" in options.name else f"figure-{options.name}"
@@ -161,7 +161,7 @@ def _check_options(options: argparse.Namespace) -> None:
 def _attention(
     options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
 ) -> None:
-    """Make one of the figures of attention."""
+    """Draw one of the attention figures."""
     from papers.attention import kept, recurrence
     from seergate.cli.models import check_writable
     from seergate.eval import make_task
@@ -179,7 +179,7 @@ def _attention(
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
-    """The named gates, if any; for the tiny reasoner, gates of each block size: shipped or distilled here."""
+    """The gates given by the user; else, for the tiny reasoner, shipped or newly distilled gates per block size."""
     if options.gates is not None or not tiny or not sizes:
         return options.gates  # type: ignore[no-any-return]
     from seergate.cli.models import TINY_GATES
@@ -197,13 +197,13 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
 
     sources = gates.values() if isinstance(gates, dict) else [gates]
     configs = [GateBank.from_pretrained(source).config for source in sources if source]
-    interval = ":interval=16" if tiny else ""  # every 128 tokens, the default, is rarely in answers of 250
+    interval = ":interval=16" if tiny else ""  # the default, 128, is too long for answers of 250 tokens
     methods = [config.scorer + interval if config.retention else "gate" for config in configs] or ["gate"]
     return list(dict.fromkeys(methods))
 
 
 def _each_scorer(model: str, steps: dict[str, int], out: Path) -> tuple[dict[str, str], list[str]]:
-    """Gates of every scorer, trained together unless they exist, and Markdown about the training."""
+    """Gates of every scorer, trained together unless they exist, and a Markdown section about the training."""
     from seergate.config import SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
@@ -229,7 +229,7 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
 
 
 def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
-    """Write the page of a figure; ``more`` follows its tables."""
+    """Write the page of a figure, with the sections ``more`` after its tables, and return its path."""
     from papers.looks import LOOKS, beside
     from seergate.eval.store import write_text
     from seergate.report import load_sweeps, write_report
@@ -264,7 +264,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
 
 
 def _table2(options: argparse.Namespace, out: Path) -> None:
-    """Table 2, the cost of distillation: distil, and measure."""
+    """Reproduce Table 2, the cost of distillation, by a timed training run."""
     import torch
 
     from papers.figures import GPU_HOURS, STEPS, TOKENS

@@ -1,10 +1,10 @@
-"""The figures and tables of five papers that `seergate figure` makes again, as data: the compared settings on the tiny
-reasoner and on a real model, the presentation, and the paper's numbers.
+"""The figures and tables of five papers that `seergate figure` reproduces, as data: the settings for the tiny reasoner
+and for a real model, the presentation, and the published numbers.
 
-Settings are those of a sweep (`seergate.eval.plan.SweepPlan`). Those of a real model are the paper's where it says
-them, and so are the paper's methods: Quest chooses pages of 16 tokens for each query head, RaaS counts the prompt in
-its budget, H2O and TOVA evict at every step. The tiny reasoner's contexts are some twenty times shorter, and its
-budgets, windows and intervals are smaller.
+Settings are fields of a sweep (`seergate.eval.plan.SweepPlan`). For a real model they follow the paper where it states
+them, also for its variants of methods: Quest selects pages of 16 tokens per query head, RaaS counts the prompt in its
+budget, H2O and TOVA evict at every step. The tiny reasoner's contexts are about twenty times shorter, so its budgets,
+windows and intervals are smaller.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Figure:
     """One figure or table of a paper.
 
     Attributes:
-        source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for one of our own.
-        title: the comparison, as a title.
+        source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for a figure of seergate's own.
+        title: what is compared.
         look: its presentation: a key of `papers.looks.LOOKS`.
         tiny, real: settings of the sweep, for the tiny reasoner and for other models; with ``match`` the methods are
-            compared at equal budgets, too.
+            also compared at equal budgets.
         published: (model, task) -> directory of a run -> the paper's accuracy in percent. SeerAttention-R's numbers
             are in `seergate.report.published`.
         caution: a caveat of the paper's numbers.
@@ -49,7 +49,7 @@ STEPS, TOKENS = 800, "0.4B"
 
 TINY_BUDGETS = [32, 64, 128]
 PROMPT_AND_ANSWER = [128, 256, 512, 768]
-"""Budgets that count the prompt: that of 30 variables, about 420 tokens, fills the first two."""
+"""Budgets that include the prompt, which for 30 variables has about 420 tokens and fills the first two."""
 
 QUEST = "quest:block_size=16:group_reduction=separate"
 TINY_RAAS = ["dense", "quest:block_size=8:group_reduction=separate", "streaming_llm:interval=8", "h2o:interval=8"]
@@ -67,14 +67,14 @@ TINY_RIVALS = ["dense", "raas:block_size=8", "h2o:interval=8", "tova:interval=8"
 SCRIPT_BUDGET = "The budget is that of the authors' script for this model and task; the paper's tables name a ratio."
 
 SHARING = "border=next:block_size=4:warm_up=4"
-"""Options of sharing for the tiny reasoner's text, whose steps begin with the word "next"."""
+"""Options of ReasonCache for the tiny reasoner's text, whose steps begin with the word "next"."""
 CONTROL = ["dense", "reason_cache", "random_sharing"]
 COSINE = "reason_cache:percentile=100:structural_check=false"
 R1_32B, PHI = "r1-distill-qwen-32b", "phi-4-reasoning-plus"
 
 
 def _sharing(methods: list[str]) -> list[str]:
-    """The same methods for the tiny reasoner."""
+    """Add `SHARING`, the options for the tiny reasoner, to all methods but dense."""
     return [text if text == "dense" else f"{text}:{SHARING}" for text in methods]
 
 

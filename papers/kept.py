@@ -48,11 +48,11 @@ class KeptTokens(DecodeStats):
         self.prompt = self.tokens = 0
         self._kv_heads = dict(kv_heads)
         self._seen = dict.fromkeys(layers, 0)
-        self._held: dict[int, np.ndarray] = {}  # [K, residents], which token each is
+        self._held: dict[int, np.ndarray] = {}  # [K, residents], the index of each resident token
         self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
-        """Record the tokens that KV heads have lost."""
+        """Record the tokens that each KV head of a layer evicts in this step."""
         held = self._held.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
         seen = self._seen[layer]
         new = np.arange(seen, seen + step.ends[0] - held.shape[1])
@@ -89,7 +89,7 @@ def kept_tokens(
     sampling: Sampling | None = None,
     ends: Collection[int] = (),
 ) -> KeptTokens:
-    """Answer one prompt, greedily without a ``sampling``, and record which tokens are kept."""
+    """Answer one prompt, greedily if ``sampling`` is ``None``, and record which tokens are kept."""
     with attached(model, method) as handle:
         heads = families.kv_heads(model)
         kept = handle.count_with(lambda layers: KeptTokens(heads))

@@ -1,7 +1,7 @@
 """The papers' figures and tables on our own runs: the plot, the table and the findings of each.
 
-Plain numbers are those of SeerAttention-R (arXiv 2506.08889). Only run directories are read, so a figure can be made
-from results that were computed elsewhere.
+Figure numbers without a paper refer to SeerAttention-R (arXiv 2506.08889). Only run directories are read, so a figure
+can be made from results that were computed elsewhere.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Look(NamedTuple):
 
 
 def _lines(axis: Any, points: Points, sweep: Sweep, xlabel: str) -> None:
-    """Accuracy with 95 % intervals against any quantity; dense as a horizontal line."""
+    """Plot accuracy with 95 % intervals against any quantity, and dense attention as a horizontal line."""
     for name, line in points.items():
         error_bars(axis, name, list(points), sorted(line, key=lambda point: point[0]))
     if sweep.dense is not None:
@@ -122,7 +122,7 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
         if group
     }
     _lines(right, points, sweep, "density: tokens read per token of context (%)")
-    draw_published(right, sweep, [])  # of what its gates read, the paper has no numbers
+    draw_published(right, sweep, [])  # the paper has no densities
     right.legend(**LEGEND)
     right.set_title("(b) accuracy against density", fontsize=10)
     return save(figure, path)
@@ -141,7 +141,7 @@ def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float,
 
 
 def _held(sweep: Sweep, path: Path) -> Path:
-    """Bytes of a growing sequence, one line per setting."""
+    """Plot the bytes held by a growing sequence, one line per setting."""
     figure, axis = _panel(f"Memory while an answer grows\n{conditions(sweep)}")
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
@@ -168,7 +168,7 @@ def _read_held(sweep: Sweep) -> list[str]:
 
 
 def _texts(sweep: Sweep) -> list[str]:
-    """The answers of the first setting, dense attention's where there is one."""
+    """The answers of the dense run, or of the first setting if there is no dense run."""
     return [str(sample["completion"]) for sample in (sweep.dense or sweep.settings[0]).samples]
 
 
@@ -180,7 +180,7 @@ def ngram_entropy(words: Sequence[str], n: int = 3) -> float:
 
 
 def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
-    """Number of first words -> how many answers have as many, and the mean 3-gram entropy of these words."""
+    """Prefix length in words -> number of answers at least as long, and the mean 3-gram entropy of their prefixes."""
     texts, found = [text.split() for text in _texts(sweep)], {}
     for length in (2**k for k in range(5, 16)):
         long = [ngram_entropy(words[:length]) for words in texts if len(words) >= length]
@@ -222,12 +222,12 @@ def _read_entropy(sweep: Sweep) -> list[str]:
 
 
 ALIKE = 0.8
-"""Cosine from which on a step repeats an earlier one (ReasonCache, Figure 2)."""
+"""A step repeats an earlier one if the cosine of their word counts exceeds this (ReasonCache, Figure 2)."""
 
 
 def repeated_steps(text: str) -> tuple[int, int]:
     """The number of steps of a text whose word counts are similar to an earlier step's (cosine above `ALIKE`), and the
-    number of all steps. Steps are separated by blank lines; by full stops in a text without any.
+    number of all steps. Steps are separated by blank lines or, in a text without blank lines, by full stops.
     """
     parts = re.split(BLANK_LINE, text) if re.search(BLANK_LINE, text) else re.split(r"\.(?:\s|$)", text)
     counts = [Counter(part.split()) for part in parts if part.strip()]
@@ -265,7 +265,7 @@ def _lengths_table(sweep: Sweep) -> str:
 
 
 def length_table(sweep: Sweep) -> str:
-    """Table 1: accuracy and mean generation length; beside the paper's where it ran the same."""
+    """Table 1: accuracy and mean generation length, with the paper's numbers for settings that it also ran."""
     found = {s.directory: table_1(s.config) if s.complete else None for s in sweep.settings}
     columns: Columns = {
         **SETTING,
@@ -335,7 +335,7 @@ PREDICTORS = {
     "recall": ("recall of attention mass (%)", 1),
     "perplexity": ("perplexity of dense's answers", -1),
 }
-"""Proxy -> label of its axis, and whether more of it should mean more (1) or less (-1) accuracy."""
+"""Proxy -> label of its axis, and the sign of the correlation with accuracy that a good proxy has."""
 
 
 def _measured(sweep: Sweep, proxy: str) -> list[Setting]:
@@ -343,7 +343,7 @@ def _measured(sweep: Sweep, proxy: str) -> list[Setting]:
 
 
 def _proxies(sweep: Sweep, path: Path) -> Path:
-    """Accuracy against each cheap proxy, a point per setting."""
+    """Plot accuracy against each cheap proxy, one point per setting."""
     plt = pyplot()
     shown = [proxy for proxy in PREDICTORS if len(_measured(sweep, proxy)) > 1]
     if not shown:
@@ -401,11 +401,11 @@ def _read_proxies(sweep: Sweep) -> list[str]:
 
 
 def _trained(sweep: Sweep, path: Path) -> Path:
-    """Accuracy against tokens, bytes read and bytes held, and recall, one line per trained method."""
+    """Plot accuracy against budget, bytes read and bytes held, and recall against budget, one line per method."""
     figure, axes = pyplot().subplots(2, 2, figsize=(11, 7.6), layout="constrained")
     lines = {name: sweep.of(name) for name in sweep.methods}
     having = Counter(s.budget for line in lines.values() for s in line)
-    shared = {budget for budget, count in having.items() if count == max(having.values())}  # not matched in bytes
+    shared = {budget for budget, count in having.items() if count == max(having.values())}  # not matched by bytes
     by_budget: Points = {n: [(s.budget or 0, s) for s in line if s.budget in shared] for n, line in lines.items()}
     budgets = sorted({int(budget) for line in by_budget.values() for budget, _ in line})
     _lines(axes[0, 0], by_budget, sweep, "")
@@ -414,10 +414,10 @@ def _trained(sweep: Sweep, path: Path) -> Path:
             axis, {name: [(s.metrics[metric] / 1e3, s) for s in line] for name, line in lines.items()}, sweep, label
         )
     for bars in axes[1, 0].containers:
-        bars[0].set_linestyle("none")  # what is held does not grow with the budget of all methods
+        bars[0].set_linestyle("none")  # bytes held do not grow with every method's budget
     for name, line in by_budget.items():
         measured = [(budget, 100 * s.metrics["recall"]) for budget, s in line if s.metrics["recall"] is not None]
-        if measured:  # what evicts has no recall
+        if measured:  # evicting methods have no recall
             axes[1, 1].plot(*zip(*measured, strict=True), linestyle=line_style(name, list(lines)), **style(name))
     axes[1, 1].set(ylabel="attention mass recalled (%)")
     for axis in (axes[0, 0], axes[1, 1]):
@@ -448,11 +448,11 @@ LOOKS = {
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
-"""Number of problems of a task."""
+"""Task -> number of its problems."""
 
 
 def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], asked: Mapping[str, Any]) -> str:
-    """A Markdown table of our accuracy beside a paper's, for finished runs of the paper's settings; empty without any.
+    """A Markdown table of our and a paper's accuracy, for finished runs of the paper's settings; empty without any.
 
     A run counts if it has the paper's model, all problems of its task, and the method with the options under which the
     paper's number is known. Other deviations from the paper are named in the row.
@@ -460,7 +460,7 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
     Args:
         sweep: the runs.
         published: (model, task) -> directory of a run -> right answers in percent.
-        asked: the paper's settings; those that are fields of the generation's record are compared.
+        asked: the paper's settings; only those in a run's record of its generation are compared.
     """
     task = sweep.config["task"]
     numbers = published.get((model_key(sweep.config), str(task["name"])), {})

@@ -1,1 +1,1 @@
-"""The Triton kernels without a GPU: every configuration that ships, compiled, and its machine code read."""
+"""Compiles every shipped configuration of the Triton kernels without a GPU, and analyses the machine code."""

@@ -1,7 +1,7 @@
-"""Compiles what the ops launch, for GPUs that need not be there.
+"""Compiles the kernels that the ops launch, for GPUs that need not be present.
 
-The calls are those of `examples`. Their launches are intercepted where Triton would start them, and
-their arguments specialised as Triton does it for a launch: what is compiled is what would run.
+The calls are those of `examples`. Their launches are intercepted where Triton would start them, and their arguments
+are specialised as Triton does for a launch, so the compiled kernels are those that would run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .examples import Example, examples
 
 
 class Launch(NamedTuple):
-    """A kernel, how many programs of it, its arguments by name, and options such as ``num_warps``."""
+    """A kernel, its grid of programs, its arguments by name, and options such as ``num_warps``."""
 
     kernel: JITFunction
     grid: tuple[int, ...]
@@ -33,7 +33,7 @@ class Launch(NamedTuple):
 
 
 def shipped(gpu: Gpu) -> Iterator[tuple[Example, Launch]]:
-    """Every kernel in every configuration that the examples launch on ``gpu``, each once."""
+    """Every configuration of every kernel that the examples launch on ``gpu``, each once."""
     seen = set()
     with assuming(gpu):
         known = list(examples())
@@ -45,7 +45,7 @@ def shipped(gpu: Gpu) -> Iterator[tuple[Example, Launch]]:
 
 
 def launches(call: Callable[[], Any], gpu: Gpu) -> list[Launch]:
-    """Launches of a call on meta tensors on ``gpu``; nothing runs."""
+    """The launches of a call on meta tensors on ``gpu``; no kernel runs."""
     with assuming(gpu), _intercepted() as seen:
         call()
     return seen
@@ -79,7 +79,7 @@ def compiled(launch: Launch, gpu: Gpu) -> Any:
 
 
 def fingerprint(launch: Launch) -> str:
-    """Changes with everything that the machine code depends on, but for Triton and the GPU."""
+    """Hash of everything that the machine code depends on, except for Triton and the GPU."""
     source = _source(launch)
     parts = (_text(launch.kernel), source.signature, source.constants, source.attrs, sorted(launch.options.items()))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
@@ -98,12 +98,12 @@ def _text(kernel: JITFunction) -> str:
 
 
 def specialisation(launch: Launch) -> tuple[Any, ...]:
-    """The key by which Triton tells launches apart: those with the same key share a compiled kernel."""
+    """Triton's specialisation key of a launch: launches with the same key share a compiled kernel."""
     key: list[Any] = [launch.kernel.__name__, *sorted(launch.options.items())]
     for parameter in launch.kernel.params:
         value = launch.arguments[parameter.name]
         if parameter.do_not_specialize and isinstance(value, int):
-            key.append(_specialised(value + (value == 1), False)[0])  # its type alone: no 1 is a constant here
+            key.append(_specialised(value + (value == 1), False)[0])  # only its type: 1 is no constant here
             continue
         kind, divisible = _specialised(value, parameter.is_constexpr)
         if kind == "constexpr":
@@ -114,9 +114,9 @@ def specialisation(launch: Launch) -> tuple[Any, ...]:
 
 
 def _source(launch: Launch) -> ASTSource:
-    """A kernel with arguments specialised as in the example, also those that a launch does not specialise.
+    """A kernel with all arguments specialised as in the example, also those that a launch does not specialise.
 
-    There are few of them (numbers of tiles and tokens, the turn, a weight's address), and no stride among them.
+    These are few (numbers of tiles and tokens, the turn, a weight's address), and none is a stride.
     """
     signature, constants, attributes = {}, {}, {}
     for i, (name, parameter) in enumerate(zip(launch.kernel.arg_names, launch.kernel.params, strict=True)):

@@ -9,13 +9,13 @@ from seergate.ops.triton_impl.gpus import Gpu
 
 @dataclass(frozen=True)
 class KnownGpu(Gpu):
-    """A `Gpu` that need not be here, with its name for tables."""
+    """A `Gpu` that need not be present, with its name for tables."""
 
     name: str
 
     @property
     def target(self) -> str:
-        """As in ``"sm_90"`` and ``"gfx942"``."""
+        """Name of the architecture, such as ``"sm_90"`` or ``"gfx942"``."""
         return f"sm_{self.arch}" if self.backend == "cuda" else str(self.arch)
 
 

@@ -27,16 +27,16 @@ from seergate.ops.triton_impl import (
 
 @dataclass(frozen=True)
 class Example:
-    """A call of an op on meta tensors, so that nothing runs, and only what it launches is of interest.
+    """A call of an op on meta tensors: no kernel runs, and only the launches are of interest.
 
     Attributes:
         name: unique, such as ``"sparse_decode bfloat16 d128 b64 g8"``.
         call: runs the op.
         products: names of its kernels that must use tensor cores (matrix products of 16-bit numbers).
         wide: names of its kernels that must load 16 bytes per thread at a time.
-        one_stage: of ``products``, those that load nothing ahead: gates wider than 128. Nor does fp32, which is not
-            among the products. `launch` gives both one stage: they take up to 232 of 255 registers as it is. What
-            that costs no GPU has told yet.
+        one_stage: those of ``products`` that do not load ahead: gates wider than 128. (fp32, not among the products,
+            does not either.) `launch` gives both one stage, because they already take up to 232 of 255 registers. The
+            cost has not been measured on a GPU.
     """
 
     name: str
@@ -63,7 +63,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def cache_of(batch: int, kv_heads: int, capacity: int, dim: int, page: int, dtype: torch.dtype) -> tuple[Tensor, Any]:
-    """Keys or values ``[B, Hkv, S, d]``, or pages of so many tokens and their table."""
+    """Keys or values ``[B, Hkv, S, d]``, or pages of ``page`` tokens and their table."""
     if not page:
         return meta(batch, kv_heads, capacity, dim, dtype=dtype), None
     pages = meta(batch * capacity // page, kv_heads, page, dim, dtype=dtype)
@@ -71,7 +71,7 @@ def cache_of(batch: int, kv_heads: int, capacity: int, dim: int, page: int, dtyp
 
 
 DTYPES = (torch.bfloat16, torch.float32)
-"""The machine code for float16 differs from that for bfloat16 in the name of the products only."""
+"""Dtypes; float16 is left out, as its machine code differs from bfloat16's only in the names of the products."""
 
 
 def examples() -> Iterator[Example]:
@@ -156,7 +156,7 @@ def dense_example(dtype: torch.dtype, dim: int, page: int = 0) -> Example:
 
 LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], ...] = (
     # dtype of teacher and of gate, head dimension of both, group, block size, tokens, rows, is the log-sum-exp known
-    # What `seergate train` launches: gates in fp32 beside a model in bf16, every group of the shipped configurations.
+    # What `seergate train` launches: gates in fp32 with a model in bf16, every group of the shipped configurations.
     *((torch.bfloat16, torch.float32, 128, group, 64, 32768, 4096, True) for group in (4, 2, 5, 6, 7, 8)),
     # The other presets: GPT-OSS, Qwen3-235B, both Qwen3.5, whose gates are too wide for fp32.
     (torch.bfloat16, torch.float32, 64, 8, 64, 32768, 4096, True),
@@ -166,7 +166,7 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     (torch.bfloat16, torch.float32, 128, 4, 16, 32768, 1024, True),
     (torch.bfloat16, torch.float32, 128, 4, 32, 32768, 2048, True),
     (torch.bfloat16, torch.float32, 128, 4, 128, 32768, 8192, True),
-    # Shorter packs: recall holds narrower rows.
+    # Shorter packs: the rows for recall are narrower.
     (torch.bfloat16, torch.float32, 128, 4, 16, 16384, 2048, True),
     (torch.bfloat16, torch.float32, 128, 4, 64, 16384, 8192, True),
     (torch.bfloat16, torch.float32, 128, 4, 64, 8192, 8192, True),
@@ -185,7 +185,7 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
 the other way round."""
 
 KV_HEADS = 8
-"""Of the examples. Any number but one makes the same kernels, as Triton makes an argument that is 1 a constant."""
+"""KV heads of the examples. All numbers but 1 give the same kernels, as Triton makes an argument of 1 a constant."""
 
 
 def lessons() -> Iterator[Example]:
@@ -221,7 +221,7 @@ def gate_kl_example(
     sink_blocks: int = 0,
     row_stride: int = 1,
 ) -> Example:
-    """One segment of ``tokens`` tokens of whose last ``rows`` rows every so many-th counts, with one recall budget."""
+    """One segment of ``tokens`` tokens, one recall budget; one in ``row_stride`` of the last ``rows`` rows counts."""
     blocks = tokens // block_size
     q, k = meta(tokens, group * kv_heads, dim, dtype=dtype), meta(tokens, kv_heads, dim, dtype=dtype)
     qg, kg = meta(tokens, kv_heads, dim, dtype=gate_dtype), meta(blocks, kv_heads, dim, dtype=gate_dtype)

@@ -1,6 +1,4 @@
-"""Facts about a kernel from its machine code: registers, spills, instructions. NVIDIA's SASS and AMD's GCN
-assembly.
-"""
+"""Analyses the machine code of a kernel, NVIDIA's SASS or AMD's GCN assembly: registers, spills, instructions."""
 
 from __future__ import annotations
 
@@ -33,18 +31,18 @@ class Resources(NamedTuple):
     """Resources and instructions of one kernel.
 
     Attributes:
-        registers: per thread; of vectors and accumulators on AMD.
-        spills: instructions that move registers to memory and back (on AMD: vector registers that are moved).
+        registers: per thread; on AMD, vector and accumulator registers.
+        spills: instructions that spill registers to memory or load them back; on AMD, spilled vector registers.
         stack: bytes of local memory per thread.
         shared: bytes of shared memory per program.
-        matrix: instructions for tensor cores.
-        loads, wide_loads: of device memory; those of 16 bytes per thread.
-        ahead: those that go to shared memory while the program runs on.
-        instructions: all.
-        loop: those of its main loop.
-        waits: how many groups of loads may still be on their way where the main loop waits for them; -1 if it never
-            waits so, as on AMD.
-        serialised: products of a whole warp group that wait for each other, one by one (ptxas says C7515).
+        matrix: tensor-core instructions.
+        loads, wide_loads: loads from device memory, and those of 16 bytes per thread.
+        ahead: asynchronous loads to shared memory.
+        instructions: all instructions.
+        loop: instructions of the main loop.
+        waits: minimum number of groups of loads still in flight after a wait in the main loop; -1 if it has no such
+            wait, as on AMD.
+        serialised: warp-group products that wait for each other one by one (ptxas reports C7515).
     """
 
     registers: int
@@ -112,7 +110,7 @@ def _output(*command: str | Path) -> str:
 
 
 def _number(pattern: str, text: str) -> int:
-    """The last one found: a cubin is described after what it is linked with."""
+    """The last number that matches: a cubin is described after the code that it is linked with."""
     found = re.findall(pattern, text)
     if not found:
         raise ValueError(f"the compiler's output has no {pattern}")
@@ -129,17 +127,17 @@ def _instructions(text: str, line: re.Pattern[str]) -> list[str]:
 
 
 def _main_loop(lines: list[str]) -> list[str]:
-    """Instructions of the innermost loop with the most products; the shortest of several such.
+    """Instructions of the innermost loop with the most products; the shortest one if there are several.
 
-    One that holds the same products in more instructions is the one with masks, which turns seldom. Without products,
-    the longest loop. A jump back out of a rarely taken path, which stands after everything else, makes no loop: it
-    starts inside of one and ends outside.
+    A longer loop with as many products is the masked one, which has few iterations. Without products, the longest
+    loop. A backward jump from a rarely taken path, placed after all other code, is not a loop: it starts inside a loop
+    and ends outside.
     """
     labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
     loops = []
     for i, line in enumerate(lines):
         start = labels.get(jump[1], i) if (jump := JUMP.match(line)) else i
-        if start < i - 1:  # a jump to itself stands at the end of every kernel
+        if start < i - 1:  # every kernel ends with a jump to itself
             loops.append((start, i))
     proper = [(a, b) for a, b in loops if not any(c < a < d < b for c, d in loops)]
     innermost = [(a, b) for a, b in proper if not any(a < c and d < b for c, d in proper)]
@@ -152,14 +150,14 @@ def _main_loop(lines: list[str]) -> list[str]:
 
 
 def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool, ahead: bool) -> list[str]:
-    """Faults of a kernel that the interpreter hides and a GPU would punish.
+    """Faults of a kernel that the interpreter does not show and that slow it down on a GPU.
 
     Args:
-        used: the kernel's.
+        used: the kernel's resources.
         gpu: the target.
         products: it must use tensor cores.
         wide: it must load 16 bytes at a time.
-        ahead: its main loop must load while it multiplies. (Only NVIDIA's code says so.)
+        ahead: its main loop must load ahead while it multiplies. (Visible only in NVIDIA's code.)
     """
     found = []
     if used.spills or used.stack:

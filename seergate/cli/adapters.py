@@ -216,7 +216,7 @@ EXPORT_HELP = (
 
 
 def _layer_list(text: str) -> list[int]:
-    """Layers such as ``0,2,8-11``."""
+    """Parse layers such as ``0,2,8-11``."""
     layers: list[int] = []
     try:
         for part in text.split(","):
@@ -240,7 +240,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    """Read, change, write."""
+    """Read the gates, change them as the options say, and write them."""
     import torch
 
     from seergate.gates import Source, save_adapter
@@ -271,7 +271,7 @@ EXPORT = Command(EXPORT_HELP, _export_arguments, _export)
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Options of reading from the Hub."""
+    """Add the options for reading from the Hub."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
     parser.add_argument("--subfolder", metavar="DIR", help="where in it the gates lie [its root]")
     parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
@@ -279,7 +279,7 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _read_gates(source: str, options: argparse.Namespace) -> GateBank:
-    """Read the gates that the options describe."""
+    """Read gates from a directory or the Hub, with the options of `_add_source_options`."""
     from seergate.hf.bank import GateBank
 
     hub = {"revision": options.revision, "subfolder": options.subfolder, "token": options.token}
@@ -287,7 +287,7 @@ def _read_gates(source: str, options: argparse.Namespace) -> GateBank:
 
 
 def _add_card_options(parser: argparse.ArgumentParser) -> None:
-    """Options that change the card and the record of gates."""
+    """Add the options that change the model card and the metadata of gates."""
     parser.add_argument(
         "--results", type=Path, action="append", default=[], metavar="DIR", help="runs of `seergate eval` for the card"
     )
@@ -296,7 +296,7 @@ def _add_card_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _describe(bank: GateBank, options: argparse.Namespace) -> None:
-    """Give the gates the results, base model and licence that the options name."""
+    """Set the results, base model and licence that the options name."""
     if options.results:
         bank.results = tuple(record for path in options.results for record in results_of(path))
     if options.licence:
@@ -308,7 +308,7 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
 
 
 def results_of(runs: Path) -> list[dict[str, Any]]:
-    """Results of a run directory, or of all in a directory, in the format of `GateBank.results`."""
+    """Accuracy of each setting in a run directory, or in all runs in a directory, as in `GateBank.results`."""
     from seergate.report.load import load_sweeps
 
     return [

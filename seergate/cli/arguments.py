@@ -1,4 +1,4 @@
-"""Arguments that commands share, and types of their values."""
+"""Arguments shared by commands, and the types of their values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Command:
     """A command that shares its module with others; any other command is a module with the same attributes.
 
     Attributes:
-        HELP: one line, a paragraph, and examples.
+        HELP: one-line summary, description, and example commands.
         add_arguments: declares the options.
-        run: runs it; may return an exit code.
-        TAKES_METHODS: true if it takes names of methods, and with them ``--plugin``.
-        REPORTS: true if it ends with a report, for which matplotlib must be there before it begins.
-        trains: true if it also takes the options of `seergate train`.
+        run: runs the command; may return an exit code.
+        TAKES_METHODS: whether it takes names of methods, and therefore ``--plugin``.
+        REPORTS: whether it ends with a report; matplotlib is then required before it starts.
+        trains: whether it also takes the options of `seergate train`.
     """
 
     HELP: tuple[str, str, Sequence[str]]
@@ -30,20 +30,20 @@ class Command:
 
 
 def model_args(parser: argparse._ActionsContainer, gates: str = "[gates/ of the model]") -> None:
-    """``--model`` and ``--gates``, whose default the help says."""
+    """Add ``--model`` and ``--gates``; ``gates`` is the default of ``--gates`` as its help shows it."""
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
     parser.add_argument("--gates", metavar="DIR", help=f"directory or Hub id of gates {gates}")
 
 
 def run_args(parser: argparse._ActionsContainer) -> None:
-    """``--dtype`` and ``--device``."""
+    """Add ``--dtype`` and ``--device``."""
     dtypes = ("auto", "float32", "bfloat16", "float16")
     parser.add_argument("--dtype", default="auto", choices=dtypes, help="auto is as saved [%(default)s]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [%(default)s]")
 
 
 def decoding_args(parser: argparse._ActionsContainer, method: str, budget: str) -> None:
-    """``--method``, ``--budget``, ``--temperature`` and ``--seed``, where one method answers."""
+    """Add ``--method``, ``--budget``, ``--temperature`` and ``--seed``, for commands that run one method."""
     parser.add_argument("--method", default=method, help="a method, as NAME:OPTION=VALUE:... [%(default)s]")
     parser.add_argument("--budget", "--token-budget", type=int, metavar="N", help=f"tokens read per step{budget}")
     parser.add_argument("--temperature", type=float, help="0 is greedy [the model's own sampling]")
@@ -51,12 +51,12 @@ def decoding_args(parser: argparse._ActionsContainer, method: str, budget: str) 
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the named options that are given."""
+    """The named options that are not ``None``, by name."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _listed(kind: Callable[[str], Any], what: str, least: int = 1) -> Callable[[str], list[Any]]:
-    """The type of an argument that holds values of a kind, separated by commas."""
+    """Return an argparse type that parses at least ``least`` comma-separated values with ``kind``."""
 
     def read(text: str) -> list[Any]:
         try:

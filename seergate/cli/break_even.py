@@ -1,4 +1,4 @@
-"""``seergate break-even``: from which length on choosing blocks is faster than reading everything."""
+"""``seergate break-even``: the context length above which sparse attention is faster than dense attention."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, time, print."""
+    """Time dense and sparse steps of one layer, and print the break-even length."""
     from seergate.cli.models import bank_for, load_model, model_path
     from seergate.hf.break_even import break_even, layer_times
     from seergate.methods import Gate, Quest
 
     bank = bank_for(options.model, options.gates)
     if bank is not None and bank.config.retention and options.gates is None:
-        bank = None  # beside the model lie gates that say what to keep: they choose no blocks
+        bank = None  # the model's own gates are retention gates, which select no blocks
     model = load_model(model_path(options.model), options.dtype, options.device)
     method = Quest(token_budget=options.budget) if bank is None else Gate(bank=bank, token_budget=options.budget)
     times = layer_times(model, method)

@@ -29,7 +29,7 @@ HELP = (
 TAKES_METHODS = True
 
 FEW_TOKENS = 500
-"""Tokens of all answers together, below which a note says that they are few."""
+"""A note is printed if the answers can have fewer tokens than this in total."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Load, measure, write."""
+    """Measure the method's model-dependent options on a task, and write a file for each."""
     from seergate.cli.models import check_writable, load_model, model_path
     from seergate.eval import RunOptions, make_task
     from seergate.eval.calibration import calibrated_options, calibration_of, evenly_chosen_prompts, made_on
@@ -94,7 +94,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check_target(target: Path, calibration: Calibration, method: str) -> None:
-    """Refuse to write over anything but an earlier calibration for the same method."""
+    """Refuse to overwrite anything but an earlier calibration for the same method."""
     if not os.path.lexists(target):
         return
     if not target.is_file():

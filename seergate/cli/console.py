@@ -1,4 +1,4 @@
-"""Output of the commands: errors, progress as a bar on a terminal and as plain lines elsewhere, and closing words."""
+"""Console output of commands: errors, progress (a bar on a terminal, else plain lines), and a report's findings."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 OK, USER_ERROR, INTERRUPTED, SIGNALLED = 0, 2, 130, 128
-"""Exit codes; that of a process that a signal has stopped is `SIGNALLED` plus the signal's number."""
+"""Exit codes. After a signal, the exit code is `SIGNALLED` plus the signal's number."""
 
 LINE_SECONDS = 5.0
-"""Time between two lines of progress where there is no terminal."""
+"""Minimum seconds between two lines of progress if there is no terminal."""
 
 
 def guarded(
@@ -30,7 +30,9 @@ def guarded(
     tell: Callable[[str, BaseException], None] = lambda said, _: print(said, file=sys.stderr),
     interrupted: str = "interrupted; what was finished is kept",
 ) -> int:
-    """Run a command, which returns an exit code or ``None``, and turn what goes wrong into a sentence and a code."""
+    """Run a command and return its exit code (0 for ``None``). A user error or an interrupt is reported by ``tell``
+    and becomes an exit code; any other exception is a bug and propagates.
+    """
     try:
         return run() or OK
     except (ValueError, OSError) as error:
@@ -46,7 +48,7 @@ def guarded(
 
 @contextlib.contextmanager
 def notes(say: Callable[[str], object]) -> Iterator[None]:
-    """Print warnings as single lines, without source locations."""
+    """Pass warnings to ``say`` as single lines, without source locations."""
 
     def show(message: Warning | str, *_: object) -> None:
         say(f"note: {' '.join(str(message).split())}")
@@ -57,7 +59,7 @@ def notes(say: Callable[[str], object]) -> Iterator[None]:
 
 
 class EvalProgress:
-    """Shows the progress of so many settings of a sweep."""
+    """Progress display of a sweep over ``settings`` settings."""
 
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
@@ -81,7 +83,7 @@ class EvalProgress:
             self.started += 1
             self.task = self.bar.add(now.label, now.total)
         parts = []
-        if now.done == now.total and now.correct is not None:  # earlier, short answers would outweigh
+        if now.done == now.total and now.correct is not None:  # before that, short answers are over-represented
             parts.append(f"{100 * now.correct / now.done:.0f} % right")
         if now.tokens:
             parts.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")

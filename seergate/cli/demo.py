@@ -1,4 +1,4 @@
-"""``seergate demo``: the whole path on the model that ships with seergate, in minutes, on any machine."""
+"""``seergate demo``: distil, evaluate and report on the model that ships with seergate, in minutes on any machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Distil, save, load, evaluate, report."""
+    """Distil gates, save and reload them, evaluate them, and write the report."""
     from seergate.cli.models import TINY, check_writable, model_path
     from seergate.cli.running import checked_task, run_plan
     from seergate.eval.plan import SweepPlan
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.report import write_report
 
     bank.results = tuple(results_of(runs))
-    bank.save_pretrained(adapter)  # its card has the results now
+    bank.save_pretrained(adapter)  # again, with the results in its model card
     print("\n4. Writing the report")
     say_report(write_report(runs, out))
     print(f"the demo took {time.monotonic() - began:.0f} seconds")

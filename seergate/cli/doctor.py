@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print everything; refuse a named model that is not supported."""
+    """Print what is installed and what works; refuse a model that is not supported."""
     import torch
 
     from seergate.eval.environment import git_revision, processor, version_of
@@ -81,7 +81,7 @@ def _try_backends() -> None:
             os.environ[ENV_VAR] = name
             ops.sparse_decode(q, k, k, indices, lengths, 16)
             _line(f"ops {name}", f"works on {device}")
-        except Exception as error:  # whatever it is, the point of this command is to say so
+        except Exception as error:  # this command reports any failure
             said = " ".join(str(error).split()) or type(error).__name__
             _line(f"ops {name}", f"not usable: {said.removeprefix(f'{ENV_VAR} is {name!r} and ')}")
         finally:
@@ -91,7 +91,7 @@ def _try_backends() -> None:
 
 
 def _find_checkpoints() -> None:
-    """Name the places of the shipped model and gates."""
+    """Print the paths of the shipped model and gates."""
     from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL
     from seergate.paths import shipped
 
@@ -103,7 +103,7 @@ def _find_checkpoints() -> None:
 
 
 def _judge(name: str) -> None:
-    """Say whether a model can be gated, from its configuration."""
+    """Print whether a model can be gated, according to its configuration."""
     from seergate.cli.models import model_path
     from seergate.distill.config import load_train_config
     from seergate.distill.plan import architecture

@@ -34,7 +34,7 @@ SUBCOMMANDS = {"show": runs.SHOW, "livecodebench": runs.LIVECODEBENCH}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, by the names of `SweepPlan`; an option that is not given keeps the plan's default."""
+    """Declare the options, named after fields of `SweepPlan`; an option that is not given keeps its default."""
     what = parser.add_argument_group("what is compared")
     what.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) [tiny-reasoner]")
     what.add_argument(

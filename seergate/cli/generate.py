@@ -1,4 +1,4 @@
-"""``seergate generate``."""
+"""``seergate generate``: answers one prompt, and shows which blocks each token was written from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HELP = (
 TAKES_METHODS = True
 TINY_BUDGET, REAL_BUDGET = 64, 4096
 LONG_PROMPT = 1000
-"""Tokens of a prompt above which a line says that it is being read."""
+"""A message is printed before the prefill of a prompt with more tokens than this."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check, load, decode, write the page."""
+    """Check the options, answer the prompt, and write the page of the trace."""
     from seergate.cli.console import notes
     from seergate.cli.models import bank_for, is_tiny, load_model, model_path
     from seergate.cli.running import check_model
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse values out of range, and a page that could not be written."""
+    """Refuse values out of range, and a page that cannot be written."""
     check_counts(options, max_new_tokens=1)
     check_counts(options, optional=True, threads=1)
     if options.temperature is not None and options.temperature < 0:
@@ -142,7 +142,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
-    """The model's input: a user's turn, or the plain text for a model without a chat template."""
+    """The prompt as a problem: a user's turn, or plain text for a model without a chat template."""
     from seergate.eval import make_task
     from seergate.eval.task import Problem
 

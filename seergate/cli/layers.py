@@ -1,4 +1,4 @@
-"""Commands that find layers to be treated apart, and write gates that name them: ``anchors`` and ``dense-layers``."""
+"""The commands ``anchors`` and ``dense-layers``, which select layers by measurement and write gates that name them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ ANCHORS_HELP = (
 )
 
 ROWS = 200
-"""Rows of the data of which the longest texts are taken."""
+"""Number of rows of the data from which the longest texts are taken."""
 
 
 def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _anchors(options: argparse.Namespace) -> None:
-    """Load, measure, choose, write."""
+    """Measure how much attention each layer's blocks recall in higher layers, choose anchors, and write the gates."""
     from seergate.cli.models import load_model
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
@@ -119,7 +119,7 @@ def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _dense_layers(options: argparse.Namespace) -> None:
-    """Load, measure, choose, write."""
+    """Measure the KL with different layers dense, choose the dense layers, and write the gates."""
     from seergate.cli.models import load_model
     from seergate.eval.dense_layers import answered, find_dense_layers
     from seergate.eval.tasks import make_task

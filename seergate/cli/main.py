@@ -1,7 +1,7 @@
-"""The ``seergate`` command: finds the sub-command, runs it, turns what goes wrong into a sentence and an exit code.
+"""The ``seergate`` command: finds and runs the sub-command, and turns errors into a message and an exit code.
 
-0: done. 2: a mistake the user can mend, told in one sentence. 130: interrupted. Anything else is a bug of seergate and
-shows its traceback.
+Exit codes: 0 for success, 2 for a user error (reported in one sentence), 130 for an interrupt, 128 + n for a process
+stopped by signal n. Any other exception is a bug in seergate and shows its traceback.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PUBLISHED = "SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates"
 LEGACY = replace(
     adapters.EXPORT, HELP=(*adapters.EXPORT.HELP[:2], [f"seergate import-legacy {PUBLISHED} qwen3-8b-gates"])
 )
-"""`seergate export`, by the name that users of the published gates look for."""
+"""An alias of `seergate export`, under the name that users of the published gates look for."""
 
 COMMANDS: dict[str, ModuleType | Command] = {
     "demo": demo,
@@ -67,11 +67,11 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "import-legacy": LEGACY,
 }
 ENTRY_POINTS = "seergate.commands"
-"""Group of the entry points by which installed packages offer commands: name of the command = its module."""
+"""Entry-point group in which installed packages register commands: name of the command = its module."""
 
 
 def build_parser() -> Parser:
-    """The parser of ``seergate`` itself, which lists the commands; `_parser_of` makes the one of a command."""
+    """Build the parser of ``seergate`` itself, which lists the commands; `_parser_of` builds that of one command."""
     parser = Parser(
         prog="seergate",
         description="Learned sparse attention for frozen reasoning models: distil gates, decode with them, compare.",
@@ -89,7 +89,7 @@ def build_parser() -> Parser:
 
 
 def _command_of(name: str) -> ModuleType | Command:
-    """A command of seergate's own or of an installed package."""
+    """Return a command of seergate or of an installed package."""
     if name in COMMANDS:
         return COMMANDS[name]
     offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
@@ -112,8 +112,8 @@ def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
 
 
 def _load_plugins(arguments: list[str]) -> list[str]:
-    """Import what ``--plugin`` names, here and, by the environment, in every process that is started from here;
-    returns the other arguments.
+    """Import the modules given by ``--plugin`` in this process and, through an environment variable, in its child
+    processes; return the other arguments.
     """
     parser = Parser(prog="seergate", add_help=False, allow_abbrev=False)
     _add_plugin(parser, [])
@@ -127,7 +127,7 @@ def _load_plugins(arguments: list[str]) -> list[str]:
 
 
 def _parser_of(command: ModuleType | Command, name: str) -> Parser:
-    """The parser of a command, or of one below it (``eval show``)."""
+    """Build the parser of a command or of a sub-command such as ``eval show``."""
     _, description, examples = command.HELP
     if getattr(command, "trains", False):
         parser = train.train_parser(f"seergate {name}", description, examples, listed=False)
@@ -140,13 +140,13 @@ def _parser_of(command: ModuleType | Command, name: str) -> Parser:
             allow_abbrev=False,
         )
     command.add_arguments(parser)
-    if getattr(command, "TAKES_METHODS", False) or name.split()[0] not in COMMANDS:  # those of other packages all do
+    if getattr(command, "TAKES_METHODS", False) or name.split()[0] not in COMMANDS:  # those of plugins always do
         _add_plugin(parser, argparse.SUPPRESS)
     return parser
 
 
 def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> None:
-    """Refuse a report that could not be drawn, before the work that it would be about."""
+    """Refuse to start a command whose report could not be drawn because matplotlib is missing."""
     if not getattr(command, "REPORTS", False) or getattr(options, "no_report", False):
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -155,13 +155,13 @@ def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, by the arguments of the process if ``argv`` is ``None``; returns the exit code."""
+    """Run the command given by ``argv``, by default the process's arguments, and return the exit code."""
     bound_spinning()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # a log shows what is going on while it does
+        sys.stdout.reconfigure(line_buffering=True)  # keeps a log file up to date
     try:
         return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
 

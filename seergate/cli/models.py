@@ -39,7 +39,7 @@ def is_tiny(model: str) -> bool:
 
 
 def gates_for(model: str, gates: str | None) -> str | None:
-    """The given adapter, or the adapter in ``gates/`` of the model's directory."""
+    """The given adapter, else the one in ``gates/`` of the model's directory; ``None`` if there is none."""
     if gates is not None:
         return gates
     beside = Path(model_path(model)).resolve() / "gates"
@@ -47,7 +47,7 @@ def gates_for(model: str, gates: str | None) -> str | None:
 
 
 def named_gates(text: str) -> str | dict[str, str]:
-    """Value of ``--gates``: an adapter, or several with names, as ``NAME=DIR,NAME=DIR``."""
+    """Parse ``--gates``: one adapter, or several named ones as ``NAME=DIR,NAME=DIR``."""
     if os.sep in text.partition("=")[0] or "=" not in text or Path(text).exists():
         return text
     pairs = [part.strip().partition("=") for part in text.split(",")]
@@ -58,7 +58,7 @@ def named_gates(text: str) -> str | dict[str, str]:
 
 
 def bank_for(model: str, gates: str | None) -> GateBank | None:
-    """Read the adapter of `gates_for`, if there is one."""
+    """Load the adapter that `gates_for` finds; ``None`` if there is none."""
     from seergate.hf.bank import GateBank
 
     source = gates_for(model, gates)
@@ -66,7 +66,7 @@ def bank_for(model: str, gates: str | None) -> GateBank | None:
 
 
 def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
-    """The gates of an evaluation: `bank_for` a model, or several by name."""
+    """Load the gates of an evaluation: one adapter (`bank_for`), or several by name."""
     from seergate.hf.bank import GateBank
 
     if isinstance(gates, Mapping):
@@ -75,7 +75,7 @@ def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks
 
 
 def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a model for generation; ``auto`` is the precision it was saved in, and the GPU if there is one."""
+    """Load a model for generation. ``auto`` means the dtype of the checkpoint, and the GPU if there is one."""
     import torch
     from transformers.utils import logging
 
@@ -94,7 +94,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrain
 
 
 def check_file_served(path: str, server: str) -> None:
-    """Refuse a GGUF file where a server is to generate: its models are read from directories and the Hub."""
+    """Refuse a GGUF file for a server, which reads models only from directories and the Hub."""
     if (file := gguf_file(path)) is not None:
         raise SeergateError(
             f"--model is the GGUF file {file}; with --engine {server} it must be a directory or a Hub id"
@@ -102,7 +102,7 @@ def check_file_served(path: str, server: str) -> None:
 
 
 def check_writable(out: Path) -> None:
-    """Refuse an output directory before long work instead of after it."""
+    """Create an output directory, or refuse it before long work if it cannot be written to."""
     if out.exists() and not out.is_dir():
         raise SeergateError(f"{out} is a file; the output needs a directory")
     try:

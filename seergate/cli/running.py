@@ -1,4 +1,4 @@
-"""Runs a `SweepPlan`: checks everything that can be checked cheaply, loads the model, evaluates, reports."""
+"""Runs a `SweepPlan`: makes all cheap checks first, then loads the model, evaluates and reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
-    """The model, tokenizer and gates of a worker. Of several GPUs Ray shows each worker its own."""
+    """Load the model, tokenizer and gates of a worker. Ray makes one GPU visible to each worker."""
     import torch
 
     from seergate.cli.models import load_banks, load_model
@@ -35,7 +35,7 @@ def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
 
 
 def run_and_report(plan: SweepPlan, report: bool) -> None:
-    """`run_plan` of each task, and a report on its directory."""
+    """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
@@ -51,7 +51,7 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
 
 
 def each_task(plan: SweepPlan) -> list[SweepPlan]:
-    """A plan for each task that a plan names, separated by commas."""
+    """Split a plan with comma-separated tasks into one plan per task."""
     from seergate.cli.models import TINY, is_tiny
     from seergate.eval.tasks import TASKS
 
@@ -68,12 +68,12 @@ def each_task(plan: SweepPlan) -> list[SweepPlan]:
 
 
 def directory_of(task: str) -> str:
-    """Name of a task's directory of runs: the task with its written options."""
+    """Name of a task's run directory: the task and its options as given."""
     return Path(task).stem if task.endswith((".jsonl", ".ndjson")) else task.replace(":", "-").replace("/", "-")
 
 
 def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
-    """The task of a plan and its problems; refuses values out of range, as far as is known without model and gates."""
+    """The task of a plan and its problems. Refuses bad values that can be found without the model and the gates."""
     from seergate.cli.models import model_path
     from seergate.eval.method_text import read_method
     from seergate.hf.loading import load_tokenizer
@@ -91,7 +91,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 
 def run_plan(plan: SweepPlan) -> Path:
-    """Evaluate all settings of a plan; earlier samples are kept. Returns the directory of the runs."""
+    """Evaluate all settings of a plan, keep samples of earlier runs, and return the directory of the runs."""
     from seergate.cli.models import check_writable, load_banks, load_model, model_path
     from seergate.eval import sweep
     from seergate.eval.calibration import Calibrator, check_auto
@@ -113,7 +113,7 @@ def run_plan(plan: SweepPlan) -> Path:
     if plan.engine != "transformers":
         _check_served(plan, specs, banks)
     if plan.match != MATCHES[0]:
-        specs = distinct(specs)  # their budgets are found once there is a model
+        specs = distinct(specs)  # their budgets are matched once the model is loaded
 
     methods = [spec.method(spec.bank(banks)) for spec in specs if not spec.uncalibrated]
     check_model(path, methods, [bank for spec in specs if spec.has_gates and (bank := spec.bank(banks)) is not None])
@@ -171,7 +171,7 @@ def run_plan(plan: SweepPlan) -> Path:
                     )
 
         if plan.match != MATCHES[0]:
-            evaluated(specs[:1])  # dense: bytes are compared on its answers
+            evaluated(specs[:1])  # dense: bytes are measured on its answers
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
         evaluated([calibrated(spec) for spec in specs])
@@ -179,7 +179,7 @@ def run_plan(plan: SweepPlan) -> Path:
 
 
 def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
-    """Refuse options of a plan that are not at their defaults."""
+    """Refuse the named options of a plan unless they have their defaults."""
     for name in names:
         if (value := getattr(plan, name)) != getattr(type(plan), name):
             raise SeergateError(f"{name} is {value!r}; {why} it must be left out")
@@ -198,8 +198,8 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
-    """Refuse a model of no supported family, dense layers that it does not have and gates that are for another one;
-    only its configuration is read, and returned.
+    """Refuse an unsupported model, dense layers that it lacks, and gates for another model. Reads only the model's
+    configuration, and returns it.
     """
     from seergate.hf.gated_model import check_base
     from seergate.hf.loading import base_config
@@ -225,7 +225,7 @@ def _matched(
     calibrated: Callable[[MethodSpec], MethodSpec],
     banks: Banks,
 ) -> list[MethodSpec]:
-    """The settings under which the plan's methods are equal in bytes; measurements are kept beside the runs."""
+    """Find the budgets at which the methods of a plan need equal bytes; measurements are stored with the runs."""
     from seergate.eval import store
     from seergate.eval.matching import MEASURES, Replay, match, record_path, replayed
     from seergate.fingerprint import fingerprint, rope_of

@@ -29,7 +29,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    """Write the report and say what it shows."""
+    """Write the report and print its findings."""
     from seergate.cli.console import say_report
     from seergate.report import write_report
 
@@ -57,7 +57,7 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _regrade(options: argparse.Namespace) -> None:
-    """Grade, compare, write."""
+    """Grade the stored samples again, and print which grades changed."""
     from seergate.eval.regrade import regrade
     from seergate.eval.store import run_directories
 
@@ -80,7 +80,7 @@ def _regrade(options: argparse.Namespace) -> None:
 REGRADE = Command(REGRADE_HELP, _regrade_arguments, _regrade)
 
 HEAD, TAIL = 400, 1200
-"""Characters of a completion that are shown unless all are asked for; the answer is at the end."""
+"""Characters shown of the start and of the end of a completion without ``--full``; the answer is at the end."""
 
 SHOW_HELP = (
     "a problem's answers in a run, with the reason for each grade",

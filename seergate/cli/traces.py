@@ -28,7 +28,7 @@ TAKES_METHODS = True
 _BEGINNING = '{"row": '
 
 LOADED = ("weights", "rope")
-"""Facts that are known only when the model is loaded."""
+"""Fields of the record that are known only once the model is loaded."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Check, load, let it answer."""
+    """Check the options, load the model, and write its answers."""
     from seergate.cli.models import check_file_served, gates_for, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
@@ -168,13 +168,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """The file that records how rows were made."""
+    """Path of the file that records how the rows were generated."""
     return path.with_name(f"{path.name}.yaml")
 
 
 def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
-    """Refuse to add rows that are made in another way than the earlier ones; ``now`` is the record of the new ones,
-    without the fields that are not known yet. Returns the commit of the prompts; ``None`` if they are not on the Hub.
+    """Refuse to append rows generated with other settings than the existing rows. ``now`` is the record of the new
+    rows; its ``unknown`` fields are not compared. Returns the prompts' commit; ``None`` if they are not on the Hub.
     """
     from seergate.eval.store import differences
     from seergate.yaml_file import read_yaml
@@ -188,7 +188,7 @@ def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -
 
 
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
-    """The rows of a file by number: question and answer. A line that a kill cut short is removed."""
+    """Row number -> question and answer, from a file. An incomplete last line of a killed process is removed."""
     from seergate.eval.store import write_text
 
     if not path.exists():

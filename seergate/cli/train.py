@@ -1,6 +1,6 @@
-"""``seergate train``, which is also `train.py`: alone, or as one of several processes that a launcher has started.
+"""``seergate train``, also `train.py`: runs as a single process, or as one of several processes of a launcher.
 
-``prepare``, ``plan`` and ``ablate`` take its options.
+``prepare``, ``plan`` and ``ablate`` take the same options.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ HELP = (
 )
 
 SILENT_SECONDS = 5.0
-"""Time that a process waits before it ends if another process reports the error."""
+"""Seconds that a process waits before it exits if another process reports the error."""
 INTERRUPT = "interrupted; the same command continues from the last checkpoint"
 
 
 def train_parser(prog: str | None, description: str, examples: Sequence[str], *, listed: bool = True) -> Parser:
-    """The options of training, with what only a command line has; ``listed`` in the help of `seergate train` alone."""
+    """The parser of the training options, ``--config`` and ``--dry-run``; the help lists all only if ``listed``."""
     known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
     epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", known))
     parser = option_parser(prog=prog, description=description, epilog=epilog)
@@ -58,13 +58,11 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
 
 
 def given_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Options of ``--config`` and the command line, from which other than training options are removed, without the
-    defaults.
-    """
+    """The training options given by ``--config`` and by the command line, without defaults."""
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
     values = {**(read_options(Path(file)) if file else {}), **options}
-    # The deepspeed launcher's marks. A null in a file is "nothing said"; `--deepspeed none` is a choice.
+    # Set by the deepspeed launcher. In a file, null means "not given"; `--deepspeed none` disables DeepSpeed.
     if values.get("deepspeed") is None and (launched or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""
     if values.get("deepspeed") == "":
@@ -73,21 +71,21 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve(options: dict[str, Any]) -> TrainConfig:
-    """Defaults < preset < ``--config`` < command line."""
+    """Resolve the options. Precedence: command line, then ``--config``, then the preset, then the defaults."""
     values = given_options(options)
     return load_train_config(values.get("model"), values)
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run the command, by the arguments of the process if ``argv`` is ``None``; returns the exit code (`guarded`)."""
+    """Run the command given by ``argv``, by default the process's arguments, and return the exit code (`guarded`)."""
     work: list[Callable[[], None]] = []
-    # The processes of a machine find the same fault in the options, before they know of each other.
+    # All processes of a machine find the same error in the options, before they can communicate: one reports it.
     tell = partial(_tell, tells=_number("LOCAL_RANK") == 0)
     return guarded(lambda: work.append(_asked(argv, prog)), tell, INTERRUPT) or _worked(work[0])
 
 
 def _asked(argv: Sequence[str] | None, prog: str | None) -> Callable[[], None]:
-    """Parse and check the options; returns what does the work."""
+    """Parse and check the options, and return the function that does the work."""
     parser = train_parser(prog, *HELP[1:])
     says = "train the variants of these studies at once (seergate ablate)"
     parser.add_argument("--variants", nargs="+", metavar="STUDY", help=says)
@@ -127,15 +125,15 @@ def _compare(variants: list[str], values: dict[str, Any], dry_run: bool) -> None
 
 
 def prepare_process() -> None:
-    """Set what libraries read from the environment when they are first used, unless the user has."""
+    """Set the environment variables that libraries read on first use, unless the user has set them."""
     bound_spinning()
     if "PYTORCH_ALLOC_CONF" not in os.environ:
-        # Packs differ in length, so that no buffer fits where one was before: memory would be fragmented.
+        # Packs differ in length, so freed buffers are rarely reused: fixed segments would fragment memory.
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 def print_plan(config: TrainConfig) -> None:
-    """Print the options as a YAML file that ``--config`` takes, and the plan as its comments."""
+    """Print the options as YAML for ``--config``, followed by the plan as comments."""
     from seergate.distill.plan import make_plan
 
     plan = make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1")))
@@ -145,7 +143,7 @@ def print_plan(config: TrainConfig) -> None:
 
 
 def _worked(run: Callable[[], None]) -> int:
-    """Run `guarded`; after an error, end this process at once if it is one of several."""
+    """Run the work by `guarded`; after an error, end this process at once if it is one of several."""
     code = 1
     try:
         code = guarded(run, _tell, INTERRUPT)
@@ -154,17 +152,17 @@ def _worked(run: Callable[[], None]) -> int:
             raise
         traceback.print_exc()
     if code:
-        from seergate.distill.distributed import end_in_company  # not before: libraries read what `run` sets
+        from seergate.distill.distributed import end_in_company  # late import: `run` sets the environment
 
         end_in_company(code)
     return code
 
 
 def _tell(said: str, error: BaseException, tells: bool = True) -> None:
-    """Print a sentence about an error, with the number of the process unless it is the main one.
+    """Print an error message, with the rank of the process unless it is rank 0.
 
-    The main process alone reports an interrupt and an error that all processes share; ``tells`` is false where another
-    one reports the error. The others wait: a launcher ends all processes as soon as one has ended.
+    Only rank 0 reports an interrupt or an error common to all processes; ``tells`` is false if another process reports
+    the error. A process that does not report an error waits, because a launcher ends all processes when one exits.
     """
     rank = _number("RANK")
     if isinstance(error, KeyboardInterrupt):

@@ -1,7 +1,7 @@
-"""``seergate tune``: trains gates for a model in a given time and says at which budget they lose nothing.
+"""``seergate tune``: trains gates for a model in a given time and recommends a budget.
 
-It is `plan`, `prepare`, `train`, `eval` and `report` one after the other. What is finished lies in the output
-directory, and the same command goes on from there.
+Runs `plan`, `prepare`, `train`, `eval` and `report` in turn. The results of finished stages are in the output
+directory, and the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ HELP = (
 REPORTS = True
 
 CONTEXT = 4096
-"""Tokens of a text, in training and evaluation, unless told otherwise or the model has fewer positions."""
+"""Default number of tokens of a text, in training and evaluation; fewer if the model has fewer positions."""
 
 STEPS_TIMED = 3
-"""Training steps of the measurement, of which the first is not counted."""
+"""Training steps that are timed; the first of them is a warm-up and not counted."""
 
 TRAINING_SHARE = 2 / 3
 """Share of the time that is spent on training."""
 
 EPOCHS = 2
-"""Maximum number of times that a text is trained on, as in the search for the recipe."""
+"""Maximum number of epochs, as in the search for the recipe."""
 
 LEAST_STEPS = 20
-"""Minimum training steps, a tenth of the recommended recipe's; a shorter time is refused."""
+"""Minimum training steps, a tenth of the recommended recipe's; hours that allow fewer are refused."""
 
 LEAST, MOST = 8, 200
 """Minimum and maximum number of needle problems."""
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _checked(options: argparse.Namespace) -> _Job:
-    """The job that the options describe."""
+    """Check the options, and return the job that they describe."""
     import torch
 
     from seergate.distill.base_model import within_positions
@@ -190,7 +190,7 @@ class Times:
     gate_text: float
 
     def pair(self, budgets: int) -> float:
-        """Seconds of a problem and a text under all settings; dense attention reads each text once more to compare."""
+        """Seconds of one problem and one text under all settings; dense attention scores a text twice."""
         return self.dense + 2 * self.dense_text + budgets * (self.gate + self.gate_text)
 
 
@@ -208,8 +208,8 @@ class Decision:
 
 
 def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
-    """Divide the hours given by the user, of which some seconds are spent, between so many packs to train on, and
-    held-out texts under so many budgets; refuse too few hours.
+    """Divide ``hours``, of which ``spent`` seconds are over, between training on ``packs`` packs and evaluation on at
+    most ``held_out`` texts at ``budgets`` budgets; refuse too few hours.
     """
     left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
     steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))
@@ -225,7 +225,7 @@ def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, 
 
 @dataclass(frozen=True)
 class _Job:
-    """The stages of one tune run; ``config`` is the training run without the number of steps."""
+    """The stages of one tune run; ``config`` is the training configuration without the number of steps."""
 
     options: argparse.Namespace
     config: TrainConfig
@@ -233,21 +233,21 @@ class _Job:
 
     @property
     def out(self) -> Path:
-        """Directory of everything."""
+        """The output directory."""
         return self.config.run_dir.parent
 
     @property
     def context(self) -> int:
-        """Tokens of a text, in training, and of a needle problem."""
+        """Tokens of a training text and of a needle problem."""
         return self.config.max_length
 
     @property
     def length(self) -> int:
-        """Tokens of a text that is scored: nearly all texts that are made for the context are as long."""
+        """Tokens of a scored text, which nearly all texts made for the context have."""
         return self.context * 3 // 4
 
     def write_texts(self) -> int:
-        """Write the texts to train on and those that are held out, unless they are there; how many are held out."""
+        """Write the training texts and the held-out texts unless they exist; return the number of held-out texts."""
         from seergate.cli.models import model_path
         from seergate.distill.held_out import divide
         from seergate.eval import store
@@ -267,7 +267,7 @@ class _Job:
         return len((self.out / HELD_OUT).read_text(encoding="utf-8").splitlines())
 
     def prepare(self) -> int:
-        """Prepare training; how many packs there are to train on."""
+        """Prepare training, and return the number of packs."""
         from seergate.distill.trainer import prepare_run
 
         report = prepare_run(self.config)
@@ -275,7 +275,7 @@ class _Job:
         return report.packs
 
     def measure(self) -> Times:
-        """Time some steps of training, and some problems and texts."""
+        """Time a few training steps, needle problems and scored texts."""
         from seergate.cli.running import checked_task, run_plan
         from seergate.distill.callbacks import Callback
         from seergate.eval import store
@@ -301,12 +301,12 @@ class _Job:
         return Times(sum(steps[1:]) / (STEPS_TIMED - 1), *seconds)
 
     def train(self, steps: int) -> None:
-        """Train, or continue."""
+        """Train, or resume from the last checkpoint."""
         save_steps = max(1, min(self.config.save_steps, steps // 10))
         _train(replace(self.config, save_steps=save_steps), steps)
 
     def recommend(self, decision: Decision) -> None:
-        """Evaluate what is not evaluated yet, report, and say what to take."""
+        """Run the missing evaluations, write the report, and print the recommendation."""
         from seergate.cli.running import run_plan
         from seergate.eval import store
         from seergate.report import load_sweeps, write_report
@@ -322,7 +322,7 @@ class _Job:
         print("", *lines, sep="\n")
 
     def said(self, decision: Decision, times: Times) -> str:
-        """The decision in words."""
+        """The decision as a sentence for the user."""
         budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
         return (
             f"decided: {decision.steps} steps of training, {times.step:.3g} s each ({duration(decision.training)}); "
@@ -346,7 +346,7 @@ class _Job:
             budget=list(budgets),
             dtype=self.options.dtype,
             threads=self.options.threads,
-            batch_size=None if torch.cuda.is_available() else 1,  # no faster in a batch, and a kill loses one
+            batch_size=None if torch.cuda.is_available() else 1,  # no faster in a batch, and an interruption loses it
         )
         needles = {"problems": problems, "length": (self.context,)}
         scored = {"problems": texts, "length": self.length, "scored": min(256, self.length // 4)}
@@ -362,8 +362,8 @@ class _Job:
 
 
 def _train(config: TrainConfig, steps: int, *callbacks: Callback) -> None:
-    """Train for so many steps, of which at most a tenth warm up."""
+    """Train for ``steps`` steps, at most a tenth of them warm-up."""
     from seergate.distill import run_distillation
 
     run_distillation(replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10)), callbacks)
-    gc.collect()  # the frozen model, before another is loaded
+    gc.collect()  # frees the frozen model before another is loaded

@@ -1,1 +1,1 @@
-"""The common part of the servers' plugins: their options, the scores of blocks, and the undoing of RoPE."""
+"""Code shared by the servers' plugins: options, block scores, and the inverse of RoPE."""

@@ -16,7 +16,7 @@ from seergate.models.rope import RopeKind
 
 
 def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> None:
-    """Refuse gates or layers of another model, and a model whose attention cannot be made sparse."""
+    """Refuse gates for another model, layers that the model lacks, and attention that cannot be made sparse."""
     model, dense_layers = skeleton(hf_config), method.dense_layers
     kinds = rope_kinds(model)
     layers = hf_config.get_text_config().num_hidden_layers
@@ -41,7 +41,7 @@ def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> 
 
 
 def check_keys(bank: Gates) -> None:
-    """Refuse gates that do not keep one key per block and KV head."""
+    """Refuse gates that do not keep exactly one compressed key per block and KV head."""
     if bank.config.retention or next(iter(bank))[1].entry_tokens != bank.config.block_size:
         raise SeergateError(
             f"these gates have the scorer {bank.config.scorer!r}; a server's cache keeps all tokens and has room for "
@@ -50,7 +50,7 @@ def check_keys(bank: Gates) -> None:
 
 
 def rope_kinds(model: PreTrainedModel) -> dict[int, RopeKind]:
-    """Layer with full attention -> how its cached keys come from those before RoPE; refuses attention sinks."""
+    """Full-attention layer -> how its cached keys follow from keys before RoPE. Refuses attention-sink logits."""
     modules = full_attention_modules(model)
     if any(getattr(attention, "sinks", None) is not None for _, attention in modules):
         raise SeergateError(

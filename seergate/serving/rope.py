@@ -1,4 +1,4 @@
-"""The inverse of a server's rotary embedding: keys and queries before RoPE from those after it."""
+"""The inverse of a server's rotary embedding, which recovers keys and queries before RoPE."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Angles(NamedTuple):
     """A rotation of pairs of channels: ``x * cos + partner * sin``.
 
     Attributes:
-        cos, sin: ``[..., d]`` of each channel; the sine of one channel of a pair is negated.
-        neox: whether the channels of a pair are ``d / 2`` apart, and not neighbours.
+        cos, sin: ``[..., d]``, one number per channel; the sine is negated for one channel of each pair.
+        neox: whether the channels of a pair are ``d / 2`` apart instead of adjacent.
     """
 
     cos: Tensor
@@ -23,15 +23,15 @@ class Angles(NamedTuple):
     neox: bool = True
 
     def rotate(self, x: Tensor) -> Tensor:
-        """``x [..., d]`` rotated."""
+        """Return ``x [..., d]``, rotated."""
         half = x.shape[-1] // 2
         partner = x.roll(half, -1) if self.neox else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
         return (x * self.cos).add_(partner * self.sin)
 
 
 class Unrotation:
-    """Undoes the server's rotary embedding of a layer, if it has one, whatever its scaling: its own table of cosines
-    and sines is inverted.
+    """Undoes the rotary embedding of a layer, if it has one, with any RoPE scaling, by inverting the server's table of
+    cosines and sines. Raises `SeergateError` if there is no such table.
     """
 
     def __init__(self, rotary: Any) -> None:
@@ -43,7 +43,7 @@ class Unrotation:
         self.rotary = rotary
 
     def at(self, positions: Tensor) -> tuple[Angles, Tensor] | None:
-        """The inverse rotation at int64 positions, and what it must be divided by; ``None`` without RoPE."""
+        """The inverse rotation at int64 positions, and the divisor of its result; ``None`` without RoPE."""
         if self.rotary is None:
             return None
         cos, sin = self.rotary.cos_sin_cache[positions].float().chunk(2, -1)
@@ -55,7 +55,7 @@ class Unrotation:
 
     @staticmethod
     def undo(x: Tensor, inverse: tuple[Angles, Tensor] | None) -> Tensor:
-        """``x [..., D]`` before RoPE, in float32; ``inverse`` from `at`, broadcast to ``x``."""
+        """Return ``x [..., D]`` before RoPE, in float32; ``inverse`` comes from `at` and is broadcast to ``x``."""
         x = x.float()
         if inverse is None:
             return x
@@ -66,5 +66,5 @@ class Unrotation:
         return torch.cat((angles.rotate(x[..., :width]).div_(square), x[..., width:]), -1)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [..., D]`` before RoPE, in float32; positions are int64, broadcast to ``x.shape[:-1]``."""
+        """Return ``x [..., D]`` before RoPE, in float32; positions are int64, broadcast to ``x.shape[:-1]``."""
         return self.undo(x, self.at(positions))

@@ -1,4 +1,4 @@
-"""The rows that decode sparsely in a step, and what its layers share.
+"""The rows that decode sparsely in a step, and values that its layers share.
 
 Shape suffixes: R rows, N blocks of the longest row, r pages of a block.
 """
@@ -19,8 +19,8 @@ class Rows:
     """Rows that decode.
 
     Attributes:
-        lengths_R: tokens so far, int64; ``table_RNr`` the pages of each row's blocks, int64.
-        kept: how many blocks each KV head reads, where this is known and the same in all rows.
+        lengths_R, table_RNr: number of tokens of each row, and the pages of its blocks; both int64.
+        kept: number of blocks that each KV head reads, if it is known in advance and equal in all rows.
         computed: results of `once`.
     """
 
@@ -33,7 +33,7 @@ class Rows:
         return len(self.lengths_R)
 
     def once(self, function: Callable[..., T], *arguments: Any) -> T:
-        """``function(self, *arguments)``, computed in the first layer that asks for it."""
+        """Return ``function(self, *arguments)``, which is computed once and cached for the other layers."""
         key = function, *arguments
         if key not in self.computed:
             self.computed[key] = function(self, *arguments)
@@ -41,6 +41,6 @@ class Rows:
 
 
 def divided(rows: Rows, most: int) -> list[Rows]:
-    """The rows in groups of at most ``most``."""
+    """Split the rows into groups of at most ``most``."""
     parts = zip(rows.lengths_R.split(most), rows.table_RNr.split(most), strict=True)
     return [Rows(lengths_R, table_RNr, rows.kept) for lengths_R, table_RNr in parts]

@@ -25,15 +25,15 @@ from seergate.serving.rope import Angles, Unrotation
 from seergate.serving.rows import Rows
 
 Keys = Callable[[], Tensor]
-"""Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``: what a method needs that has no summaries."""
+"""Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``, for methods without block summaries."""
 
 
 class Scores(ABC):
-    """A method's part in one layer.
+    """How a method scores blocks in one layer.
 
     Attributes:
-        width, dtype: of a block's summary.
-        numbers: how many numbers scoring holds for each block and KV head, about.
+        width, dtype: numbers per KV head in a block's summary, and their dtype.
+        numbers: approximate count of numbers held in memory while scoring, per block and KV head.
     """
 
     width: int
@@ -43,12 +43,12 @@ class Scores(ABC):
     @classmethod
     @abstractmethod
     def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        """The scores of a method in one layer.
+        """Create the scorer of a method in one layer.
 
         Args:
             method: the method that names this class.
-            attention: the server's module, or what of it is read: ``head_size``, ``kv_cache_torch_dtype``, ``impl``.
-            gate, unrotate: of this layer, with this rank's heads; ``None`` for a method without gates.
+            attention: the server's module, or an object with its ``head_size``, ``kv_cache_torch_dtype`` and ``impl``.
+            gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
         """
 
     @abstractmethod
@@ -60,7 +60,7 @@ class Scores(ABC):
         """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
 
     def in_kernels(self, device: torch.device) -> bool:
-        """Whether kernels do a step in which all rows decode, so that a graph of it is small."""
+        """Whether fused kernels run a step in which all rows decode, which keeps its CUDA graph small."""
         return False
 
 
@@ -89,7 +89,7 @@ class GateScores(Scores):
         query_RHD = self.unrotate.undo(query_RHD, rows.once(inverse_rope, self.unrotate.rotary))
         if choose(query_RHD.device) != "torch" or not self.one_query_per_head:
             return gate.step_scores(query_RHD, rows.lengths_R, summary_RKNW)
-        # The op's arithmetic in fewer operators, with angles that all layers share.
+        # Same arithmetic as the op, in fewer operators and with RoPE angles shared by all layers.
         weight_KPE, norm_weight, inv_freq, attention_scaling = self._query_branch
         query_KRP = query_RHD.to(weight_KPE.dtype).view(len(rows), len(weight_KPE), -1).transpose(0, 1)
         qg_KRW = torch.bmm(query_KRP, weight_KPE)
@@ -113,7 +113,7 @@ class GateScores(Scores):
     def close_in_kernel(
         self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
     ) -> None:
-        """`summary` of the blocks that a step in which all rows decode completes, written to where it belongs."""
+        """Write in place the `summary` of each block that the step completes; for steps in which all rows decode."""
         from seergate.ops.triton_impl.paged import close_blocks
 
         given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("k")
@@ -122,7 +122,7 @@ class GateScores(Scores):
     def score_in_kernel(
         self, query_RHD: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int, page: int
     ) -> tuple[Tensor, Tensor]:
-        """`scores` of such a step, from summaries in place; and the query as one sequence per KV head."""
+        """The `scores` in such a step, read from the summaries in place, and the query as one sequence per KV head."""
         from seergate.ops.triton_impl.paged import score_pages
 
         given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("q")
@@ -148,11 +148,11 @@ def gate_angles(rows: Rows, inv_freq: Tensor, attention_scaling: float) -> Angle
 
 
 class QuestScores(Scores):
-    """Quest's upper bound: a block's summary is the largest and the smallest key per channel."""
+    """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""
 
     def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str) -> None:
         self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
-        self.numbers = 2 * self.width  # as they lie in the cache, and in float32
+        self.numbers = 2 * self.width  # in the dtype of the cache, and in float32
 
     @classmethod
     def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
@@ -167,8 +167,8 @@ class QuestScores(Scores):
 
 
 class OracleScores(Scores):
-    """The blocks that dense attention weighs most: the largest log-probability that a query head of the group gives to
-    a key of the block. It reads all keys, so it measures and does not save.
+    """Scores of dense attention: the largest log-probability that a query head of the group assigns to a key of the
+    block. Reads all keys, so it saves nothing and serves as a reference.
     """
 
     width, dtype = 0, torch.float32

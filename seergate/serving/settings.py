@@ -1,4 +1,4 @@
-"""The options of a server's plugin: what stands under "seergate" in its configuration."""
+"""The options of a server's plugin, given under the key "seergate" in the server's configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RULES = (*RULE_OPTIONS, "dense_layers", "anchors")
 
 
 def check_served(method: str, *others: str) -> None:
-    """Refuse a method that does not run inside a server; ``others`` may be asked for where the caller serves them."""
+    """Refuse a method that does not run inside a server. ``others`` are methods that the caller serves itself."""
     if not isinstance(method, str):
         raise SeergateError(f"seergate.method is {method!r}; it must be the name of a method")
     if method not in others and method_class(method).serving_scores is None:
@@ -26,20 +26,20 @@ def check_served(method: str, *others: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The method that chooses blocks, and its rule.
+    """The method that selects blocks, and its rule.
 
     Attributes:
-        gates: adapter directory or Hub repository; for a method with gates and no other.
-        revision: of the repository.
+        gates: adapter directory or Hub repository; required for methods with gates, refused for others.
+        revision: branch, tag or commit of the Hub repository.
         method: a method with `Method.serving_scores`.
-        token_budget, budget_share, threshold, top_p: at most one of them, see `DecodeConfig`; by default that of the
-            gates.
+        token_budget, budget_share, threshold, top_p: at most one of these (see `DecodeConfig`); by default the
+            gates' own rule.
         budget_min, budget_max: bounds of ``budget_share``.
-        dense_layers: layers that read everything; by default the method's own.
-        anchors: layers that choose for those above them (`DecodeConfig.anchors`); by default the gates'.
+        dense_layers: layers with dense attention; by default the method's own.
+        anchors: layers whose blocks the layers above them reuse (`DecodeConfig.anchors`); by default the gates'.
 
     Raises:
-        SeergateError: naming the key, what it is and what it must be.
+        SeergateError: if a value is invalid; names the key, its value and what it must be.
     """
 
     gates: str | None = None
@@ -74,7 +74,7 @@ class Settings:
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:
-        """The settings under "seergate" in a configuration such as vLLM's `additional_config`; ``None`` without."""
+        """Read the settings under "seergate", such as in vLLM's `additional_config`; ``None`` without this key."""
         if not isinstance(additional_config, dict) or KEY not in additional_config:
             return None
         values = additional_config[KEY]
@@ -87,7 +87,7 @@ class Settings:
         return cls(**values)
 
     def bank(self) -> Gates | None:
-        """The gates, on the CPU; ``None`` for a method without any."""
+        """Load the gates, on the CPU; ``None`` for a method without gates."""
         if self.gates is None:
             return None
         from seergate.hf.bank import GateBank
@@ -95,7 +95,7 @@ class Settings:
         return GateBank.from_pretrained(self.gates, revision=self.revision)
 
     def selector(self, bank: Gates | None, page: int) -> SelectingMethod:
-        """The method, which decodes with the gates of `bank`, or has the server's page of so many tokens as block."""
+        """Create the method, with the gates ``bank``; without gates, a block is a server page of ``page`` tokens."""
         given = {name: getattr(self, name) for name in RULES if getattr(self, name) is not None}
         if bank is None:
             given["block_size"] = page

@@ -7,8 +7,8 @@ from typing import Any
 
 
 def statistics(counts: Iterable[tuple[int, Iterable[int]]], summary_bytes: int) -> dict[str, Any]:
-    """The bytes of the blocks' summaries; and for each sparse layer the tokens read and held by all KV heads and steps
-    since the start, and ``density``, their quotient.
+    """The bytes of all block summaries; and for each sparse layer, the tokens read and held since the start, summed
+    over KV heads and steps, and ``density``, their ratio.
     """
     layers = {
         layer: {"tokens_read": read, "tokens_held": held, "density": read / held if held else 1.0}

@@ -1,8 +1,8 @@
 """Block-sparse decoding inside SGLang, as a plugin: `--attention-backend seergate`.
 
-SGLang loads `register` in each of its processes. It offers one more attention backend, checks an engine's options
-before anything is started, and adds what decoding has read to what the server tells about itself. The options stand
-under "seergate" in ``--json-model-override-args``. SGLang's ``torch_native`` backend is extended, the one for CPUs.
+SGLang calls `register` in each of its processes. It registers an attention backend, checks an engine's options before
+any process starts, and adds statistics of decoding to the server's internal state. Options are given under "seergate"
+in ``--json-model-override-args``. The backend extends SGLang's ``torch_native`` backend, which is for CPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def register() -> None:
         return
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_make)
-    # One of the last steps in which SGLang works out its options, in the process that was called.
+    # One of the last steps in which SGLang resolves its options, in the launching process.
     register_resolution_hook("handle_model_capability_adjustments")(_check)
     controller = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     HookRegistry.register(f"{controller}.get_internal_state", _add_statistics)

@@ -1,9 +1,9 @@
-"""SGLang's ``torch_native`` attention, with decode steps that read chosen blocks.
+"""SGLang's ``torch_native`` attention, with block-sparse decode steps.
 
-A block is a run of pages of SGLang's cache. A token of KV head ``k`` in slot ``s`` is at place ``s * K + k`` of the
-cache seen as one of a single head, so each KV head is a request of its own for the stock attention, with slots of its
-own. What a method keeps per block lies beside the cache, at the block's last page. It is computed from the cached keys
-in the step that completes the block, so cached prefixes, prompts in chunks and retracted requests need nothing more.
+A block is a run of pages of SGLang's cache. Viewed as a cache with a single head, slot ``s`` of KV head ``k`` is at
+place ``s * K + k``, so to the stock attention each KV head is a separate request with its own slots. The summary of a
+block is stored outside the cache, indexed by the block's last page. It is computed from the cached keys in the step
+that completes the block, so prefix caching, chunked prefill and retracted requests need no special handling.
 
 Shape suffixes: R requests, H query heads, K KV heads, G query heads per KV head, Q = R * K, N blocks, C completed
 blocks, r pages of a block, X blocks read, T tokens, D head dimension, W width of a block's summary.
@@ -35,13 +35,13 @@ from seergate.sglang.checks import settings_of
 
 @dataclass
 class Plan:
-    """The work of a step, the same in every sparse layer.
+    """The blocks that a step completes and the requests that read sparsely, the same in every sparse layer.
 
     Attributes:
-        lengths_R: tokens of each request, the new ones included; ``table_RNr`` the pages of its blocks.
-        closed_Cr: pages of the blocks that the step completes; ``starts_C`` the positions of their first tokens.
-        sparse, dense: of a step that decodes, the requests that read a part and those that read everything.
-        chosen: the last layer that chose -> its choice, for the layers above that read it.
+        lengths_R, table_RNr: number of tokens of each request, with the new ones, and the pages of its blocks.
+        closed_Cr, starts_C: pages of the completed blocks, and the positions of their first tokens.
+        sparse, dense: indices of the requests with sparse and with dense attention, in a decode step.
+        chosen: the last anchor layer -> its selection, which layers above it reuse.
     """
 
     lengths_R: Tensor
@@ -54,13 +54,13 @@ class Plan:
 
 
 class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
-    """Reads prompts densely, and of decoding requests the blocks that a method picks.
+    """Dense attention for prompts, and attention to the blocks that a method selects for decoding requests.
 
     Attributes:
-        method: turns scores into blocks; ``run`` is how many pages a block has.
-        counts: of each sparse layer, tokens read and held so far.
-        scores, summaries: of each sparse layer that chooses: what scores blocks, and what is kept of them
-            (``[pages, K, W]``).
+        method, run: the method that selects blocks, and the number of pages of a block.
+        counts: sparse layer -> tokens read and held so far, int64 ``[2]``.
+        scores, summaries: sparse layer that selects blocks -> its scorer, and its block summaries
+            ``[pages, K, W]``.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -86,7 +86,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 if layer.logit_cap:
                     raise SeergateError("the model caps its attention scores, which SGLang's torch_native leaves out")
                 keys = self.token_to_kv_pool.get_key_buffer(number)
-                if keys.dtype.itemsize < 2:  # a checkpoint may ask for it, which no option tells
+                if keys.dtype.itemsize < 2:  # a checkpoint may set it without any option
                     raise SeergateError(
                         f"the model's cache has the type {keys.dtype}, and cached keys must be readable"
                     )
@@ -107,7 +107,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
 
     def seergate_stats(self) -> dict[str, Any]:
-        """`statistics` of this engine."""
+        """The `statistics` of this engine."""
         counts = ((layer, both.tolist()) for layer, both in self.counts.items())
         return statistics(counts, sum(summary.nbytes for summary in self.summaries.values()))
 
@@ -139,7 +139,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     def forward_extend(
         self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Any:
-        """Attend to prompts densely, as SGLang does."""
+        """Compute the dense attention of prompts as SGLang does, then summarise completed blocks."""
         output = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         self._summarise(layer)
         return output
@@ -147,7 +147,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
     def forward_decode(
         self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True
     ) -> Any:
-        """Attend from each request's newest token: ``[R, H * D]``."""
+        """Compute the attention of each request's newest token, ``[R, H * D]``."""
         if layer.layer_id not in self.counts:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache and k is not None:
@@ -167,7 +167,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         return output.flatten(1)
 
     def _chosen(self, query_RHD: Tensor, rows: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
-        """Slots ``[R, K, T]`` of the chosen blocks' tokens, and how many of them ``[R, K]`` there are."""
+        """The slots ``[R, K, T]`` of the tokens of the selected blocks, and their number ``[R, K]``."""
         anchor = self.method.anchor_of(layer.layer_id)
         if anchor != layer.layer_id:
             return self.plan.chosen[anchor]
@@ -189,7 +189,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         return chosen
 
     def _attend(self, query_RHD: Tensor, slots_RKT: Tensor, lengths_RK: Tensor, layer: Any) -> Tensor:
-        """Attention to the tokens in slots, by the stock loop: ``[R, H, D]``."""
+        """Attention to the tokens in the given slots, ``[R, H, D]``, computed by SGLang's own loop."""
         heads, pool = layer.tp_k_head_num, self.token_to_kv_pool
         self.counts[layer.layer_id][0] += lengths_RK.sum()
         query_QGD = query_RHD.unflatten(1, (heads, -1)).flatten(0, 1)
@@ -209,7 +209,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         return output_QGD.view_as(query_RHD)
 
     def _summarise(self, layer: Any) -> None:
-        """Compute the summaries of the blocks that the step completes, in a layer that chooses."""
+        """Compute the summaries of the blocks that the step completes, if the layer selects blocks."""
         if len(self.plan.starts_C) and layer.layer_id in self.scores:
             keys_CKTD, scoring = self._keys(self.plan.closed_Cr, layer), self.scores[layer.layer_id]
             summary_CKW = scoring.summary(keys_CKTD, self.plan.starts_C).to(scoring.dtype)

@@ -13,12 +13,12 @@ from seergate.sglang import NAME
 
 
 def settings_of(hf_config: Any) -> Settings | None:
-    """The plugin's options, which SGLang has put into the model's configuration; ``None`` without any."""
+    """The plugin's options, read from the model's configuration, where SGLang puts them; ``None`` without any."""
     return Settings.read(vars(hf_config))
 
 
 def check_arguments(server_args: Any) -> None:
-    """Refuse resolved options of an engine with seergate that do not fit; other engines are not looked at."""
+    """Refuse resolved options that the plugin does not support; does nothing for an engine without seergate."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view
 
     args, config = resolved_view(server_args), model_config_of(server_args).hf_config
@@ -42,7 +42,7 @@ def check_arguments(server_args: Any) -> None:
 
 
 def check_page(bank: Gates | None, page: int) -> None:
-    """Refuse gates without a compressed key per block, and a page that does not divide their block."""
+    """Refuse gates without one compressed key per block, and a page size that does not divide their block."""
     if bank is None:
         if page < 8:
             raise SeergateError(f"--page-size is {page}; it is the block of this method, and must be 8 or more")
@@ -55,7 +55,7 @@ def check_page(bank: Gates | None, page: int) -> None:
 
 
 def check_server(args: Any, text_config: Any) -> None:
-    """Refuse options and language models that the plugin was not written for."""
+    """Refuse options and language models that the plugin does not support."""
     refusals = {
         f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
         "SGLang is told of no CPU: export SGLANG_USE_CPU_ENGINE=1": os.environ.get("SGLANG_USE_CPU_ENGINE") != "1",

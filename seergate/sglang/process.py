@@ -1,7 +1,7 @@
-"""A process that starts an engine of SGLang, asks it for answers and ends: ``python -m seergate.sglang.process``.
+"""Starts an SGLang engine, generates answers and exits: ``python -m seergate.sglang.process``.
 
-It reads one JSON object: ``engine``, the arguments of `sglang.Engine`; ``prompts``, token ids; ``sampling``, the
-parameters for each of them. For each answer it writes a line: number of the prompt, tokens, seconds since the last.
+Reads one JSON object: ``engine``, the arguments of `sglang.Engine`; ``prompts``, lists of token ids; ``sampling``, the
+parameters of each prompt. Writes a JSON line per answer: index of the prompt, tokens, seconds since the last answer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Ask for all answers at once, and write each when it ends."""
+    """Request all answers at once, and write each as it finishes."""
     asked = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as file:
-        os.dup2(2, 1)  # whatever SGLang prints
+        os.dup2(2, 1)  # what SGLang prints goes to stderr
         import sglang
 
         with sglang.Engine(**asked["engine"]) as llm:

@@ -1,8 +1,8 @@
 """Block-sparse decoding inside vLLM, as a plugin: `vllm serve MODEL --additional-config '{"seergate": {...}}'`.
 
-vLLM loads `register` in each of its processes. It adds one step to how an engine's configuration is made: where
-`additional_config` has the key "seergate", its contents are checked and a worker of seergate's is chosen
-(`seergate.vllm.worker`), which vLLM then makes as it makes any other. Nothing else in vLLM is replaced.
+vLLM calls `register` in each of its processes. It wraps the creation of the engine's configuration: if
+`additional_config` has the key "seergate", its value is checked and a worker of seergate (`seergate.vllm.worker`) is
+selected, which vLLM then creates like any other worker. Nothing else in vLLM is replaced.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Attention of a gated layer inside vLLM: dense for prompts, block-sparse for rows that decode.
+"""Attention of a gated layer inside vLLM: dense for prefill, block-sparse for rows that decode.
 
-A step's `Plan` is made once and shared by the layers: on the host, with vLLM's own metadata, or, where all rows decode
-and a CUDA graph is to hold the step, on the device. In each layer, blocks that the step completed get their summaries;
-then the rows that decode read the blocks that the method picks, and all others what they would read without seergate.
-A request with drafts to verify is as many rows as it has tokens in the step, each as long as when decoded alone.
+All layers share the `Plan` of a step. It is made on the host with vLLM's own metadata or, if all rows decode and a
+CUDA graph captures the step, on the device. Each layer first computes the summaries of the blocks that the step
+completes. Then decoding rows read the blocks that the method selects; all other rows read what they would read without
+seergate. A request with drafts to verify has one row per token of the step, each as long as if decoded alone.
 
-Shape suffixes: R rows that decode sparsely, B requests, C blocks that are completed, N blocks of the longest row, r
+Shape suffixes: R rows that decode sparsely, B requests, C completed blocks, N blocks of the longest row, r
 pages of a block, K KV heads, X blocks read, others as in `seergate.serving.scoring`.
 """
 
@@ -29,18 +29,18 @@ from seergate.serving.scoring import GateScores, Scores
 from seergate.vllm.pages import PAGES, Pages
 
 SCORED_BYTES = 256 << 20
-"""Limit of the bytes of scores at a time, which vLLM's plan of the memory does not count."""
+"""Limit of the memory for scoring, in bytes; vLLM's memory planning does not include it."""
 LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-"""vLLM's names of the layouts that are read, best first: layers, pages (B), heads, tokens (N), channels."""
+"""vLLM's names of the supported cache layouts, best first: layers, pages (B), heads, tokens (N), channels."""
 
 
 @dataclass(eq=False)
 class Counts:
-    """Statistics, on the device, where graphs count too. Layers share them where a step reads as much in each.
+    """Statistics, on the device so that CUDA graphs update them. Layers that read equally many tokens share them.
 
     Attributes:
-        read: tokens read by rows that decode, all KV heads of a layer together, so far; ``held`` those that there were
-            to read.
+        read, held: tokens that decoding rows have read so far, and tokens that they held, both summed over the KV
+            heads of a layer.
     """
 
     read: Tensor
@@ -49,13 +49,13 @@ class Counts:
 
 @dataclass(kw_only=True)
 class Step:
-    """State that layers share in a step; all that is planned where kernels read vLLM's own lengths and tables.
+    """State that layers share in a step; a complete plan if kernels read vLLM's own lengths and block tables.
 
     Attributes:
-        held, read_all: tokens that decoding rows hold, and those of them that are in rows which read everything.
-        shared: lengths and schedule of the sparse rows' sequences, where they are the same in all layers.
-        counted: the statistics that have this step already.
-        chosen: the last layer that chose -> its choice, for the layers above that read it (`SparseAttention.anchor`).
+        held, read_all: tokens held by all decoding rows, and by those of them that have dense attention.
+        shared: lengths and schedule of the sparse rows' sequences, if they are the same in all layers.
+        counted: the statistics to which this step has been added.
+        chosen: the last anchor layer -> its blocks, which layers above it reuse (`SparseAttention.anchor`).
     """
 
     held: int | Tensor
@@ -67,13 +67,13 @@ class Step:
 
 @dataclass(kw_only=True)
 class Plan(Step):
-    """The work of a step beyond attention.
+    """The blocks that a step completes, and the rows that read sparsely.
 
     Attributes:
-        closed_Cr: pages of the blocks that it completes; ``starts_C`` the positions of their first tokens.
-        tokens_R: places in the batch of the tokens that read less than everything; ``rows`` their lengths and pages.
-        sparse_B: the requests that have no other tokens.
-        dense: vLLM's metadata for the other requests, in which those of ``sparse_B`` are as long as their new tokens;
+        closed_Cr, starts_C: pages of the completed blocks, and the positions of their first tokens.
+        tokens_R, rows: indices in the batch of the tokens with sparse attention, and their lengths and pages.
+        sparse_B: the requests whose tokens all have sparse attention.
+        dense: vLLM's metadata for the other requests, in which the requests ``sparse_B`` are cut to their new tokens;
             ``None`` if there are no others.
     """
 
@@ -86,10 +86,10 @@ class Plan(Step):
 
 
 def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, drafts: int = 0) -> Plan:
-    """Plan a step, with vLLM's metadata for the layers' kernel and for all kernels.
+    """Plan a step from vLLM's metadata for the layers' backend (``metadata``) and for all backends (``common``).
 
-    Rows that the method's rule covers are read as a whole. A request with more new tokens than one and the most that
-    are drafted is recomputed, like a prompt.
+    Rows that fit into the method's budget have dense attention. A request with more than ``1 + drafts`` new tokens is
+    handled like a prompt.
     """
     from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -128,12 +128,12 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
 
 
 def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
-    """Plan a step in which every row decodes. Shapes follow from the number of rows, and nothing is read back
-    by the host, so a CUDA graph can hold it.
+    """Plan a step in which every row decodes. Shapes depend only on the number of rows and nothing is copied to the
+    host, so a CUDA graph can capture it.
 
-    Rows that the budget covers select all of their blocks. vLLM's first page is nobody's: a row whose newest block is
-    still open writes its summary there, because the last page of that block may not be the row's yet. Rows of no
-    tokens are a graph's padding and use that page too.
+    Rows that fit into the budget select all of their blocks. vLLM assigns its first page to no request: a row whose
+    newest block is incomplete writes the summary there, because the last page of that block may not be allocated yet.
+    Rows without tokens are padding of a graph and also use that page.
     """
     size = method.block_size
     lengths_R = metadata.seq_lens.long()
@@ -152,30 +152,30 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
         sparse_B=rows_R,
         dense=None,
         held=held,
-        read_all=-padding,  # their one token each is counted as read
+        read_all=-padding,  # one token of each padding row is counted as read
     )
 
 
 def step_in_kernels(metadata: Any) -> Step:
-    """Plan a step in which every row decodes and kernels do what a `Plan` says."""
-    padding = (metadata.seq_lens == 0).sum()  # their one token each is counted as read
+    """Plan a step in which every row decodes and kernels do the work that a `Plan` describes."""
+    padding = (metadata.seq_lens == 0).sum()  # one token of each padding row is counted as read
     return Step(held=metadata.seq_lens.sum(), read_all=-padding)
 
 
 def by_block(table_RP: Tensor, blocks: int, run: int) -> Tensor:
-    """The first ``blocks`` blocks ``[R, N, r]`` of rows' tables of pages; pages beyond the table are its last one."""
+    """The first ``blocks`` blocks ``[R, N, r]`` of the rows' page tables, padded with the last page of each table."""
     columns = torch.arange(blocks * run, device=table_RP.device).clamp(max=table_RP.shape[1] - 1)
     return table_RP[:, columns].unflatten(1, (-1, run))
 
 
 def same_in_all_layers(method: SelectingMethod) -> bool:
-    """Whether a rule picks equally many blocks in every layer and head: a budget does."""
+    """Whether the method selects equally many blocks in every layer and head, as a token budget does."""
     return method.covered_tokens >= 0
 
 
 class SparseBuilder:
-    """Mixed into the builder of vLLM's metadata: puts a `Plan` beside it; ``None`` where the first layer makes it, so
-    that a graph holds it.
+    """Mixin for vLLM's metadata builder: adds the attribute ``plan``, a `Plan`, or ``None`` if the first layer makes
+    it, so that a CUDA graph captures it.
     """
 
     supports_update_block_table = False  # a plan holds pages
@@ -204,14 +204,14 @@ class SparseBuilder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
-        """Graphs hold steps in which all rows decode, or what is between attention layers."""
+        """CUDA graphs capture attention in steps in which all rows decode one token, or never."""
         from vllm.v1.attention.backend import AttentionCGSupport as Support
 
         graphs = fits_graphs(gated_impls(vllm_config)[0].method)
         return Support.UNIFORM_SINGLE_TOKEN_DECODE if graphs else Support.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """The metadata of a step, with its plan. vLLM names the arguments."""
+        """Build the metadata of a step, with its plan. The names of the arguments are vLLM's."""
         common = common_attn_metadata
         metadata = super().build(common_prefix_len, common, fast_build)  # type: ignore[misc]
         if self.graphs and common.max_query_len == 1:
@@ -229,12 +229,12 @@ class SparseBuilder:
 
 
 class SparseAttention:
-    """Mixed into vLLM's attention of a layer, which does what is not read sparsely.
+    """Mixin for vLLM's attention of a layer, which still computes all dense attention.
 
     Attributes:
-        counts: statistics of this layer and of those that read as much.
-        anchor: the layer whose choice of blocks this one reads (`DecodeConfig.anchors`), mostly itself.
-        pages: the layer's cache -> its `Pages`. It keeps no cache alive that vLLM has replaced.
+        counts: statistics, shared by layers that read equally many tokens.
+        anchor: the layer that selects blocks for this one (`DecodeConfig.anchors`); usually itself.
+        pages: the layer's cache -> its `Pages`; does not keep a cache alive that vLLM has replaced.
     """
 
     kind: type[Pages]
@@ -247,9 +247,9 @@ class SparseAttention:
 
     @property
     def room(self) -> int:
-        """Bytes that a page has for summaries behind its keys and values: multiples of 16, as strides must be. The
-        summary of a block is at its last page, which it shares with no other block. Pages are alike in all layers, so
-        those that read an anchor's choice have room that they do not use.
+        """Bytes for summaries after the keys and values of a page: a multiple of 16, as strides require. The summary
+        of a block is stored in its last page, which no other block shares. Pages have one size in all layers, so
+        layers that reuse an anchor's blocks leave these bytes unused.
         """
         return -(-self.num_kv_heads * self.scoring.width * self.scoring.dtype.itemsize // 16) * 16
 
@@ -265,7 +265,7 @@ class SparseAttention:
         *scales: Any,
         **named: Any,
     ) -> Tensor:
-        """Attend, as `AttentionImpl.forward` of vLLM; the new keys and values are in the cache already."""
+        """Compute attention as vLLM's `AttentionImpl.forward`; new keys and values are already in the cache."""
         given = layer, query, key, value, cache
         if metadata is None:
             return super().forward(*given, metadata, output, *scales, **named)  # type: ignore[misc,no-any-return]
@@ -288,7 +288,7 @@ class SparseAttention:
         rows = len(plan.tokens_R)
         if not rows:
             self._count(plan, pages, None)
-        elif plan.dense is None:  # rows and tokens are the same, in order
+        elif plan.dense is None:  # every token is a row, in the same order
             self._attend(pages, plan, query[:rows], output[:rows])
         else:
             query_RHD = query[plan.tokens_R]
@@ -298,7 +298,7 @@ class SparseAttention:
         return output
 
     def _in_kernels(self, pages: Pages, metadata: Any, query: Tensor, output: Tensor) -> None:
-        """A step in which all rows decode: three launches, and those of attention."""
+        """Run a step in which all rows decode, in three launches and those of attention."""
         from seergate.ops.triton_impl.paged import chosen_places
 
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
@@ -342,7 +342,7 @@ class SparseAttention:
         query_QGD = query_RHD.contiguous().view(len(table_QX), -1, pages.dim)
         shared = plan.shared
         if shared is None:
-            current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens of the block still open, or just closed
+            current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens in the newest block
             lengths_Q = ((counts - 1) * size + current_R1).expand(-1, pages.heads).flatten().int()
             shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
             if same_in_all_layers(self.method):
@@ -352,17 +352,17 @@ class SparseAttention:
         pages.attend(query_QGD, table_QX, lengths_Q, schedule, output_RHD.view_as(query_QGD))
 
     def _chosen(self, scores_RKN: Tensor, rows: Rows) -> tuple[Tensor, Tensor | int]:
-        """The blocks ``[R, K, X]``, int64, and how many of them each head reads, ``[R, K]`` or a number for all."""
+        """The selected blocks ``[R, K, X]``, int64, and their count per head, ``[R, K]`` or one number for all."""
         method = self.method
         if rows.kept is not None and choose(scores_RKN.device) == "torch":
-            # The method's own choice, with what does not depend on scores computed once.
+            # Same result as `method.choose`, but what does not depend on scores is computed once per step.
             candidates = rows.once(candidates_in, scores_RKN.shape[2], method.block_size, method.sink_blocks)
             return best_blocks(scores_RKN, candidates, rows.kept), rows.kept
         indices_RKX, counts_RK = method.choose(scores_RKN, rows.lengths_R)
         return indices_RKX.clamp(min=0).long(), counts_RK
 
     def _scores(self, pages: Pages, rows: Rows, query_RHD: Tensor) -> Tensor:
-        """Scores ``[R, K, N]``, of as many rows at a time as `SCORED_BYTES` allow."""
+        """Scores ``[R, K, N]``, computed for as many rows at a time as `SCORED_BYTES` allow."""
         blocks = rows.table_RNr.shape[1]
         most = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
 
@@ -378,16 +378,16 @@ class SparseAttention:
 
 
 def candidates_in(rows: Rows, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
-    """See `candidates_of`."""
+    """Call `candidates_of` with arguments in the order that `Rows.once` needs."""
     return candidates_of(rows.lengths_R, blocks, block_size, sink_blocks)
 
 
 class SparseBackend:
-    """Mixed into vLLM's attention backend of a layer."""
+    """Mixin for vLLM's attention backend of a layer."""
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
-        """A head's tokens of a page lie side by side where the backend lets them: a head has pages of its own."""
+        """Prefer layouts in which the tokens of a head are contiguous in a page, as each head has its own pages."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         known = super().supported_kv_cache_layouts()  # type: ignore[misc]
@@ -396,7 +396,7 @@ class SparseBackend:
 
 @cache
 def sparse_backend(stock: Any) -> Any:
-    """A backend of vLLM's with sparse decoding: its own metadata's builder, its own attention, otherwise the same."""
+    """Subclass a backend of vLLM for sparse decoding; only its metadata builder and its attention differ."""
     builder = type("SparseMetadataBuilder", (SparseBuilder, stock.get_builder_cls()), {})
     impl = type("SparseImpl", (SparseAttention, stock.get_impl_cls()), {"kind": PAGES[stock.get_name()]})
     methods = {
@@ -408,9 +408,9 @@ def sparse_backend(stock: Any) -> Any:
 
 @cache
 def sparse_layer(stock: Any) -> Any:
-    """A layer's class in vLLM, with room for summaries behind each page of its cache: so they are in vLLM's plan."""
+    """Subclass vLLM's layer to add room for summaries to each cache page, so that vLLM's memory plan counts it."""
 
-    class SparseLayer(stock):  # type: ignore[misc] # of one base, so that a layer that exists can become one
+    class SparseLayer(stock):  # type: ignore[misc] # one base only, so that an existing layer can be converted
         def get_kv_cache_spec(self, vllm_config: Any) -> Any:
             spec, room = super().get_kv_cache_spec(vllm_config), self.impl.room
             return replace(spec, page_size_padded=spec.page_size_bytes + room) if room else spec
@@ -419,15 +419,15 @@ def sparse_layer(stock: Any) -> Any:
 
 
 def gated_impls(vllm_config: Any, names: list[str] | None = None) -> list[SparseAttention]:
-    """The attention of gated layers, of all or of those of these names."""
+    """The attention of the gated layers, of all layers or of those in ``names``."""
     layers = vllm_config.compilation_config.static_forward_context
     found = [getattr(layers[name], "impl", None) for name in (layers if names is None else names)]
     return [impl for impl in found if isinstance(impl, SparseAttention)]
 
 
 def fits_graphs(method: SelectingMethod) -> bool:
-    """Whether CUDA graphs may hold the decode steps of a method: a budget alone decides what is read. CPUs have none,
-    and shapes that do not depend on lengths would cost them time.
+    """Whether CUDA graphs may capture decode steps: on a GPU, for a method whose budget alone decides how much is
+    read. A CPU has no graphs, and shapes that do not depend on lengths would slow it down.
     """
     from vllm.platforms import current_platform
 

@@ -12,19 +12,19 @@ from seergate.serving.checks import check_keys, check_model
 from seergate.serving.settings import Settings
 
 SUPPORTED = ("0.32", "0.33")
-"""Minor versions of vLLM that this was written for. The tests run with 0.32."""
+"""Supported minor versions of vLLM. The tests run with 0.32."""
 
 WORKERS = {
     "vllm.v1.worker.cpu_worker.CPUWorker": "seergate.vllm.worker.CPUWorker",
     "vllm.v1.worker.gpu_worker.Worker": "seergate.vllm.worker.GPUWorker",
 }
 READABLE = ("auto", "float32", "float16", "bfloat16")
-"""Types of the cache whose numbers are the keys."""
+"""Cache dtypes in which keys are stored without quantization."""
 
 
 def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) -> Any:
-    """The configuration that ``create`` makes of vLLM's ``engine_args``, whose block size is set here unless the user
-    did; refuses what does not fit.
+    """Return the configuration that ``create`` makes from ``engine_args``, with a worker of seergate; sets the block
+    size first unless the user did. Refuses options, models and gates that seergate does not support.
     """
     import vllm
 
@@ -58,7 +58,7 @@ def configured(settings: Settings, engine_args: Any, create: Callable[[], Any]) 
 
 
 def choose_backend(attention_config: Any) -> None:
-    """Have vLLM take FlashAttention on a GPU, or refuse it before weights are read. Its own choice may be another."""
+    """Select FlashAttention on a GPU, where vLLM might choose another backend; refuse one that the user chose."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -71,14 +71,14 @@ def choose_backend(attention_config: Any) -> None:
 
 
 def default_page() -> int | None:
-    """Tokens per page for a method without gates. With vLLM's 16, summaries would be a sixteenth of a GPU's cache."""
+    """Tokens per page without gates. With vLLM's default of 16, summaries would take a sixteenth of a GPU's cache."""
     from vllm.platforms import current_platform
 
     return None if current_platform.is_cpu() else 64
 
 
 def check_page(bank: Gates | None, page: int | None) -> None:
-    """Refuse gates that keep more than a key per block, or whose block is not one page of the cache, or several."""
+    """Refuse gates with more than one key per block, and gates whose block is not a whole number of cache pages."""
     from vllm.platforms import current_platform
 
     if bank is not None:
@@ -96,7 +96,7 @@ def check_page(bank: Gates | None, page: int | None) -> None:
 
 
 def check_engine(config: Any) -> None:
-    """Refuse options of an engine and models with which gates would not see the whole cache as it is."""
+    """Refuse engine options and models that the plugin does not support, such as a cache that gates cannot read."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import uses_fa4_hd256_kernel
 

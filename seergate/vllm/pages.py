@@ -1,8 +1,8 @@
-"""vLLM's paged caches: how a page's keys are read, and how each KV head attends to pages of its own.
+"""vLLM's paged caches: how the keys of a page are read, and how each KV head attends to its own pages.
 
-Every KV head is a sequence of its own for the stock kernel, with a block table of its own: the same memory seen as a
-cache with one head has page ``p`` of head ``k`` at place ``p * page_step + k * head_step``, whatever the layout. Keys
-carry their RoPE already, so the order of pages does not matter; the current one comes last, because it is not full.
+To the stock kernel, every KV head is a separate sequence with its own block table. Viewed as a cache with one head,
+the same memory has page ``p`` of head ``k`` at place ``p * page_step + k * head_step``, in every layout. Cached keys
+are already rotated, so the order of pages does not matter; the current page comes last, because it may be incomplete.
 
 Shape suffixes: P pages, K KV heads, S tokens per page, D head dimension, W width of a block's summary, R rows, N
 blocks, r pages of a block, Q sequences (R * K), X pages read.
@@ -28,21 +28,21 @@ class Pages(ABC):
 
     Args:
         impl: the stock attention of the layer.
-        layer: vLLM's module around it.
-        cache: the layer's.
+        layer: vLLM's module that contains it.
+        cache: the layer's cache.
         width: W; 0 without summaries.
 
     Attributes:
         heads, size, dim: K, S and D.
-        page_step, head_step: see above.
-        unit, places: the distance of neighbouring places, in numbers, and how many places there are.
-        summary_PKW: summaries of blocks, in the cache's memory, behind the keys and values of each page.
-        summary_rows, summary_steps: the same memory as rows of W numbers, and its steps from page to page and from
-            head to head.
+        page_step, head_step: see the module's docstring.
+        unit, places: distance between adjacent places, in elements, and number of places.
+        summary_PKW: summaries of blocks, stored in the cache after the keys and values of each page.
+        summary_rows, summary_steps: the same memory as rows of W elements, and its strides, in rows, from page to page
+            and from head to head.
     """
 
     def __init__(self, impl: Any, layer: Any, cache: Tensor, width: int = 0) -> None:
-        # A view: the cache itself is the key that this object is kept by.
+        # A view, because the cache itself is the weak key by which this object is stored.
         self.impl, self.layer, self.cache = impl, layer, cache.view(cache.shape)
         pages, self.heads, self.size, twice = cache.shape
         self.dim = twice // 2
@@ -67,7 +67,7 @@ class Pages(ABC):
         self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, apart))
 
     def read_summaries(self, rows: Rows) -> Tensor:
-        """The summaries ``[R, K, N, W]`` of rows' blocks."""
+        """The summaries ``[R, K, N, W]`` of the rows' blocks."""
         return F.embedding(rows.once(last_places, self.heads, *self.summary_steps), self.summary_rows)
 
     def table(self, rows: Rows, indices_RKX: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Pages(ABC):
 
     @abstractmethod
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-        """Shape and strides of all places' keys, as the kernel takes them, and how far behind them values begin."""
+        """Shape and strides of the keys at all places, as the kernel expects them, and the offset of the values."""
 
     @abstractmethod
     def read(self, pages_N: Tensor) -> Tensor:
@@ -87,13 +87,13 @@ class Pages(ABC):
 
     @abstractmethod
     def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> Any:
-        """The kernel's schedule for sequences with one query each; layers of equal lengths share it."""
+        """The kernel's schedule for sequences with one query each; layers with equal lengths share it."""
 
     @abstractmethod
     def attend(
         self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any, output_QGD: Tensor
     ) -> None:
-        """Write the attention of each sequence's newest query to the pages in its table."""
+        """Compute attention of each sequence's newest query over the pages in its table, into ``output_QGD``."""
 
 
 def places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tensor:
@@ -109,7 +109,7 @@ def last_places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tenso
 
 
 class CPUPages(Pages):
-    """The cache of vLLM's CPU backend: within a page, keys are packed for the processor."""
+    """The cache of vLLM's CPU backend, where keys are packed within a page for the instruction set."""
 
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         numbers = self.size * self.dim
@@ -174,8 +174,8 @@ class CPUPages(Pages):
 
 @cache
 def packed_order(size: int, dim: int, dtype: torch.dtype, isa: str) -> Tensor:
-    """Where each number of a page's keys ``[S, D]`` lies in memory on a CPU: what the kernel's own writing does to
-    numbers that say where they belong, digit by digit, because the cache may hold few different numbers exactly.
+    """Where each element of a page's keys ``[S, D]`` is in memory on a CPU. Found by letting vLLM's kernel write every
+    element's index, one base-128 digit at a time because the cache's dtype holds few integers exactly.
     """
     from vllm import _custom_ops as ops
 
@@ -195,7 +195,7 @@ def packed_order(size: int, dim: int, dtype: torch.dtype, isa: str) -> Tensor:
 
 
 class FlashPages(Pages):
-    """The cache of vLLM's FlashAttention backend, in whatever order in memory. Not run on a GPU."""
+    """The cache of vLLM's FlashAttention backend, in any memory layout. Not yet run on a GPU."""
 
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         return (self.places, self.size, 1, self.dim), (self.unit, self.cache.stride(2), self.dim, 1), self.dim
@@ -207,7 +207,7 @@ class FlashPages(Pages):
         from vllm.v1.attention.backends import fa_utils
 
         starts = torch.arange(len(lengths_Q) + 1, dtype=torch.int32, device=lengths_Q.device)
-        if self.impl.vllm_flash_attn_version != 3:  # the others plan within each call
+        if self.impl.vllm_flash_attn_version != 3:  # other versions schedule within each call
             return starts, None
         plan = fa_utils.get_scheduler_metadata(
             batch_size=len(lengths_Q),
@@ -256,11 +256,11 @@ class FlashPages(Pages):
 
 
 def splits() -> int:
-    """Parts that FlashAttention divides a sequence into; 0 leaves it the choice."""
+    """Number of parts into which FlashAttention splits a sequence; 0 lets it choose."""
     from vllm import envs
 
     return 1 if envs.VLLM_BATCH_INVARIANT else 0
 
 
 PAGES: dict[str, type[Pages]] = {"CPU_ATTN": CPUPages, "FLASH_ATTN": FlashPages}
-"""Attention backend of vLLM -> its cache."""
+"""Name of vLLM's attention backend -> class of its cache."""

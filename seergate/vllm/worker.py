@@ -1,4 +1,4 @@
-"""vLLM's workers, with gates in the model that they load. vLLM finds these classes by name (`parallel_config`)."""
+"""vLLM's workers, extended to add gates to the model. vLLM finds these classes by name (`parallel_config`)."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from seergate.vllm.pages import PAGES
 
 
 class Gated:
-    """Mixed into a worker."""
+    """Mixin for vLLM's workers."""
 
     gated: dict[int, Any]
-    logged = 0.0, 0, 0  # when the last line was written, and what had been read and held by then
+    logged = 0.0, 0, 0  # time of the last log line, tokens read and held by then
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model as vLLM does, then make its layers sparse."""
@@ -37,7 +37,7 @@ class Gated:
         self.gated = attach(self.model_runner.model, self.vllm_config)  # type: ignore[attr-defined]
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a step; now and then, write what decoding reads to vLLM's log, as often as vLLM its own statistics."""
+        """Run a step; at vLLM's interval for statistics, log the share of cached tokens that decoding reads."""
         from vllm import envs
         from vllm.logger import init_logger
 
@@ -52,19 +52,19 @@ class Gated:
         return output
 
     def seergate_stats(self) -> dict[str, Any]:
-        """`statistics` of this rank: ``llm.collective_rpc("seergate_stats")``, one answer per rank."""
+        """The `statistics` of this rank; ``llm.collective_rpc("seergate_stats")`` returns those of all ranks."""
         nbytes = sum(len(attention.kv_cache) * attention.impl.room for attention in self.gated.values())
         return statistics(zip(self.gated, self._counts(), strict=True), nbytes)
 
     def _counts(self) -> list[list[int]]:
-        """Tokens read and held of each layer, in one copy from the device."""
+        """Tokens read and held in each layer, in one copy from the device."""
         counts = [attention.impl.counts for attention in self.gated.values()]
         pairs = [torch.stack((each.read, each.held)) for each in counts]
         return torch.stack(pairs).tolist() if pairs else []
 
 
 def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
-    """Make the layers of this rank's model sparse; returns layer -> vLLM's module of its attention."""
+    """Make the layers of this rank's model sparse, and return layer -> vLLM's attention module."""
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
@@ -98,7 +98,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
 
 
 def attention_layers(model: nn.Module) -> list[tuple[int, Any, Any]]:
-    """Layer, module that has RoPE, and vLLM's attention in it, of every decoder layer on this rank."""
+    """For every decoder layer on this rank: its number, the module with its RoPE, and vLLM's attention module."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -111,13 +111,13 @@ def attention_layers(model: nn.Module) -> list[tuple[int, Any, Any]]:
 
 
 def make_sparse(attention: Any, method: SelectingMethod, scoring: Scores, counts: Counts) -> None:
-    """Give a layer sparse attention in place of what vLLM chose."""
+    """Replace the attention that vLLM chose for a layer by its sparse subclass."""
     if attention.attn_backend.get_name() not in PAGES:
         raise SeergateError(
             f"vLLM's attention backend is {attention.attn_backend.get_name()}; with seergate it must be one of "
             f"{', '.join(PAGES)}"
         )
-    if attention.kv_cache_dtype not in READABLE:  # a checkpoint may ask for it, which no configuration tells
+    if attention.kv_cache_dtype not in READABLE:  # a checkpoint may set it without any configuration option
         raise SeergateError(f"the model's kv_cache_dtype is {attention.kv_cache_dtype}; it must be one of {READABLE}")
     attention.attn_backend = sparse_backend(attention.attn_backend)
     kind = attention.attn_backend.get_impl_cls()
@@ -146,7 +146,7 @@ def rank_gate(gate: Scorer, kv_heads: int, device: torch.device, dtype: torch.dt
 
 
 def __getattr__(name: str) -> Any:
-    """`CPUWorker` and `GPUWorker`, made when vLLM asks for one: the other's module may not be importable here."""
+    """Create `CPUWorker` or `GPUWorker` on first access, as vLLM's module of the other may not be importable here."""
     for stock, ours in WORKERS.items():
         if ours == f"{__name__}.{name}":
             globals()[name] = made = type(name, (Gated, resolve_name(stock)), {"__module__": __name__})

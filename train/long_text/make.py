@@ -1,7 +1,7 @@
-"""Texts whose ends refer far back, to train gates on: `python make.py --out train.jsonl DIRECTORY ...`.
+"""Makes training texts that end with references far back: `python make.py --out train.jsonl DIRECTORY ...`.
 
-Reads text files (plain, Markdown, reStructuredText, POD, Python; also gzipped) and writes rows ``{"text": ...}``, a
-window of a file each (`seergate.distill.long_text`). `seergate tune` makes its texts the same way.
+Reads text files (plain, Markdown, reStructuredText, POD, Python; also gzipped) and writes rows ``{"text": ...}``, each
+a window of a file (`seergate.distill.long_text`). `seergate tune` makes its texts in the same way.
 """
 
 from __future__ import annotations
