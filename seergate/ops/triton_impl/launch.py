@@ -93,8 +93,8 @@ def select_warps(width: int) -> int:
 
 
 TURN_COST = 0.1
-"""Assumed cost of one more pass over a group's heads, as a share of the products' cost: it writes and reads the partial
-targets once more."""
+"""Assumed cost of one more pass over a group's heads, as a share of the products' cost: partial targets are written and
+read once more."""
 
 
 class TeacherLaunch(NamedTuple):
