@@ -23,9 +23,8 @@ class ScorerKind:
     """Properties of the gates of one scorer. A class may be given as "module:Class", to be imported on first use.
 
     Attributes:
-        gate: class of the gates: a subclass of `seergate.gates.scorer.Scorer`, which scores blocks for the method
-            `gate`, or of `seergate.gates.retention.RetentionGate`, which scores tokens for the eviction method named
-            like the scorer.
+        gate: class of the gates: a `seergate.gates.scorer.Scorer`, which scores blocks for the method ``gate``, or a
+            `seergate.gates.retention.RetentionGate`, which scores tokens for the eviction method of the scorer's name.
         loss: class of their distillation loss, a subclass of `seergate.hf.distill_loss.DistillLoss`.
         retention: whether ``gate`` is a retention gate.
         end_to_end: whether the loss sends gradients through the whole model.
@@ -146,12 +145,10 @@ class GateConfig:
             evicted. For ``trim_kv``: the minimum distance, in tokens, of attention that the reported recall counts.
         gate_dim: width of the gate's query and key vectors; must be even if ``rope`` is on. Default: 128, and for
             retention gates their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
-        k_pooling: one or more of ``"max", "min", "avg"``, each at most once; the pooled keys are concatenated in this
-            order. Only for ``attn_gate``.
-        q_pooling: how the query heads of a group are combined: ``"proj"`` (sum of one linear map per head, as in the
-            paper), ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; ``gate_dim`` must equal the head
-            dimension), or ``"none"`` (one query per head; a block's score is the maximum over the heads). Only for
-            ``attn_gate``.
+        k_pooling: only for ``attn_gate``: one or more of ``"max", "min", "avg"``, in the order of concatenation.
+        q_pooling: only for ``attn_gate``: how the query heads of a group are combined. ``"proj"``: sum of one linear
+            map per head, as in the paper; ``"avgproj"``: mean, then a linear map; ``"avg"``: mean only, with a
+            ``gate_dim`` equal to the head dimension; ``"none"``: one query per head and their highest score.
         qk_norm: apply RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE; for ``indexer``,
             LayerNorm on the keys only, as in DeepSeek's code.
         rope: apply RoPE to queries and index keys at their own positions, and to compressed keys at the first position
@@ -237,8 +234,7 @@ class DecodeConfig:
     ``threshold`` or ``top_p``. If none is given, ``token_budget`` is 4096.
 
     Attributes:
-        token_budget: tokens that a KV head reads per decode step, including the current block; rounded down to whole
-            blocks, at least two.
+        token_budget: tokens read per KV head and step, including the current block; at least two blocks, rounded down.
         budget_share: share of a row's blocks to read, in (0, 1], including the current block; rounded up to whole
             blocks. The budget grows with the length of each row. The share is the decimal fraction as written.
         budget_min, budget_max: minimum (if the row has as many) and maximum number of tokens that ``budget_share``

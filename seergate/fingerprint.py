@@ -28,7 +28,5 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def rope_of(model: Any) -> Any:
-    """The RoPE parameters of a transformers model, as JSON types. `fingerprint` does not cover them: YaRN, for
-    example, changes no weight.
-    """
+    """The RoPE parameters of a transformers model, as JSON types; `fingerprint` covers weights only."""
     return json.loads(json.dumps(getattr(model.config.get_text_config(), "rope_parameters", None), default=str))

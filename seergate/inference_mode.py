@@ -12,8 +12,7 @@ import torch
 def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function outside of `torch.inference_mode`, without gradients.
 
-    A tensor created in inference mode cannot be modified outside of it, but caches and counters that one call creates
-    are updated by later calls.
+    A tensor created in inference mode cannot be modified outside of it, but later calls update caches and counters.
     """
 
     @wraps(function)

@@ -144,7 +144,7 @@ class Gates(nn.Module):
         return self.holding(weights, "these gates", **{**self.record(), **changes})
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """A copy on the CPU in another dtype; a SeergateError if a number is not finite in it, or gates cannot have it."""
+        """A copy on the CPU in another dtype; a SeergateError if it is not in `DTYPES` or a number overflows."""
         return self.derived({name: tensor.to(dtype) for name, tensor in self.state_dict().items()})
 
     def subset(self, layers: Iterable[int]) -> Self:

@@ -45,9 +45,7 @@ class Source:
 
 
 def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
-    """The README of gates. Keeps the owner's text in ``existing``, the card to replace; shows `accuracy.png` if
-    ``plotted``.
-    """
+    """The README of gates, with the owner's text of the ``existing`` card, and `accuracy.png` if ``plotted``."""
     old_metadata, old_text = _split(existing or "")
     new = _metadata(bank, source)
     merged = {**old_metadata, **new}

@@ -1,7 +1,6 @@
 """The files of an adapter: `gate_config.json`, `gate_model.safetensors` and a model card; no pickle.
 
-A `config.json` next to them makes the error of `AutoModelForCausalLM.from_pretrained` on an adapter point to
-`seergate.load`.
+A `config.json` next to them makes `AutoModelForCausalLM.from_pretrained` fail with a pointer to `seergate.load`.
 """
 
 from __future__ import annotations

@@ -71,8 +71,7 @@ def parse_record(record: Any, where: str) -> dict[str, Any]:
 def portable_base(name: str | None) -> str | None:
     """A base model's name in a form that does not depend on the working directory.
 
-    A model that ships with seergate gets its short name, another directory or GGUF file its absolute path; a Hub id
-    is not changed.
+    Shipped models get their short name, other directories and GGUF files an absolute path; Hub ids are not changed.
     """
     if name is None or not is_local_model(name):
         return name

@@ -51,14 +51,12 @@ def group_size(geometry: ModelGeometry) -> int:
 class Scorer(nn.Module, ABC):
     """Scores every key block for every query token, separately for each KV head.
 
-    Inputs are the model's **pre-RoPE** queries and keys, after its q/k norm if it has one. Scorers compute in their
-    weights' dtype.
+    Inputs are the model's **pre-RoPE** queries and keys, after any q/k norm. Scorers compute in their weights' dtype.
 
     Attributes:
         entry_tokens: tokens per entry.
         key_heads: J, number of key heads of the scorer.
-        fused: whether each KV head has one query and one key, and a block's score is ``scale * query . key``, so that
-            the loss is `ops.gate_kl`.
+        fused: whether a block's score is ``scale * query . key`` with one of each per KV head, as `ops.gate_kl` needs.
     """
 
     inv_freq: Tensor | None

@@ -133,9 +133,7 @@ def model_positions(text: Any) -> int | None:
 
 
 def why_one_sequence(config: Any) -> str | None:
-    """Why sequences cannot be packed into one, as text; ``None`` if they can. ``config`` is the configuration of the
-    language part.
-    """
+    """Why sequences of a model with this text ``config`` cannot be packed into one; ``None`` if they can."""
     layers = {layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     stateful = sorted(layers - {"full_attention", "sliding_attention"})
     if not stateful:

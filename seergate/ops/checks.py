@@ -103,9 +103,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 def check_lengths(
     lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1, on: Named | None = None
 ) -> None:
-    """Check for int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory), on the device of ``on`` if
-    given.
-    """
+    """Check for int32 or int64 ``[B]`` on the device of ``on``, if given; in host memory, for ``least..limit``."""
     check_integers("lengths", lengths, (batch,), on)
     if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())

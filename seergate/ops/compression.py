@@ -84,8 +84,7 @@ def update_compressed_keys(
         inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
         attention_scaling: factor on RoPE's cosine and sine.
         position_offset: RoPE position of a block relative to its first token.
-        host_lengths: the numbers of ``lengths`` on the host, if known. The torch backend then computes only the blocks
-            that close, on every device.
+        host_lengths: ``lengths`` on the host, if known; the torch backend then computes only the blocks that close.
     """
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape

@@ -76,11 +76,9 @@ def gate_kl(
     Per row ``t`` and KV head, over the strictly past blocks ``j``: ``KL = sum_j p_j (log p_j - log pi_j)`` with ``p``
     the `block_targets` and ``pi = softmax_j(gate_scale * qg_t . kg_j)``, computed in log domain in fp32 or wider. The
     forward computes the gradients with respect to ``qg`` and ``kg`` if they are needed; the backward only scales them.
-    Memory for rows x blocks is needed for one chunk of rows at a time. No gradient flows to ``q`` and ``k``: the
-    teacher is frozen.
+    Memory for rows x blocks is needed for one chunk of rows at a time. The teacher's ``q`` and ``k`` get no gradient.
 
-    On GPUs, fp32 gates wider than 128 are multiplied in bf16, as the registers do not hold them in fp32; sums, softmax
-    and results are fp32.
+    On GPUs, fp32 gates wider than 128 exceed the registers: products are in bf16; sums, softmax and results in fp32.
 
     Args:
         q: ``[T, H, d]`` packed queries after RoPE.
@@ -108,8 +106,7 @@ def gate_kl(
             scale, cap and sinks; computed if ``None``.
 
     Returns:
-        The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without counted rows the loss
-        and its gradients are 0.
+        The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without counted rows it is 0.
 
     Raises:
         RuntimeError: in the backward, for a second derivative.
@@ -179,8 +176,7 @@ def scorer_kl(
         qs: ``[T, I, E']``, the scorer's queries.
         ks: ``[sum M_i, J, E]``, the scorer's keys; segment i of length ``L_i`` has ``M_i = ceil(L_i / entry_tokens)``.
         cu_seqlens, block_size: see `gate_kl`.
-        scores: function from queries of some rows and keys of consecutive blocks of a segment to block scores; columns
-            beyond these blocks are ignored.
+        scores: computes block scores from queries of some rows and keys of consecutive blocks of a segment.
         entry_tokens: tokens per key; divides ``block_size``.
         target: ``"max"``, ``"sum"`` or ``"selected"``.
         target_budget: for ``"selected"``, the tokens that the scorer selects, including the current block, the sink

@@ -30,8 +30,8 @@ def score_blocks(
     Args:
         q: ``[B, H, d]``, the newest query of each row before RoPE.
         lengths: int ``[B]``, tokens of each row, including this one; the query's position is ``length - 1``.
-        compressed: ``[B, Hkv, NB, E]``, the compressed keys. ``NB`` may be a capacity; on a GPU, entries after a row's
-            complete blocks are not read.
+        compressed: ``[B, Hkv, NB, E]``, the compressed keys; ``NB`` may be a capacity, of which a GPU reads only the
+            row's complete blocks.
         weight: ``[Hkv, G, d, E]``, the query branch's linear map.
         block_size: tokens per block.
         norm_weight: ``[E]``, weight of the RMSNorm after the linear map; ``None`` without norm.
@@ -39,8 +39,7 @@ def score_blocks(
         attention_scaling: factor on RoPE's cosine and sine.
 
     Returns:
-        ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 or wider; undefined for blocks that are not
-        complete.
+        ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 or wider; undefined for incomplete blocks.
     """
     check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
     kv_heads, group, dim, width = weight.shape

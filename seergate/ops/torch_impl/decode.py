@@ -137,9 +137,7 @@ def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
 
 
 def _attend(inputs: DecodeInputs, mask_B11S: Tensor | None = None) -> Tensor:
-    """Attention to a contiguous cache, ``[B, H, D]``. With sinks or a softcap, 16-bit keys and values are copied to
-    fp32.
-    """
+    """Attention to a contiguous cache, ``[B, H, D]``; 16-bit caches are copied to fp32 with sinks or a softcap."""
     q_BHD, k_BKSD, v_BKSD, sm_scale, sinks_H, softcap, _ = inputs
     q_BKGD = q_BHD.unflatten(1, (k_BKSD.shape[1], -1))
     if sinks_H is None and softcap is None:

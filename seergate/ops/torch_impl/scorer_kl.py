@@ -91,9 +91,7 @@ def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head:
 
 
 def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, Tensor]:
-    """Sum of the rows' KL (float64) and its derivative with respect to the scores; over the ``picked`` best blocks
-    only, unless that is ``None``.
-    """
+    """Sum of the rows' KL (float64) and its derivative by the scores; only over the ``picked`` best blocks, if set."""
     if picked is not None and picked < a_RN.shape[1]:
         left_out = torch.ones_like(a_RN, dtype=torch.bool).scatter_(1, _best(a_RN, picked), False)
         u_RN, a_RN = u_RN.masked_fill(left_out, MASKED), a_RN.masked_fill(left_out, MASKED)

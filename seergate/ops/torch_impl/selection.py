@@ -1,8 +1,7 @@
 """`score_blocks` and `select_blocks` in torch.
 
 Selection gives every block an int64 key: an integer in the order of its fp32 score in the high half, and its negated
-index in the low half. All keys differ, so a top-k is deterministic on every device, ties go to the lower index, and no
-stable sort is needed.
+index in the low half. All keys differ, so a top-k is deterministic on every device, and ties go to the lower index.
 
 Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 """

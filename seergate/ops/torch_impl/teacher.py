@@ -89,8 +89,7 @@ class Teacher:
         return self.k_TKD[start:end, head].to(self.dtype).contiguous()
 
     def log_targets(self, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> Tensor:
-        """``u [N, R]``: log of each past block's target before normalisation over blocks, from block ``sink_blocks``
-        on; `MASKED` where not past.
+        """Log targets ``u [N, R]`` of blocks from ``sink_blocks`` on, not yet normalised; `MASKED` where not past.
 
         ``u_j = max over the group's heads of (highest score in block j - log sum exp of all scores up to the row)``:
         each head is normalised before the maximum over heads. The segment starts at ``start`` of the pack and has the

@@ -52,8 +52,7 @@ def attend(
     lengths: Tensor | None,
     block_size: int,
 ) -> Tensor:
-    """Attention of one token per row, ``[B, H, dv]``, to the selected blocks, or to all tokens if ``indices`` is
-    ``None``.
+    """Attention of one token per row, ``[B, H, dv]``, to the selected blocks, or without ``indices`` to all tokens.
 
     Two launches, or one if rows x heads suffices to fill the GPU. Nothing waits for the device and no size depends on
     values there, so this can be captured in a CUDA graph.

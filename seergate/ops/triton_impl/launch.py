@@ -86,15 +86,13 @@ def decode_splits(pairs: int, tiles: int, processors: int) -> int:
 def select_warps(width: int) -> int:
     """Warps of `select_kernel` for this padded number of blocks.
 
-    The kernel computes 32 short sums one after the other, which need no barrier within one warp. One warp suffices up
-    to 512 blocks, 16 per thread.
+    Its 32 short sums, one after the other, need no barrier in a single warp, enough for 512 blocks (16 a thread).
     """
     return max(1, min(16, width // 512))
 
 
 TURN_COST = 0.1
-"""Assumed cost of one more pass over a group's heads, as a share of the products' cost: partial targets are written and
-read once more."""
+"""Cost of one more pass over a group's heads, relative to the products: partial targets are written and read again."""
 
 
 class TeacherLaunch(NamedTuple):

@@ -105,9 +105,8 @@ class Teacher:
     def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool, step: int = 1) -> None:
         """Fill the past blocks of ``targets [rows, Hkv, width]``, and ``lse [T, H]`` if it is not ``known``.
 
-        It must be known if rows are ``step > 1`` tokens apart, or do not start with the segment.
-
-        An unknown ``lse`` is computed in the same pass or, if that needs too much scratch, in a pass before it.
+        It must be known if rows are ``step > 1`` tokens apart, or do not start with the segment. An unknown ``lse`` is
+        computed in the same pass or, if that needs too much scratch, in a pass before it.
         """
         if not known:
             launch = self.launch()
