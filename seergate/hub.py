@@ -34,7 +34,7 @@ _OFFLINE = threading.RLock()
 
 @contextmanager
 def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
-    """Turn every failure inside the block into a `SeergateError` of the form "``what``: why".
+    """Turn any error in the block, except programming errors, into a `SeergateError` of the form "``what``: why".
 
     One short request tests whether the Hub answers. If it does not, the block runs in offline mode and uses downloaded
     files at once; the Hub's clients would retry for half a minute.
@@ -42,9 +42,6 @@ def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
     Args:
         what: the failed action, for the message.
         asks: whether the Hub may be contacted; false for local files.
-
-    Raises:
-        SeergateError: for every failure but an `AssertionError` or a `NameError`.
     """
     silence = None
     try:

@@ -34,12 +34,14 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengt
         k: ``[B, Hkv, S, d]``, before RoPE.
         block_size: tokens per block.
         kinds: one or more of ``"max", "min", "avg"``, each at most once; their results are concatenated in this order.
-        lengths: int ``[B]``, 0..S: tokens of each row; ``None`` for all S. Later tokens are padding and may hold
-            anything (NaN included).
+        lengths: int ``[B]``, 0..S, tokens of each row; ``None`` for all S. Later tokens may hold anything, even NaN.
 
     Returns:
         ``[B, Hkv, ceil(S / block_size), len(kinds) * d]`` in the dtype of ``k``; means are accumulated in fp32. A
-        partial block is pooled over its tokens; a block of padding is 0.
+        partial block is pooled over its tokens; a block without tokens is 0.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("k", k, ("B", "Hkv", "S", "d"))
     check_count("block_size", block_size, 1)
@@ -85,6 +87,9 @@ def update_compressed_keys(
         attention_scaling: factor on RoPE's cosine and sine.
         position_offset: RoPE position of a block relative to its first token.
         host_lengths: ``lengths`` on the host, if known; the torch backend then computes only the blocks that close.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape

@@ -71,6 +71,9 @@ def sparse_decode(
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero for a row and KV head without any block.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_count("block_size", block_size, 1)
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
@@ -109,6 +112,9 @@ def dense_decode(
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
     if lengths is not None:
@@ -165,7 +171,7 @@ def _check_ascending(indices: Tensor) -> None:
 
 
 def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
-    """Check for integers ``[B, Hkv]`` and, in host memory, for right counts of blocks of which the last is current."""
+    """Check for integers ``[B, Hkv]``; in host memory also the counts, and that the last block is the current one."""
     check_integers("counts", counts, indices.shape[:2], on=("indices", indices))
     if not readable(indices):
         return

@@ -1,7 +1,6 @@
 """Arithmetic of the gate's branches, for training, prefill and decode (SeerAttention-R, equations 1a to 1c).
 
-Shape suffixes: B batch, S tokens, N blocks, K KV heads, D head dimension of the model, E gate dimension, P number of
-poolings.
+Shape suffixes: B batch, S tokens, N blocks, K KV heads, D head dimension of the model, E gate dimension, P poolings.
 """
 
 from __future__ import annotations

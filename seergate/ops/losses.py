@@ -86,8 +86,7 @@ def gate_kl(
         qg: ``[T, Hkv, dg]`` the gate's queries; only those of `counted_rows` are read.
         kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)``.
             The last key of a segment is never a candidate, so its value does not matter.
-        cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory it costs no device
-            synchronisation.
+        cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory, reading it needs no sync.
         block_size: tokens per block; blocks are counted from each segment's start.
         row_start: in [0, 1); in a segment of length ``L``, rows from ``int(L * row_start)`` on count.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
@@ -102,13 +101,13 @@ def gate_kl(
         row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbouring rows are similar.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
-        lse: ``[T, H]``, natural log of each softmax's denominator, as returned by `packed_attention` for the same
-            scale, cap and sinks; computed if ``None``.
+        lse: ``[T, H]``, from `packed_attention` with the same scale, softcap and sinks; computed if ``None``.
 
     Returns:
         The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without counted rows it is 0.
 
     Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
         RuntimeError: in the backward, for a second derivative.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
@@ -179,16 +178,12 @@ def scorer_kl(
         scores: computes block scores from queries of some rows and keys of consecutive blocks of a segment.
         entry_tokens: tokens per key; divides ``block_size``.
         target: ``"max"``, ``"sum"`` or ``"selected"``.
-        target_budget: for ``"selected"``, the tokens that the scorer selects, including the current block, the sink
-            blocks and at least one more block.
+        target_budget: tokens that a scorer with target ``"selected"`` selects; at least ``2 + sink_blocks`` blocks.
         row_start, sm_scale, reduction, sink_blocks, row_stride, row_shift, sinks, softcap, lse: see `gate_kl`.
         recall_budgets: see `gate_kl`; recall is a share of the target, for ``"selected"`` of the target ``"sum"``.
 
     Returns:
-        As `gate_kl`.
-
-    Raises:
-        RuntimeError: in the backward, for a second derivative.
+        As `gate_kl`, which also lists the errors.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_count("block_size", block_size, 1)
@@ -241,6 +236,9 @@ def retention_kl(
     Returns:
         The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
         of a segment's sum of targets in its best ``budget - distance`` tokens, mean over segments.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2], on=("q", q))

@@ -40,6 +40,9 @@ def score_blocks(
 
     Returns:
         ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 or wider; undefined for incomplete blocks.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
     kv_heads, group, dim, width = weight.shape
@@ -75,8 +78,7 @@ Blocks = TypeVar("Blocks", int, Tensor)
 
 @dataclass(frozen=True)
 class BlockBudget:
-    """Number of blocks that each KV head of a row reads: a share of the row's blocks, rounded up, but at least
-    ``least`` and at most ``most``.
+    """Number of blocks that each KV head of a row reads: a share of its blocks, rounded up, within ``least..most``.
 
     Attributes:
         least, most: bounds in blocks; equal for a token budget.
@@ -124,12 +126,12 @@ class BlockBudget:
 
 
 def _as_written(share: float) -> tuple[int, int]:
-    """Numerator and denominator of the decimal notation of ``share``, at most 10^6, so that products fit int64."""
+    """Numerator and denominator (up to 10^6, so that products fit int64) of ``share`` as written in decimals."""
     fraction = Fraction(str(share)).limit_denominator(10**6)
     return fraction.numerator, fraction.denominator
 
 
-_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # constants of a compiled graph
+_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # constant in a graph
 
 
 def select_blocks(
@@ -167,6 +169,9 @@ def select_blocks(
     Returns:
         `Selection`. ``K`` is at most NB, and with a budget at most the budget of a row with NB blocks. On accelerators
         ``K`` is static and nothing waits for the device.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
     check_count("block_size", block_size, 1)

@@ -1,7 +1,6 @@
 """`scorer_kl` in torch: works on chunks of rows; gradients in the forward, by autograd through a chunk's scores.
 
-Shape suffixes: see `seergate.ops.torch_impl.teacher`; I query heads and J key heads of the scorer, E their width, M
-entries.
+Shape suffixes: see `seergate.ops.torch_impl.teacher`; I query and J key heads of the scorer, E their width, M entries.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ class Teacher:
     """The teacher's side of the loss, for one pack.
 
     Args:
-        pack: queries, keys and softmax options.
-        block_size: tokens per block.
         v: values, if the attention's output is wanted.
         window: as in `seergate.ops.packed_attention`; not together with targets.
     """
