@@ -101,7 +101,7 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
 
 
 def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: int | None, row_stride: int) -> None:
-    """Check loss options: `check_target`, `check_rows`; retention gates take defaults, end-to-end ones a budget."""
+    """Check options of the loss; retention gates allow only defaults, and need a budget if trained end to end."""
     scorer = gates.scorer
     if not gates.retention:
         check_rows(reduction, gates.sink_blocks, row_stride)
@@ -129,7 +129,7 @@ def check_target(target: str, target_budget: int | None, block_size: int, sink_b
 
 
 def check_rows(reduction: str, sink_blocks: int, row_stride: int) -> None:
-    """Check both counts; reduction ``"published"`` takes their defaults only, as the published code has neither."""
+    """Check ``sink_blocks`` and ``row_stride``; the published code, and so reduction ``"published"``, has neither."""
     for name, value, least in (("sink_blocks", sink_blocks, 0), ("row_stride", row_stride, 1)):
         check_count(name, value, least)
         if reduction == "published" and value > least:
@@ -145,7 +145,7 @@ class GateConfig:
             evicted. For ``trim_kv``: the minimum distance, in tokens, of attention that the reported recall counts.
         gate_dim: width of the gate's query and key vectors; must be even if ``rope`` is on. Default: 128, and for
             retention gates their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
-        k_pooling: only for ``attn_gate``: one or more of ``"max", "min", "avg"``, in the order of concatenation.
+        k_pooling: only for ``attn_gate``: one to three of ``"max", "min", "avg"``, in the order of concatenation.
         q_pooling: only for ``attn_gate``: how the query heads of a group are combined. ``"proj"``: sum of one linear
             map per head, as in the paper; ``"avgproj"``: mean, then a linear map; ``"avg"``: mean only, with a
             ``gate_dim`` equal to the head dimension; ``"none"``: one query per head and their highest score.

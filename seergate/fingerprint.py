@@ -28,5 +28,5 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def rope_of(model: Any) -> Any:
-    """The RoPE parameters of a transformers model, as JSON types; `fingerprint` covers weights only."""
+    """The RoPE parameters of a transformers model, as JSON types; they, and so YaRN, do not affect `fingerprint`."""
     return json.loads(json.dumps(getattr(model.config.get_text_config(), "rope_parameters", None), default=str))

@@ -26,8 +26,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Gates(nn.Module):
     """The gates of one model and their metadata. The subclass `seergate.GateBank` adds models and files, for users.
 
-    The keys of the state dict, which is the adapter's, are ``layers.{i}.`` and a parameter name of the scorer, such as
-    ``q_proj.weight``. The base model is not part of it.
+    The state dict, which is also the adapter's, has keys ``layers.{i}.`` plus a parameter name of the gate, such as
+    ``q_proj.weight``. It does not contain the base model.
 
     Args:
         config: the architecture, the same for all layers.

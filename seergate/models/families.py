@@ -187,7 +187,7 @@ def rope_kind(config: Any, attention: Any) -> RopeKind:
     """How a layer's cached keys follow from its hooked keys: by RoPE, unchanged, or in another way; see `Rotary`."""
     if config.model_type == "cohere2":  # rotates in its sliding-window layers only
         return "plain" if attention.sliding_window is not None else "none"
-    if config.model_type == "exaone4":  # likewise, if it has any
+    if config.model_type == "exaone4":  # the same, or in all layers if none is sliding
         return "plain" if attention.sliding_window is None or attention.is_sliding else "none"
     if config.model_type == "smollm3":
         return "plain" if attention.use_rope else "none"

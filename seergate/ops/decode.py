@@ -66,8 +66,8 @@ def sparse_decode(
         page_table: int ``[B, P]``, for k and v in pages ``[pages, Hkv, page, d]``: token ``i`` of row ``b`` is in
             page ``page_table[b, i // page]``, so ``S = P * page``; ``page`` is a multiple of ``block_size``. Only the
             selected blocks are read, in place.
-        counts: int32 ``[B, Hkv]`` from `select_blocks`, the number of blocks in ``indices``, the last of which must be
-            the row's current one. Saves the Triton backend a pass over the indices.
+        counts: int32 ``[B, Hkv]`` from `select_blocks`, number of blocks in ``indices``; the last of them must be the
+            row's current block. Saves the Triton backend a pass over the indices.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero for a row and KV head without any block.

@@ -86,7 +86,7 @@ def gate_kl(
         qg: ``[T, Hkv, dg]`` the gate's queries; only those of `counted_rows` are read.
         kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)``.
             The last key of a segment is never a candidate, so its value does not matter.
-        cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory, reading it needs no sync.
+        cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory it costs no sync.
         block_size: tokens per block; blocks are counted from each segment's start.
         row_start: in [0, 1); in a segment of length ``L``, rows from ``int(L * row_start)`` on count.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
@@ -95,7 +95,7 @@ def gate_kl(
             packings. ``"published"``: per segment, the sum of its KL divided by ``Hkv * rows * NBmax``, where ``rows``
             also counts rows without a past block and ``NBmax`` is the block count of the pack's longest segment; then
             the mean over the non-empty segments (in the published code an empty one gives NaN).
-        recall_budgets: token budgets at which to measure recall, including the current block and the sink blocks.
+        recall_budgets: token budgets for recall, each at least ``block_size``; include the current and sink blocks.
         sink_blocks: number of first blocks of each segment, which decoding always reads. They are left out of both
             distributions, and the target is normalised over the other blocks.
         row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbouring rows are similar.

@@ -157,7 +157,7 @@ def gate_kl(
 def block_masses(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sm_scale: float | None, **extras: Any
 ) -> Tensor:
-    """`block_targets` with sums in place of maxima: each past block's share of the group's probability."""
+    """`block_targets` with sums instead of maxima: each past block's share of the group's probability."""
     group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
     masses = torch.zeros(len(q), k.shape[1], widest, dtype=_wide(q, k), device=q.device)
     for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):

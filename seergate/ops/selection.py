@@ -30,8 +30,8 @@ def score_blocks(
     Args:
         q: ``[B, H, d]``, the newest query of each row before RoPE.
         lengths: int ``[B]``, tokens of each row, including this one; the query's position is ``length - 1``.
-        compressed: ``[B, Hkv, NB, E]``, the compressed keys; ``NB`` may be a capacity, of which a GPU reads only the
-            row's complete blocks.
+        compressed: ``[B, Hkv, NB, E]``, the compressed keys. ``NB`` may be a capacity: on a GPU, only a row's complete
+            blocks are read.
         weight: ``[Hkv, G, d, E]``, the query branch's linear map.
         block_size: tokens per block.
         norm_weight: ``[E]``, weight of the RMSNorm after the linear map; ``None`` without norm.
@@ -119,7 +119,7 @@ class BlockBudget:
 
     @property
     def covered(self) -> int:
-        """Largest number of blocks of which a row reads all."""
+        """Largest number of blocks with which a row still reads all of its blocks."""
         unread = self.denominator - self.numerator  # a row of n blocks reads all if n * unread < denominator
         all_of = (self.denominator - 1) // unread if unread else UNBOUNDED
         return min(self.most, max(self.least, all_of))

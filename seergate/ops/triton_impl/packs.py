@@ -88,7 +88,7 @@ def segment_pieces(
     weights: Sequence[float],
     sink_blocks: int = 0,
 ) -> list[Piece]:
-    """One piece per segment with `counted_rows`, all of which are after its first ``1 + sink_blocks`` blocks."""
+    """One piece per segment with `counted_rows`; these rows come after its first ``1 + sink_blocks`` blocks."""
     pieces, block = [], 0
     for (start, end), rows, weight in zip(spans, counted, weights, strict=True):
         if rows:
