@@ -13,7 +13,7 @@ processes, lower counts are faster."""
 def bound_spinning() -> None:
     """Let idle threads sleep soon, unless the user has set ``OMP_WAIT_POLICY`` or ``GOMP_SPINCOUNT``.
 
-    On a busy machine, spinning threads take cores from working ones. Call this before torch, and so libgomp, is loaded.
+    On a busy machine, spinning threads take cores from working ones. Call this before torch and libgomp are loaded.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
