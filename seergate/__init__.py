@@ -64,7 +64,7 @@ __all__ += ["distill", "methods", "ops"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that ``import seergate`` is instant and changes nothing."""
+    """Import a public name on first use, so that ``import seergate`` is fast and has no side effects."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     if name in _SUBMODULES:

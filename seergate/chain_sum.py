@@ -1,9 +1,9 @@
-r"""The chain-sum task: arithmetic that can only be done by looking things up far back.
+r"""The chain-sum task: arithmetic whose operands must be looked up far back in the text.
 
-A problem defines variables in shuffled order, three of them as digits and every other one as the sum of two random
-earlier ones; each definition ends with the variable to evaluate next, the last one with ``answer``. The reasoning
-follows these links; each step copies a definition from the prompt, recalls both operands' values from earlier steps,
-and writes the sum modulo 10. Every decision the reasoner takes is a retrieval of one token:
+A problem defines variables in shuffled order. Three are digits, every other one is the sum of two random earlier ones.
+A definition ends with the variable to evaluate next, the last one with ``answer``. The reasoning follows these links:
+each step copies a definition from the prompt, recalls the values of both operands from earlier steps, and writes their
+sum modulo 10. Every decision of the reasoner is the retrieval of one token:
 
     prompt       [a9] is the sum of a17 plus a5 , and then comes a20: .
                  [a17] is just the digit 4 , and then comes a5: .
@@ -14,13 +14,13 @@ and writes the sum modulo 10. Every decision the reasoner takes is a retrieval o
                  a20: a17 4 plus a9 7 which gives a20= 1 . so next answer
     answer       \boxed{ 1 }
 
-A variable has a separate token for each of its roles (``[a17]`` where it is defined, ``a17`` where it is an operand,
-``a17:`` where it is to be evaluated, ``a17=`` where its value follows), so that what has to be matched is one token.
-The first variable stands in the prompt, and the end is marked where the last one is defined: no step depends on a
-minimum, a count, or the absence of something, which no sparse attention could see.
+A variable has a separate token for each role (``[a17]`` in its definition, ``a17`` as an operand, ``a17:`` where it is
+to be evaluated, ``a17=`` before its value), so every lookup matches a single token. The prompt names the first
+variable, and the last definition says that it is the last: no step depends on a minimum, a count, or the absence of a
+token, which sparse attention could not detect.
 
-More than half of the tokens are words that say nothing new, as in any text. Without them a block of eight tokens would
-hold so many names that their pooled keys hide each other, which no text of a large model does.
+More than half of the tokens are filler words, as in natural text. Without them, a block of eight tokens would contain
+so many names that their pooled keys would mask each other, which does not happen in the text of a large model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ NAMES = 80
 """Size of the pool of variable names that a problem draws from."""
 
 ROLES = ("[a{}]", "a{}", "a{}:", "a{}=")
-"""The tokens of a variable: where it is defined, an operand, to be evaluated, about to have its value."""
+"""The tokens of a variable by role: in its definition, as an operand, to be evaluated, before its value."""
 
 WORDS = (
     *("is", "the", "sum", "of", "plus", "just", "digit", ",", "and", "then", "comes", ".", "start", "with"),
     *("which", "gives", "so", "next"),
 )
-"""Words that carry no information of their own."""
+"""Filler words, which carry no information."""
 
 LAST = "answer"
 """Token in the last variable's definition, in place of the next variable to evaluate."""
@@ -113,8 +113,7 @@ def make_problem(variables: int, rng: random.Random) -> Problem:
     """Draw one problem.
 
     Args:
-        variables: how many variables, ``GIVENS + 1`` .. ``NAMES``. A whole conversation takes about 27 tokens
-            each.
+        variables: number of variables, ``GIVENS + 1`` .. ``NAMES``. A conversation has about 27 tokens per variable.
         rng: source of randomness; the same state gives the same problem.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Checks of options. Each refuses a wrong value with a `ValueError`: the option, its value, and what it must be."""
+"""Checks of options. Each raises a `ValueError` that names the option, its value and what it must be."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, TypeGuard
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """True if a value is an integer; ``True`` and ``False`` are not."""
+    """True if a value is an integer, but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """True if a value is a number; ``True`` and ``False`` are not."""
+    """True if a value is an integer or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_count(name: str, value: Any, least: int = 0, most: int | None = None) -> None:
-    """Refuse all but whole numbers in ``least..most``."""
+    """Check that a value is a whole number in ``least..most``."""
     right = is_int(value) and value >= least and (most is None or value <= most)
     check(
         name,
@@ -28,37 +28,37 @@ def check_count(name: str, value: Any, least: int = 0, most: int | None = None) 
 
 
 def check_counts(options: object, *, optional: bool = False, **least: int) -> None:
-    """Refuse attributes that are not whole numbers of at least ``least[name]``, or ``None`` where ``optional``."""
+    """Check that attributes are whole numbers of at least ``least[name]``, or, if ``optional``, ``None``."""
     for name, lowest in least.items():
         if not (optional and getattr(options, name) is None):
             check_count(name, getattr(options, name), lowest)
 
 
 def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
-    """Refuse all but these values."""
+    """Check that a value is one of ``known``."""
     check(name, value, value in known, " or ".join(map(repr, known)))
 
 
 def check_choice(options: object, **choices: Sequence[str]) -> None:
-    """Refuse attributes that are none of ``choices[name]``."""
+    """Check that each named attribute is one of ``choices[name]``."""
     for name, known in choices.items():
         check_one_of(name, getattr(options, name), known)
 
 
 def check_flags(options: object, *names: str) -> None:
-    """Refuse attributes that are neither true nor false."""
+    """Check that attributes are bools."""
     for name in names:
         check(name, getattr(options, name), isinstance(getattr(options, name), bool), "True or False")
 
 
 def check_share(options: object, *names: str) -> None:
-    """Refuse attributes that are not numbers in 0..1."""
+    """Check that attributes are numbers in 0..1."""
     for name in names:
         value = getattr(options, name)
         check(name, value, is_number(value) and 0 <= value <= 1, "a number in 0..1")
 
 
 def check(name: str, value: object, right: bool, must_be: str) -> None:
-    """Raise a `ValueError` unless the value is ``right``."""
+    """Raise a `ValueError` about ``value`` unless ``right`` is true."""
     if not right:
         raise ValueError(f"{name} is {value!r}; it must be {must_be}")

@@ -1,5 +1,5 @@
-"""The architecture of gates (`GateConfig`, saved with them), how to decode with them (`DecodeConfig`, chosen at run
-time), and corrections of the errors of sparse steps (`Lossless`, `Rectify`).
+"""Configuration: the architecture of gates (`GateConfig`, saved with them), decoding with them (`DecodeConfig`, set at
+run time), and corrections of the errors of sparse decode steps (`Lossless`, `Rectify`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 
 @dataclass(frozen=True)
 class ScorerKind:
-    """The facts about the gates of one scorer. A class may be given as "module:Class", which is imported on first use.
+    """Properties of the gates of one scorer. A class may be given as "module:Class", to be imported on first use.
 
     Attributes:
-        gate: class of the gates: a subclass of `seergate.gates.scorer.Scorer`, which scores blocks for the method
-            `gate`; or of `seergate.gates.retention.RetentionGate`, which scores tokens for the evicting method that
-            has the scorer's name.
+        gate: class of the gates: a `seergate.gates.scorer.Scorer`, which scores blocks for the method ``gate``, or a
+            `seergate.gates.retention.RetentionGate`, which scores tokens for the eviction method of the scorer's name.
         loss: class of their distillation loss, a subclass of `seergate.hf.distill_loss.DistillLoss`.
         retention: whether ``gate`` is a retention gate.
         end_to_end: whether the loss sends gradients through the whole model.
         poolings: whether the gates have the options ``k_pooling`` and ``q_pooling``.
-        begins_as_model: whether fresh gates can begin as the model's own product (`Scorer.begin_as_model`).
-        gate_dim: default width; 128 if ``None``, in training the model's head dimension.
+        begins_as_model: whether new gates can be initialised from the model's own ``q . k`` (`Scorer.begin_as_model`).
+        gate_dim: default width; if ``None``, 128, and in training the model's head dimension.
         paper: link to the paper in Markdown, for the model card of retention gates.
-        plot_style: colour and marker in plots of the series ``gate [SCORER]``; ``None`` for those of the method
-            ``gate``. Retention gates are drawn as the method of their name.
+        plot_style: colour and marker of the series ``gate [SCORER]`` in plots; ``None`` for the style of the method
+            ``gate``. Retention gates have the style of the method named like the scorer.
     """
 
     gate: str | type
@@ -68,31 +67,31 @@ SCORERS = {
         paper="[TRIM-KV](https://arxiv.org/abs/2512.03324)",
     ),
 }
-"""All kinds of gates by the name of their scorer; a program may add its own."""
+"""Scorer name -> kind of gates; a program may add its own."""
 
 
 def scorer_kind(name: str) -> ScorerKind:
     """The kind of gates of a scorer.
 
     Raises:
-        ValueError: if there is none of this name.
+        ValueError: if no scorer has this name.
     """
     check("scorer", name, name in SCORERS, f"one of {(*SCORERS,)}")
     return SCORERS[name]
 
 
 def class_of(kind: str | type) -> Any:
-    """The class that is given as a class or as "module:Class"."""
+    """The class itself, imported if it is given as "module:Class"."""
     return pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
 
 
 def is_retention(name: str) -> bool:
-    """True if a scorer, or the method of its name, scores tokens for eviction; false for other names."""
+    """True if ``name`` is a scorer of retention gates, or its eviction method; false for unknown names."""
     return name in SCORERS and SCORERS[name].retention
 
 
 def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
-    """The poolings as a tuple; refused unless they are some of `POOLINGS`, each at most once."""
+    """Check that ``kinds`` are one or more of `POOLINGS`, each at most once; returns them as a tuple."""
     if isinstance(kinds, str):
         raise ValueError(f"{name} is {kinds!r}; it must be a sequence such as ({kinds!r},)")
     listed = isinstance(kinds, Sequence) and all(isinstance(kind, str) for kind in kinds)
@@ -102,7 +101,7 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
 
 
 def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: int | None, row_stride: int) -> None:
-    """Refuse options that retention gates do not have, and for others what `check_target` and `check_rows` refuse."""
+    """Check options of the loss; retention gates allow only defaults, and need a budget if trained end to end."""
     scorer = gates.scorer
     if not gates.retention:
         check_rows(reduction, gates.sink_blocks, row_stride)
@@ -119,7 +118,7 @@ def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: 
 
 
 def check_target(target: str, target_budget: int | None, block_size: int, sink_blocks: int) -> None:
-    """Refuse an unknown target, and one whose budget leaves nothing to learn."""
+    """Check that the target is known, and has at least ``2 + sink_blocks`` blocks of budget if ``"selected"``."""
     check_one_of("target", target, TARGETS)
     least = (2 + sink_blocks) * block_size
     if target == "selected" and (not is_int(target_budget) or target_budget < least):
@@ -130,7 +129,7 @@ def check_target(target: str, target_budget: int | None, block_size: int, sink_b
 
 
 def check_rows(reduction: str, sink_blocks: int, row_stride: int) -> None:
-    """Refuse bad numbers of blocks or rows, and both with the published weighting, whose code has neither."""
+    """Check ``sink_blocks`` and ``row_stride``; the published code, and so reduction ``"published"``, has neither."""
     for name, value, least in (("sink_blocks", sink_blocks, 0), ("row_stride", row_stride, 1)):
         check_count(name, value, least)
         if reduction == "published" and value > least:
@@ -142,25 +141,26 @@ class GateConfig:
     """The architecture of gates.
 
     Attributes:
-        block_size: tokens per block, 8..256; of ``fast_kvzip``, the number of newest tokens, which always stay; of
-            ``trim_kv``, the least distance of attention that the reported recall counts.
-        gate_dim: width of the gate's query and key vectors; even when ``rope`` is on. 128 by default; of retention
-            gates, their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
-        k_pooling: non-empty ordered choice out of ``"max", "min", "avg"``; the pooled keys are concatenated in this
-            order. Of ``attn_gate`` only.
-        q_pooling: how the query heads of a group become one: ``"proj"`` (sum of a linear map per head, the paper's),
-            ``"avgproj"`` (mean, then a linear map), ``"avg"`` (mean only; needs ``gate_dim`` equal to the head
-            dimension), or ``"none"`` (a query per head, and a block has the highest of their scores). Of
-            ``attn_gate`` only.
-        qk_norm: RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE; for the ``indexer``
-            LayerNorm on keys alone, as DeepSeek has it.
-        rope: rotate queries at their own position, compressed keys at their block's first position and index keys at
-            their own. Of retention gates always ``False``, whatever is given.
-        scorer: a key of `SCORERS`. Of blocks: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block;
-            ``"msa"`` (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token. Of
-            tokens, for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, which have no RoPE.
-        sink_blocks: number of first blocks of a text, which hold attention sinks, that the gates did not learn to
-            choose among; decoding always reads them. Not of retention gates.
+        block_size: tokens per block, 8..256. For ``fast_kvzip``: the number of newest tokens, which are never
+            evicted. For ``trim_kv``: the minimum distance, in tokens, of attention that the reported recall counts.
+        gate_dim: width of the gate's query and key vectors; must be even if ``rope`` is on. Default: 128, and for
+            retention gates their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
+        k_pooling: only for ``attn_gate``: one to three of ``"max", "min", "avg"``, in the order of concatenation.
+        q_pooling: only for ``attn_gate``: how the query heads of a group are combined. ``"proj"``: sum of one linear
+            map per head, as in the paper; ``"avgproj"``: mean, then a linear map; ``"avg"``: mean only, with a
+            ``gate_dim`` equal to the head dimension; ``"none"``: one query per head and their highest score.
+        qk_norm: apply RMSNorm over ``gate_dim`` on both branches, between the linear map and RoPE; for ``indexer``,
+            LayerNorm on the keys only, as in DeepSeek's code.
+        rope: apply RoPE to queries and index keys at their own positions, and to compressed keys at the first position
+            of their block. Always ``False`` for retention gates, whatever is given.
+        scorer: a key of `SCORERS`. Block scorers: ``"attn_gate"`` (SeerAttention-R, section 2.2), one key per block;
+            ``"msa"`` (MiniMax Sparse Attention) and ``"indexer"`` (DeepSeek Sparse Attention), one key per token.
+            Token scorers, for eviction: the retention gates ``"fast_kvzip"`` and ``"trim_kv"``, without RoPE.
+        sink_blocks: number of first blocks of a sequence, which hold attention sinks. The gates are not trained to
+            score them, and decoding always reads them. Not for retention gates.
+
+    Raises:
+        ValueError: for a value out of range, or an option that the scorer does not have.
     """
 
     block_size: int = 64
@@ -199,7 +199,7 @@ class GateConfig:
         return SCORERS[self.scorer].retention
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types: the fields that the scorer has, its name unless it is ``attn_gate``, sinks if any."""
+        """The fields that the scorer uses, as JSON types; ``scorer`` and ``sink_blocks`` only if not the default."""
         values = {**asdict(self), "k_pooling": list(self.k_pooling)}
         unused = [] if SCORERS[self.scorer].poolings else ["k_pooling", "q_pooling"]
         unused += ["scorer"] if self.scorer == "attn_gate" else []
@@ -209,7 +209,7 @@ class GateConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GateConfig:
-        """Inverse of `to_dict`; unknown keys are ignored (the adapter loader warns of them)."""
+        """Inverse of `to_dict`; unknown keys are ignored (the adapter loader warns about them)."""
         known = {f.name for f in fields(cls)}
         return cls(**{key: value for key, value in values.items() if key in known})
 
@@ -220,7 +220,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "threshold": (),
     "top_p": (),
 }
-"""The rules of which one decides how many blocks are read -> further options that go with it alone."""
+"""Rule that decides how many blocks are read -> further options, valid only with this rule."""
 
 RULE_OPTIONS = (*RULES, *chain(*RULES.values()))
 """All options that decide how many blocks are read."""
@@ -231,31 +231,32 @@ class DecodeConfig:
     """How to decode with a selecting method (SeerAttention-R, section 3.1).
 
     Exactly one of four rules decides how many blocks each KV head reads: ``token_budget``, ``budget_share``,
-    ``threshold`` or ``top_p``; without any, ``token_budget=4096``.
+    ``threshold`` or ``top_p``. If none is given, ``token_budget`` is 4096.
 
     Attributes:
-        token_budget: tokens per KV head and step, the current block included; rounded down to whole blocks, of which
-            there must be two at least.
-        budget_share: share of a row's blocks that is read, in (0, 1], rounded up to whole blocks, the current one
-            included; so the budget grows with the context. A row decides by its own length. Shares count as they are
-            written in decimals.
-        budget_min, budget_max: tokens that ``budget_share`` reads at least (while a row has them) and at most; rounded
-            down to whole blocks. Without a minimum the current block, the sinks and one more are read.
+        token_budget: tokens per KV head and step, including the current block; rounded down to blocks, at least two.
+        budget_share: share of a row's blocks to read, in (0, 1], including the current block; rounded up to whole
+            blocks. The budget grows with the length of each row. The share is the decimal fraction as written.
+        budget_min, budget_max: minimum (if the row has as many) and maximum number of tokens that ``budget_share``
+            reads; rounded down to whole blocks. Default minimum: the current block, the sink blocks and one more.
         threshold: read the past blocks whose softmax score exceeds this, in (0, 1).
         top_p: read the fewest past blocks whose softmax scores sum to this, in (0, 1).
-        sink_blocks: number of first blocks that are always read. They count in the budget, which must hold one block
-            more than them and the current one, and are left out of the softmax. ``None`` for as many as the gates were
-            trained with, and for none with other methods.
+        sink_blocks: number of first blocks that are always read. They count towards the budget, which must have room
+            for them, the current block and one more, and are left out of the softmax. ``None`` uses the number that
+            the gates were trained with, and 0 with other methods.
         dense_layers: indices of layers that stay dense (the paper's hybrid models, section 5.2).
-        anchors: layers that choose for those above them: a layer that selects reads, per KV head, the blocks that the
-            nearest anchor at or below it chose, and keeps and scores nothing itself. Layers below the first anchor
-            choose for themselves, and so do all layers if there is no anchor.
-        dense_below: a row reads everything while it has no more than this many tokens, current one included. Below the
-            break-even length of a machine (``seergate break-even``) reading everything is faster than choosing.
+        anchors: indices of layers whose selection is reused: other sparse layers read, per KV head, the blocks chosen
+            by the nearest anchor below them, and store and score nothing. Layers below the first anchor select for
+            themselves, as do all layers without anchors.
+        dense_below: a row of at most this many tokens, including the current one, reads all of them. Below a machine's
+            break-even length (``seergate break-even``), dense attention is faster than selection.
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
-            with logit 0, and first and last block are read on top of the budget. ``None`` follows the paper, and
-            ``"gates"`` takes the gates' own choice: ``"published"`` if they were imported, else ``None``.
+            with logit 0, and the first and last block are read in addition to the budget. ``None`` follows the paper.
+            ``"gates"`` is ``"published"`` for gates with that default (imported ones), and ``None`` for others.
+
+    Raises:
+        ValueError: for a value out of range, or options that exclude each other.
     """
 
     token_budget: int | None = None
@@ -275,10 +276,10 @@ class DecodeConfig:
 
 
 def check_rule(options: Any, block_size: int | None = None) -> None:
-    """Check and complete the options of a `DecodeConfig`, or the same ones of a method.
+    """Check the options of a `DecodeConfig`, or of a method that has the same ones, and fill in the defaults.
 
     Args:
-        options: has them as attributes.
+        options: object with the options as attributes.
         block_size: tokens per block, if known: a budget must hold the current block, the sinks and a past block.
     """
     given = [name for name in RULES if getattr(options, name) is not None]
@@ -311,7 +312,7 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
         object.__setattr__(options, name, tuple(layers))
     if both := sorted(set(options.anchors) & set(options.dense_layers)):
         raise ValueError(f"anchors names {both}, which are in dense_layers, too; a dense layer chooses nothing")
-    compat = getattr(options, "compat", None)  # of gates only
+    compat = getattr(options, "compat", None)  # only gates have it
     check_one_of("compat", compat, (None, "published", "gates"))
     unpublished = (share, options.top_p) != (None, None) or sinks or options.dense_below
     if compat == "published" and unpublished:
@@ -319,7 +320,7 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
             'compat is "published", whose code has neither budget_share nor top_p nor sink_blocks nor dense_below; '
             "leave them out, or pass compat=None"
         )
-    past = compat == "published" or getattr(options, "min_pages", 1) > 1  # read beside a budget of the current block
+    past = compat == "published" or getattr(options, "min_pages", 1) > 1  # past blocks are read anyway
     fewest = 1 if past else 2 + sinks
     for name in ("token_budget", "budget_min", "budget_max"):
         value = getattr(options, name)
@@ -331,17 +332,17 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
 
 
 def nearest_anchor(layer: int, anchors: Iterable[int]) -> int:
-    """The nearest of the anchors at or below a layer, or the layer itself if all are above it."""
+    """The nearest anchor at or below a layer, or the layer itself if all anchors are above it."""
     return max((anchor for anchor in anchors if anchor <= layer), default=layer)
 
 
 @dataclass(frozen=True)
 class Lossless:
-    """``generate`` returns what the dense model returns: the sparse model drafts tokens, one dense pass verifies them.
+    """Make ``generate`` return the dense model's output: the sparse model drafts tokens, one dense pass verifies them.
 
     Attributes:
-        draft_tokens: how many tokens are drafted before each dense pass, at most a block; ``None`` chooses by the
-            share of drafted tokens that is accepted.
+        draft_tokens: number of tokens drafted before each dense pass, at most a block; ``None`` adapts it to the share
+            of drafted tokens that is accepted.
     """
 
     draft_tokens: int | None = None
@@ -352,10 +353,10 @@ class Lossless:
 
 @dataclass(frozen=True)
 class Rectify:
-    """After every few sparse steps one dense pass computes the keys and values of their tokens anew (ReSA).
+    """Recompute the keys and values of decoded tokens by a dense pass after every few sparse steps (ReSA).
 
     Attributes:
-        every: sparse steps of a row between two dense passes; 32 in ReSA's code.
+        every: number of sparse steps of a row between two dense passes; 32 in ReSA's code.
     """
 
     every: int = 32

@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a draft beside ``path`` to write to; it replaces ``path`` atomically when the block succeeds."""
+    """Yield a temporary path to write to; the file there replaces ``path`` atomically when the block succeeds."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield draft
@@ -24,7 +24,7 @@ def flush(path: Path) -> None:
     """Wait until a file's contents, or a directory's entries, are on the disk.
 
     Raises:
-        OSError: if it is neither, or may not be written.
+        OSError: if ``path`` does not exist or is not writable.
     """
     if not path.is_dir():
         with path.open("rb+") as file:

@@ -1,4 +1,4 @@
-"""The one error type for a user's mistake that is not about an argument's value, and what such sentences share."""
+"""The exception for a user's mistakes other than a wrong argument, and helpers for the text of error messages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from collections.abc import Iterable
 class SeergateError(ValueError):
     """A mistake that the user can correct: a missing file, a model of an unsupported family, gates for another model.
 
-    The message is one sentence that names what was wrong and what would be right. The command line prints it without a
-    traceback and exits with 2, as it does for every `ValueError`.
+    The message is one sentence that says what is wrong and what would be right. The command line prints it without a
+    traceback and exits with status 2, as for every `ValueError`.
     """
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of an error message about an unknown name: the most similar known name, or all of them.
+    """The end of an error message about an unknown name: the most similar known name, or all known names.
 
-    ``evaluate`` is like ``eval``, ``lr`` like ``learning_rate``, ``qest`` like ``quest``; ``budget`` is more like
-    ``token_budget``, which ends with it, than like ``budget_min``.
+    ``evaluate`` gives ``eval``, ``lr`` gives ``learning_rate``, ``qest`` gives ``quest``; ``budget`` gives
+    ``token_budget``, which ends with it, rather than ``budget_min``.
     """
     plain = {_plain(each): each for each in known}
     word = _plain(name)
@@ -36,7 +36,7 @@ def _plain(name: str) -> str:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that adds an optional part of seergate, for the messages about libraries that are missing.
+    """The command that installs an optional part of seergate, for messages about missing libraries.
 
     Args:
         extra: a key of ``optional-dependencies`` in `pyproject.toml`.
@@ -45,21 +45,21 @@ def how_to_install(extra: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another error's message, or the name of its type if the message is empty."""
+    """The first line of an error's message, or the name of its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def is_users(error: ValueError | OSError) -> bool:
-    """True if the command line prints an error as one sentence; false if its traceback is to be shown.
+    """True if the command line prints an error as one sentence; false if it shows the traceback.
 
-    Of the system's errors, only those about a file are the user's. ``SEERGATE_TRACEBACK`` shows every traceback.
+    An `OSError` counts as the user's only if it is about a file. If ``SEERGATE_TRACEBACK`` is set, always false.
     """
     foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
     return not foreign and not os.environ.get("SEERGATE_TRACEBACK")
 
 
 def sentence(error: BaseException) -> str:
-    """An error in one line for the command line; an error of the system includes the file's name and the reason."""
+    """An error in one line for the command line; an `OSError` about a file becomes the file's name and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}"
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Fingerprints of weights, by which two models are compared without keeping either."""
+"""Fingerprints of weights, to compare two models without holding both in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SAMPLED = 2**18
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Sixteen hexadecimal digits that change when the weights do, or their dtype.
+    """Sixteen hexadecimal digits that depend on the weights, their names, shapes and dtypes.
 
-    Reads all of small tensors and `SAMPLED` evenly spaced elements of larger ones: a retrained model is told apart at
-    once, whatever its size.
+    Reads every element of small tensors and about `SAMPLED` evenly spaced elements of larger ones, so that it is fast
+    for models of any size and still detects retraining.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
@@ -28,7 +28,5 @@ def fingerprint(module: nn.Module) -> str:
 
 
 def rope_of(model: Any) -> Any:
-    """The parameters of a transformers model's rotary embedding, as plain JSON types. `fingerprint` does not cover
-    them, and YaRN changes no weight.
-    """
+    """The RoPE parameters of a transformers model, as JSON types; they, and so YaRN, do not affect `fingerprint`."""
     return json.loads(json.dumps(getattr(model.config.get_text_config(), "rope_parameters", None), default=str))

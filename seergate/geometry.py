@@ -1,4 +1,4 @@
-"""ModelGeometry: the few facts about a base model that its gates depend on."""
+"""`ModelGeometry`: the properties of a base model that its gates depend on."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from seergate.checks import check, check_count, is_int, is_number
 
 @dataclass(frozen=True)
 class ModelGeometry:
-    """Shape and RoPE of a base model. Saved in the adapter, and compared field by field when gates meet a model.
+    """Shape and RoPE of a base model; saved in the adapter, and compared with a model when gates are attached to it.
 
     Attributes:
         model_type: the architecture's name in transformers, such as ``"qwen3"``.
         num_heads, num_kv_heads, head_dim: query heads, KV heads and head dimension of the gated layers.
         layers: indices of the gated layers, ascending.
-        inv_freq: RoPE frequencies in gate width (radians per position); empty when the gate has no RoPE.
+        inv_freq: RoPE frequencies of the gate, ``gate_dim / 2`` in radians per position; empty if it has no RoPE.
         attention_scaling: the base model's RoPE attention factor.
-        hidden_size, num_layers: size of the model, which distinguishes models whose attention has the same shape.
-        base_model: Hub id or directory the model was loaded from, if known.
+        hidden_size, num_layers: size of the model; distinguishes models with attention of the same shape.
+        base_model: Hub id or directory that the model was loaded from, if known.
         base_revision: commit of the base model, if known.
     """
 
@@ -37,12 +37,12 @@ class ModelGeometry:
     base_revision: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """All fields, as JSON types."""
         return {**asdict(self), "layers": list(self.layers), "inv_freq": list(self.inv_freq)}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelGeometry:
-        """Inverse of `to_dict`; unknown keys are ignored."""
+        """Inverse of `to_dict`, with a `ValueError` for a wrong value; unknown keys are ignored."""
         known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for name in ("layers", "inv_freq"):
             value = known.get(name, ())
@@ -66,7 +66,7 @@ class ModelGeometry:
         return cls(**known)
 
     def mismatches(self, other: ModelGeometry) -> list[str]:
-        """Differences between ``other`` (a model's geometry) and the gates' own; empty if they fit."""
+        """Sentences about what keeps these gates from fitting ``other``, a model's geometry; empty if they fit."""
         names = ("model_type", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
         found = [
             f"{name} is {getattr(other, name)!r} in the model and {getattr(self, name)!r} in the gates"
@@ -74,7 +74,7 @@ class ModelGeometry:
             if getattr(self, name) != getattr(other, name) and None not in (getattr(self, name), getattr(other, name))
         ]
         own, its = (self.attention_scaling, *self.inv_freq), (other.attention_scaling, *other.inv_freq)
-        # A model converted with `.to(bfloat16)` has rounded frequencies; those of another base differ by far more.
+        # A model converted with `.to(bfloat16)` has rounded frequencies; another RoPE base changes them by far more.
         if self.inv_freq and (
             len(own) != len(its) or any(not math.isclose(a, b, rel_tol=1e-2) for a, b in zip(own, its, strict=True))
         ):

@@ -1,4 +1,4 @@
-"""Calls to the Hugging Face Hub: errors in one sentence, offline mode, the commits in its cache."""
+"""Calls to the Hugging Face Hub: errors in one sentence, offline mode, commits in the local cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from seergate.errors import SeergateError, first_line
 
 _UNREACHABLE = ("TransportError", "RequestException", "ConnectionError", "TimeoutError", "LocalEntryNotFoundError")
-"""Names of the base classes of errors that mean no answer; huggingface_hub's HTTP library differs by release."""
+"""Names of base classes of connection errors; the HTTP library of huggingface_hub depends on its release."""
 _ABSENT = "there is no such repository, or it is private and no token (HF_TOKEN, token=, `hf auth login`) opens it"
 _CHANGED = "somebody else has just changed the repository; try again"
 _HINTS = {
@@ -29,34 +29,34 @@ _HINTS = {
 
 
 _OFFLINE = threading.RLock()
-"""Lock of offline mode, whose constants are global to the process."""
+"""Lock for offline mode, which sets constants of the whole process."""
 
 
 @contextmanager
 def hub_call(what: str, *, asks: bool = True) -> Iterator[None]:
-    """Report every failure inside as a `SeergateError` of the form "``what``: why".
+    """Turn any error in the block, except programming errors, into a `SeergateError` of the form "``what``: why".
 
-    If the Hub does not answer, which one short request finds out, downloaded files are used at once: by themselves
-    its clients try for half a minute.
+    One short request tests whether the Hub answers. If it does not, the block runs in offline mode and uses downloaded
+    files at once; the Hub's clients would retry for half a minute.
 
     Args:
         what: the failed action, for the message.
-        asks: whether the Hub may be asked; false for local files.
+        asks: whether the Hub may be contacted; false for local files.
     """
     silence = None
     try:
         silence = _silence() if asks else None
         with offline(silence is not None):
             yield
-    except (SeergateError, AssertionError, NameError):  # the last two are faults of a program
+    except (SeergateError, AssertionError, NameError):  # the last two are bugs
         raise
-    except Exception as error:  # as many types as libraries are involved; that of tokenizers is a bare `Exception`
+    except Exception as error:  # many libraries' types; tokenizers raises a bare `Exception`
         raise SeergateError(f"{what}: {_reason(error, silence)}") from error
 
 
 @contextmanager
 def offline(holds: bool = True) -> Iterator[None]:
-    """If ``holds``, no library asks the Hub inside the block: only downloaded files are used."""
+    """Offline mode inside the block, if ``holds``: libraries use only downloaded files and do not contact the Hub."""
     if not holds:
         yield
         return
@@ -73,13 +73,13 @@ def offline(holds: bool = True) -> Iterator[None]:
 
 
 def unanswered(error: BaseException) -> bool:
-    """True if the Hub could not be reached or had an error of its own; false if it refused the request."""
+    """True if the Hub could not be reached or answered with a server error; false if it refused the request."""
     status = _status(error)
     return status >= 500 if status else any(kind.__name__ in _UNREACHABLE for kind in type(error).__mro__)
 
 
 def cached_commit(repo_id: str, revision: str | None, cache_dir: str | os.PathLike[str] | None = None) -> str | None:
-    """The commit that a revision of a model had when it was last downloaded here; ``None`` if it never was."""
+    """The commit of a model's revision when it was last downloaded here; ``None`` if it never was."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(repo_id, "config.json", revision=revision, cache_dir=cache_dir)
@@ -87,7 +87,7 @@ def cached_commit(repo_id: str, revision: str | None, cache_dir: str | os.PathLi
 
 
 def only_commit(repo_id: str) -> str | None:
-    """The commit of a model in the Hub's cache, if the cache holds exactly one."""
+    """The commit of a model in the local cache, if it holds exactly one; else ``None``."""
     from huggingface_hub import constants
 
     snapshots = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}" / "snapshots"
@@ -96,7 +96,7 @@ def only_commit(repo_id: str) -> str | None:
 
 
 def _silence() -> str | None:
-    """Why the Hub cannot be asked; ``None`` if it answers."""
+    """Why the Hub cannot be contacted; ``None`` if it answers."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -110,7 +110,7 @@ def _silence() -> str | None:
     return None
 
 
-@functools.cache  # an answer holds for the life of a process; a failure raises, which is not kept
+@functools.cache  # only success is cached: a failure raises
 def _reach(endpoint: str) -> None:
     from huggingface_hub import get_session
 
@@ -119,7 +119,7 @@ def _reach(endpoint: str) -> None:
 
 def _reason(error: BaseException, silence: str | None) -> str:
     causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:  # there are circles
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:  # a chain may be circular
         causes.append(cause)
     if silent := [cause for cause in causes if unanswered(cause) and not _status(cause)]:  # the innermost says most
         return f"the Hub could not be asked ({silence or first_line(silent[-1]).split('. ')[0]})"

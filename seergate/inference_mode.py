@@ -1,4 +1,4 @@
-"""A decorator for functions whose tensors are used after a call that may be in inference mode."""
+"""A decorator for functions that create long-lived tensors and may be called in inference mode."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """Run a function outside of `torch.inference_mode`, without gradients.
 
-    A tensor that is made inside of that mode may never be written to outside of it. Caches and counters are filled in
-    one call and go on in another.
+    A tensor created in inference mode cannot be modified outside of it, but later calls update caches and counters.
     """
 
     @wraps(function)

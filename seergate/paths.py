@@ -1,5 +1,5 @@
-"""Names of directories, of files that ship with seergate (beside the package in a checkout, inside it in a wheel) and
-of Hub repositories.
+"""Names of models, Hub repositories and shipped files. Files that ship with seergate are next to the package in a
+checkout and inside it in a wheel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def shipped(relative: str) -> Path:
         FileNotFoundError: if this installation does not have it.
     """
     roots = [_PACKAGE / "shipped"]
-    if (_PACKAGE.parent / "pyproject.toml").is_file():  # a checkout; in site-packages the neighbours are not ours
+    if (_PACKAGE.parent / "pyproject.toml").is_file():  # a checkout; in site-packages, neighbours are other packages
         roots.append(_PACKAGE.parent)
     for root in roots:
         if (root / relative).exists():
@@ -31,22 +31,22 @@ def shipped(relative: str) -> Path:
 
 
 def resolve_model(name: str | os.PathLike[str]) -> str:
-    """Turn a model's name into what transformers can load: a shipped directory if there is one of that name."""
+    """The name or path to give to transformers: for a shipped directory its path, else ``name`` itself."""
     name = str(name)
     return str(shipped(name)) if name.startswith("checkpoints/") and not os.path.isdir(name) else name
 
 
 def directory_here(name: str | os.PathLike[str]) -> Path | None:
-    """The directory of this name, or the one that ships with seergate under it; ``None`` if there is neither."""
+    """The local or shipped directory of this name; ``None`` if there is neither."""
     try:
         found = resolve_model(name)
-    except (OSError, ValueError):  # not shipped, or no name that a file can have
+    except (OSError, ValueError):  # not shipped, or not a valid file name
         return None
     return Path(found) if os.path.isdir(found) else None
 
 
 def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
-    """The GGUF file that a model's name means: the file of this name, or the only one in a directory without a
+    """The GGUF file of a model: the file of this name, or the only GGUF file in a directory of this name without a
     `config.json`; ``None`` if there is none.
     """
     path = Path(name or "")
@@ -59,19 +59,19 @@ def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
 
 
 def is_local_model(name: str | os.PathLike[str] | None) -> bool:
-    """Whether a name is a directory or a GGUF file here."""
+    """True if a name is an existing directory or GGUF file."""
     return name is not None and (os.path.isdir(name) or gguf_file(name) is not None)
 
 
 def is_hub_id(name: str | None) -> bool:
-    """True if a name has the form ``org/name`` and is neither a directory here nor the name of a GGUF file."""
+    """True if a name has the form ``org/name`` and is neither a local directory nor the name of a GGUF file."""
     if name is None or HUB_ID.fullmatch(name) is None or name.lower().endswith(GGUF):
         return False
     return directory_here(name) is None
 
 
 def shipped_name(path: str | os.PathLike[str]) -> str | None:
-    """The short name (``"checkpoints/..."``) of a model's directory that ships with seergate; ``None`` for others."""
+    """The short name (``"checkpoints/..."``) of a model directory that ships with seergate; ``None`` for others."""
     directory = Path(path).resolve()
     if "checkpoints" not in directory.parts:
         return None

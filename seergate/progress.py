@@ -7,10 +7,10 @@ from typing import Any
 
 
 class ProgressBar:
-    """A bar per task on a terminal. Elsewhere there are no bars, and `say` prints plain lines.
+    """One progress bar per task on a terminal. Elsewhere there are no bars, and `say` prints plain lines.
 
     Attributes:
-        shown: whether there is a terminal.
+        shown: whether bars are shown: they are ``wanted`` and standard output is a terminal.
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
@@ -28,11 +28,11 @@ class ProgressBar:
             self._bar.start()
 
     def add(self, description: str, total: int, done: int = 0) -> object:
-        """Begin a task; returns its handle."""
+        """Start a task; returns its handle for `update`."""
         return self._bar.add_task(description, total=total, completed=done, note="") if self.shown else None
 
     def update(self, task: object, done: int, note: str) -> None:
-        """Show how far a task is, and a note beside it."""
+        """Show the progress of a task, and a note next to it."""
         if self.shown:
             self._bar.update(task, completed=done, note=note)
 
@@ -44,13 +44,13 @@ class ProgressBar:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Stop updating; the bars stay on the screen."""
         if self.shown:
             self._bar.stop()
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """A time as text, in seconds, minutes or hours."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

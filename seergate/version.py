@@ -1,3 +1,3 @@
-"""The version, for modules that may not import the package itself."""
+"""The version, in a module without imports."""
 
 __version__ = "0.2.0"

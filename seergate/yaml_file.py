@@ -11,10 +11,10 @@ from seergate.errors import SeergateError, first_line
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a repeated key; YAML itself takes the last value."""
+    """A safe YAML loader that refuses repeated keys; PyYAML would take the last value."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping, and refuse a repeated key."""
+        """Compose a mapping; refuse repeated keys."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         names = list[tuple[str, Any]]()
         for key, _ in node.value:
@@ -28,7 +28,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The options of a YAML file, in UTF-8.
 
     Raises:
-        SeergateError: if it is missing, or not a mapping.
+        SeergateError: if it is missing, unreadable, not YAML, or not a mapping.
     """
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), _Loader)

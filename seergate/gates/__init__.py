@@ -1,4 +1,4 @@
-"""Gates: the modules (`gate`, `bank`), the record of them (`record`), their files, their card and their upload."""
+"""Gates without a model: modules, checkpoint files, model card, download and upload."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates: one gate per gated layer of a model, and everything that is saved with them."""
+"""`Gates`: one gate per gated layer of a model, and everything that is saved with them."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Gates(nn.Module):
-    """The gates of one model as data; users have the subclass `seergate.GateBank`, which knows models and files.
+    """The gates of one model and their metadata. The subclass `seergate.GateBank` adds models and files, for users.
 
-    The state dict is that of the adapter: ``layers.{i}.`` and the names of the scorer, such as ``q_proj.weight``. The
-    base model is never part of it.
+    The state dict, which is also the adapter's, has keys ``layers.{i}.`` plus a parameter name of the gate, such as
+    ``q_proj.weight``. It does not contain the base model.
 
     Args:
         config: the architecture, the same for all layers.
-        geometry: the model that the gates are for.
-        training: how they were trained, as JSON types; the attribute is ``training_record``.
+        geometry: properties of the model that the gates are for.
+        training: record of the training, as JSON types; the attribute is ``training_record``.
         decode_defaults: fields of `DecodeConfig` to decode with by default, such as ``{"compat": "published"}``.
         results: measured results, one mapping each: ``task``, ``method``, ``token_budget``, ``accuracy`` (0..1),
             ``standard_error``, ``samples``; other keys are kept.
-        licence: ``license`` and, for one without an identifier, ``license_name`` and ``license_link``.
+        licence: ``license`` and, if that is not a standard identifier, ``license_name`` and ``license_link``.
 
     Attributes:
-        source: the directory or Hub id that they were loaded from, or empty.
+        source: the directory or Hub id that the gates were loaded from, or empty.
+
+    Raises:
+        ValueError: if the architecture does not fit the geometry.
     """
 
     def __init__(
@@ -62,19 +65,19 @@ class Gates(nn.Module):
         self.layers = nn.ModuleDict({str(layer): make_gate(config, geometry) for layer in geometry.layers})
 
     def gate(self, layer: int) -> Scorer:
-        """The gate of one layer of the model."""
+        """The gate of a layer of the model."""
         gate = self.layers[str(layer)]
         assert isinstance(gate, Scorer)
         return gate
 
     def retention_gate(self, layer: int) -> RetentionGate:
-        """The gate of one layer, of gates that score tokens for eviction (``config.retention``)."""
+        """The retention gate of a layer of the model; only if ``config.retention``."""
         gate = self.layers[str(layer)]
         assert isinstance(gate, RetentionGate)
         return gate
 
     def __iter__(self) -> Iterator[tuple[int, Scorer]]:
-        """Pairs of layer index and gate, ascending."""
+        """Pairs of layer index and gate, by ascending layer."""
         return ((layer, self.gate(layer)) for layer in self.geometry.layers)
 
     def __len__(self) -> int:
@@ -87,7 +90,7 @@ class Gates(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameters."""
+        """Size of the parameters in bytes."""
         return sum(parameter.nbytes for parameter in self.parameters())
 
     @property
@@ -96,16 +99,16 @@ class Gates(nn.Module):
         return next(self.parameters()).dtype
 
     def decode_config(self, **given: Any) -> DecodeConfig:
-        """The decode configuration of these gates: their `decode_defaults`, overruled by ``given``.
+        """The `DecodeConfig` of these gates: their ``decode_defaults``, overridden by ``given``.
 
-        A rule that is given (one of `seergate.config.RULES`) takes the place of theirs.
+        If ``given`` has a rule (one of `seergate.config.RULES`), the options of the default rule are dropped.
         """
         replaced = RULE_OPTIONS if RULES.keys() & given.keys() else ()
         kept = {name: value for name, value in self.decode_defaults.items() if name not in replaced}
         return DecodeConfig(**{**kept, **given})
 
     def record(self) -> dict[str, Any]:
-        """Everything but the weights: the arguments of the constructor."""
+        """Everything except the weights, as arguments of the constructor."""
         return {
             "config": self.config,
             "geometry": self.geometry,
@@ -117,11 +120,11 @@ class Gates(nn.Module):
 
     @classmethod
     def holding(cls, tensors: Mapping[str, Tensor], source: str, **record: Any) -> Self:
-        """Gates with copies of these weights, on the CPU and all in one dtype, the widest of them, and this record.
+        """Gates with this `record` and copies of these weights, on the CPU and all in the widest of their dtypes.
 
         Raises:
-            SeergateError: naming the ``source``, and the first result that cannot be, or the first tensor that is
-                missing, left over, of the wrong shape, not floating-point or not finite.
+            SeergateError: naming ``source`` and the first invalid result, or the first tensor that is missing,
+                unexpected, of the wrong shape, not floating-point or not finite.
         """
         _check_results(record.get("results", ()), source)
         _check_tensors(tensors, _expected_shapes(record["config"], record["geometry"], source), source)
@@ -136,19 +139,19 @@ class Gates(nn.Module):
         return bank
 
     def derived(self, tensors: Mapping[str, Tensor] | None = None, **changes: Any) -> Self:
-        """A copy on the CPU, with other weights or with other parts of the record."""
+        """A copy on the CPU, with other weights or with changes to the `record`."""
         weights = self.state_dict() if tensors is None else tensors
         return self.holding(weights, "these gates", **{**self.record(), **changes})
 
     def cast(self, dtype: torch.dtype) -> Self:
-        """A copy in another precision; refused if gates cannot have it, or a number is not finite in it."""
+        """A copy on the CPU in another dtype; a SeergateError if it is not in `DTYPES` or a number overflows."""
         return self.derived({name: tensor.to(dtype) for name, tensor in self.state_dict().items()})
 
     def subset(self, layers: Iterable[int]) -> Self:
-        """The gates of some layers, without results; the model's other layers stay dense.
+        """A copy with the gates of some layers, without results; the model's other layers will be dense.
 
         Raises:
-            SeergateError: for a layer that has no gate, or none at all.
+            SeergateError: if a layer has no gate, or ``layers`` is empty.
         """
         wanted = sorted(set(layers))
         absent = [layer for layer in wanted if not is_int(layer) or layer not in self.geometry.layers]
@@ -158,8 +161,8 @@ class Gates(nn.Module):
         return self.derived(tensors, geometry=replace(self.geometry, layers=tuple(wanted)), results=())
 
     def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:
-        """The gates of the anchors alone, which choose for the layers above them wherever the gates are loaded;
-        ``training`` is added to the record of how they were made.
+        """A copy with the gates of the anchor layers only, and these anchors as decode default, so that the layers
+        above them reuse their selection (`DecodeConfig.anchors`); ``training`` is added to the training record.
         """
         defaults = {**self.decode_defaults, "anchors": list(anchors)}
         return self.subset(anchors).derived(decode_defaults=defaults, training={**self.training_record, **training})
@@ -169,15 +172,15 @@ class Gates(nn.Module):
         """The weighted mean of gates for the same model, tensor by tensor, computed in fp32 or wider.
 
         Args:
-            banks: two or more of the same architecture, for the same base model.
-            weights: one number each; divided by their sum. Equal by default.
+            banks: two or more gates of the same architecture, for the same base model.
+            weights: one number for each of ``banks``; normalised by their sum. Equal by default.
 
         Returns:
-            Gates in the dtypes of the first ones, without results: those of the parts do not hold for the mean.
+            Gates in the dtype of the first ones, without results, which do not apply to the mean.
 
         Raises:
-            SeergateError: if they do not belong together, naming each field that differs.
-            ValueError: for bad weights.
+            SeergateError: for fewer than two, or if architectures or models differ, naming each field that differs.
+            ValueError: if ``weights`` are not as many finite numbers with a positive sum.
         """
         if len(banks) < 2:
             raise SeergateError(f"{len(banks)} adapters are given; an average needs two or more")
@@ -198,7 +201,7 @@ class Gates(nn.Module):
         return first.derived(tensors, training=training, results=())
 
     def diff(self, other: Gates) -> GatesDiff:
-        """Differences from other gates, whatever they are for, field by field and tensor by tensor."""
+        """Differences from other gates, of any architecture and model, by field and by tensor."""
         found = _architecture_fields(self, other)
         named = {"dtype": "dtype", "training": "training_record", "decode": "decode_defaults"}
         for name, attribute in (named | {"results": "results", "licence": "licence"}).items():
@@ -217,13 +220,13 @@ class Gates(nn.Module):
 
 
 def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:
-    """The gate of one layer, with fresh weights."""
+    """A gate for one layer, with newly initialised weights."""
     gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate)(config, geometry)
     return gate
 
 
 def _architecture_fields(first: Gates, second: Gates) -> list[str]:
-    """The fields in which the gates or the models they are for differ, as sentences."""
+    """Sentences about the fields in which the architectures or the models' geometries differ."""
     found = []
     for own, other in ((first.config, second.config), (first.geometry, second.geometry)):
         for entry in fields(own):
@@ -234,11 +237,11 @@ def _architecture_fields(first: Gates, second: Gates) -> list[str]:
 
 
 def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors of gates, by name."""
+    """Tensor name -> shape, in the state dict of gates."""
     try:
-        with torch.device("meta"):  # one gate: a file that names thousands of layers must cost little
+        with torch.device("meta"):  # only one gate, in case a file names thousands of layers
             one = make_gate(config, geometry)
-    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch's own for absurd sizes
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:  # torch raises the last two for absurd sizes
         raise SeergateError(f"{source}: {first_line(error)}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in one.state_dict().items()}
     return {f"layers.{layer}.{name}": shape for layer in geometry.layers for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
 """The model card of gates: purpose, usage, training and results.
 
-The generated text stands between two markers. Around them a card is its owner's: saving and pushing again replace only
-the text between the markers, and the entries of the metadata that seergate writes.
+The generated text is between two markers. The rest of a card is its owner's: saving and pushing again replace only the
+text between the markers and the metadata entries that seergate writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 PAPER = "[SeerAttention-R](https://arxiv.org/abs/2506.08889)"
 _HALF = 196.0
-"""Factor from a standard error, a share, to half of a 95 % interval in percent."""
+"""Factor from the standard error of a share to the half-width of a 95 % interval in percent."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,14 @@ class Source:
 
     @property
     def arguments(self) -> str:
-        """The arguments of a Python call."""
+        """The arguments of `seergate.load` for this source, as Python code."""
         places = {"revision": None if self.revision == "main" else self.revision, "subfolder": self.subfolder}
         named = [f", {name}={json.dumps(value)}" for name, value in places.items() if value]
         return json.dumps(self.name) + "".join(named)
 
 
 def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
-    """The README of gates. The owner's text in ``existing``, the card to replace, is kept; ``plotted`` tells whether
-    `accuracy.png` lies beside it.
-    """
+    """The README of gates, with the owner's text of the ``existing`` card, and `accuracy.png` if ``plotted``."""
     old_metadata, old_text = _split(existing or "")
     new = _metadata(bank, source)
     merged = {**old_metadata, **new}
@@ -59,7 +57,7 @@ def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bo
 
 
 def has_own_text(card: str) -> bool:
-    """True if somebody wrote more into a card than seergate did."""
+    """True if a card has text outside of its generated part."""
     return any(part.strip() for part in _own_text(_split(card)[1]))
 
 
@@ -78,7 +76,7 @@ def usage(bank: Gates, source: Source) -> str:
     if not _has_tokenizer(base):
         return "\n".join([*lines, "# an ordinary transformers model: model.generate(...) decodes sparsely"])
     imports, question = ["from transformers import AutoTokenizer", ""], '"How many positive divisors does 360 have?"'
-    if _options(bank).get("data") == "chain_sum":  # models of this task know the words of its problems, no others
+    if _options(bank).get("data") == "chain_sum":  # models of this task only know the words of its problems
         imports = ["import random", "", *imports]
         lines.insert(1, "from seergate.chain_sum import make_problem")
         question = "make_problem(20, random.Random(0)).question"
@@ -125,7 +123,7 @@ def _metadata(bank: Gates, source: Source) -> dict[str, Any]:
 
 
 def _eval_results(bank: Gates) -> list[Any]:
-    """Measurements of the gates, for the card's `model-index`."""
+    """Results of the gates and their held-out loss, for the card's `model-index`."""
     from huggingface_hub import EvalResult
 
     found = []
@@ -228,13 +226,13 @@ def _results(bank: Gates, plotted: bool) -> list[str]:
 
 
 def percent_right(result: dict[str, Any]) -> str:
-    """The accuracy of a result of `Gates`, with half a 95 % interval where it is known: ``97.3 ± 2.0``."""
+    """The accuracy of a result in percent, with half a 95 % interval if known: ``97.3 ± 2.0``; empty if unknown."""
     accuracy, error = result.get("accuracy"), result.get("standard_error")
     return "" if accuracy is None else f"{100 * accuracy:.1f}" + (f" ± {_HALF * error:.1f}" if error else "")
 
 
 def _training(bank: Gates) -> list[str]:
-    """The recipe and the data: the most important options in a table, then the whole record."""
+    """The section on training: the most important options in a table, then the whole record."""
     record = bank.training_record
     if not record:
         return ["## Training", "", "Not recorded.", ""]
@@ -265,7 +263,7 @@ def _options(bank: Gates) -> dict[str, Any]:
 
 
 def _has_tokenizer(base: str) -> bool:
-    """True if the base model's tokenizer is known to exist, without asking the network."""
+    """True if the base model's tokenizer is in its directory or in the Hub's cache; does not use the network."""
     names, here = ("tokenizer.json", "tokenizer_config.json"), directory_here(base)
     if here is not None:
         return any((here / name).is_file() for name in names)
@@ -277,7 +275,7 @@ def _has_tokenizer(base: str) -> bool:
 
 
 def _split(text: str) -> tuple[dict[str, Any], str]:
-    """The metadata and the text of a card; metadata that is no YAML mapping counts as none."""
+    """The metadata and the text of a card; metadata that is not a YAML mapping is dropped."""
     if not text.startswith("---\n") or "\n---" not in text[3:]:
         return {}, text
     header, body = text[4:].split("\n---", 1) if not text.startswith("---\n---") else ("", text[7:])
@@ -289,7 +287,7 @@ def _split(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _own_text(text: str) -> tuple[str, str]:
-    """Text before and after the generated part of a card; everything is before if there is no such part."""
+    """Text before and after the generated part of a card; all of it is before if there is no generated part."""
     before, begin, rest = text.partition(BEGIN)
     if not begin and text.strip():
         before = text.rstrip() + "\n\n"
@@ -297,7 +295,7 @@ def _own_text(text: str) -> tuple[str, str]:
 
 
 def scoring(gate: GateConfig) -> dict[str, str]:
-    """The options of scoring, name -> value."""
+    """Options of the scorer for the card's table, name -> value."""
     values = {} if gate.scorer == GateConfig.scorer else {"scorer": gate.scorer}
     if SCORERS[gate.scorer].poolings:
         values |= {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}
@@ -309,14 +307,14 @@ def _texts(value: Any) -> list[str]:
 
 
 def _plain(text: str | None) -> str:
-    """Text that cannot break a line, a cell or a code span of the card."""
+    """Text without characters that would break a line, a table cell or a code span of the card."""
     return " ".join(str(text).split()).replace("|", "/").replace("`", "'")
 
 
 def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Draw accuracy against budget, a line per task and method, with 95 % intervals; dense is a horizontal line.
+    """Plot accuracy against token budget: a line per task and method, with 95 % intervals; dense as a horizontal line.
 
-    False if there is no plot: without results at a budget, or without matplotlib.
+    Returns False without a plot if there are no results at a budget, or matplotlib is not installed.
     """
     lines: dict[tuple[str, str], list[tuple[int, float, float]]] = {}
     for result in results:
@@ -331,7 +329,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
         from matplotlib.ticker import NullFormatter, ScalarFormatter
     except ImportError:
         return False
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # no pyplot: its state would be the process's
+    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # not pyplot, which has global state
     axes = figure.add_subplot()
     for (task, method), points in lines.items():
         budgets, means, errors = zip(*sorted(points), strict=True)

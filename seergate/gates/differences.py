@@ -1,4 +1,4 @@
-"""Differences between two banks of gates."""
+"""Differences between two `Gates`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class TensorDiff:
     """Distance between two tensors.
 
     Attributes:
-        largest: largest absolute difference of two numbers.
+        largest: largest absolute difference of two elements.
         relative: norm of the difference, divided by the norm of the first tensor.
         cosine: cosine of the angle between them.
     """
@@ -24,7 +24,7 @@ class TensorDiff:
 
     @classmethod
     def of(cls, first: Tensor, second: Tensor) -> TensorDiff:
-        """The distance between tensors of one shape, in float64."""
+        """The distance between tensors of the same shape, computed in float64."""
         a, b = first.double().flatten(), second.to(first.device).double().flatten()
         norm, other_norm, distance = a.norm().item(), b.norm().item(), (a - b).norm().item()
         return cls(
@@ -36,12 +36,12 @@ class TensorDiff:
 
 @dataclass(frozen=True)
 class GatesDiff:
-    """Differences between two banks of gates.
+    """Differences between two `Gates`.
 
     Attributes:
-        fields: sentences about architecture, model, training record and so on.
-        tensors: name -> difference, of the tensors that both have in the same shape and that are not equal.
-        only_first, only_second: names of tensors that the other one lacks or has in another shape.
+        fields: sentences about differences in architecture, model, training record and so on.
+        tensors: tensor name -> difference, for tensors of the same shape in both that are not equal.
+        only_first, only_second: names of tensors that the other one does not have in this shape.
     """
 
     fields: list[str]

@@ -1,7 +1,6 @@
-"""The files of an adapter: `gate_config.json`, `gate_model.safetensors`, a model card; never a pickle.
+"""The files of an adapter: `gate_config.json`, `gate_model.safetensors` and a model card; no pickle.
 
-Beside them lies a `config.json`, so that the error of `AutoModelForCausalLM.from_pretrained` on an adapter names
-`seergate.load`.
+A `config.json` next to them makes `AutoModelForCausalLM.from_pretrained` fail with a pointer to `seergate.load`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from seergate.version import __version__
 CONFIG_FILE, WEIGHTS_FILE, SIGN_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
 MAX_JSON = 64 << 20
 
-# A model type that transformers does not know stands at the beginning of its error message.
+# transformers begins its error message with the model type if it does not know it.
 SIGN = {
     "model_type": "seergate_gates: not a model but gates for one, load them with seergate.load(...), see README.md"
 }
@@ -38,7 +37,7 @@ G = TypeVar("G", bound=Gates)
 
 
 def read_adapter(directory: Path, kind: type[G]) -> G:
-    """Read an adapter as gates of this class, trusting nothing in it."""
+    """Read an adapter of untrusted files as gates of class ``kind``; a SeergateError for missing or invalid files."""
     config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config, weights):
         if not path.is_file():
@@ -57,14 +56,18 @@ def read_adapter(directory: Path, kind: type[G]) -> G:
 
 
 def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source: Source | None = None) -> Path:
-    """Write gates.
+    """Write gates to a directory; returns its path.
 
-    Files are replaced one by one. The configuration holds the SHA-256 of the weights, so that files that a killed
-    process has replaced only in part are refused when they are read.
+    Files are replaced one by one. The configuration holds the SHA-256 of the weights, so if a killed process replaced
+    only some of the files, reading them fails.
 
     Args:
-        directory: made if need be; an adapter that is there is replaced, other files are left alone.
+        bank: the gates.
+        directory: created if necessary; an adapter in it is replaced, other files are kept.
         card_source: place that the card's usage example loads from; by default ``directory``.
+
+    Raises:
+        SeergateError: if the directory cannot be written, or the training record or results are not JSON.
     """
     out, bank = Path(directory), bank.derived()
     record = {**to_record(bank), "seergate_version": __version__}
@@ -89,7 +92,7 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
 
 @contextmanager
 def written(out: Path) -> Iterator[Path]:
-    """Yield a directory for new files of ``out``, which replace those there one by one when the block succeeds."""
+    """Yield a temporary directory; its files replace those of ``out`` one by one when the block succeeds."""
     if out.exists() and not out.is_dir():
         raise SeergateError(f"{out} is a file; gates need a directory")
     try:
@@ -100,13 +103,13 @@ def written(out: Path) -> Iterator[Path]:
                 flush(path)
                 os.replace(path, out / path.name)
         flush(out)
-    except (OSError, SafetensorError) as error:  # a full disk is one of them
+    except (OSError, SafetensorError) as error:  # e.g. a full disk
         reason = getattr(error, "strerror", None) or error
         raise SeergateError(f"the gates cannot be written to {out}: {reason}") from error
 
 
 def read_card(directory: Path) -> str | None:
-    """The README of a directory, if it has one."""
+    """The README of a directory, or ``None``."""
     card = directory / CARD_FILE
     return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
 
@@ -122,7 +125,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file for people to read."""
+    """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -135,7 +138,7 @@ def _sums(weights: Path) -> dict[str, Any]:
 
 
 def _what_is_missing(directory: Path, name: str) -> str:
-    """Error message about a missing file, with a guess at the directory's real contents."""
+    """Error message about a missing file, with a guess at what the directory contains instead."""
     sentence = f"{directory} holds no {name}; gates are {CONFIG_FILE} and {WEIGHTS_FILE}"
     if name == CONFIG_FILE and (directory / "adapter_config.json").is_file():
         return f"{sentence}; this looks like an adapter of PEFT"

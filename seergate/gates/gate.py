@@ -17,14 +17,14 @@ from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
 
 POOLING_SHARES = {"max": 0.25, "min": 0.25, "avg": 0.5}
-"""Weight of each pooling in gates that begin as the model's own product: half for the mean of a block's keys, half for
-the middle between their maximum and minimum."""
+"""Weights of the poolings in `AttnGate.begin_as_model`: half for the mean of a block's keys, half for the midpoint of
+their maximum and minimum."""
 
 
 class AttnGate(Scorer):
-    """``score[t, n] = queries(t) . keys(n) / sqrt(E)``; with ``q_pooling="none"`` the highest of the group's.
+    """``score[t, n] = queries(t) . keys(n) / sqrt(E)``; with ``q_pooling="none"``, the maximum over a group's queries.
 
-    With ``q_pooling="avg"`` E must be D.
+    With ``q_pooling="avg"``, E must equal D, else a ValueError is raised.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
@@ -46,8 +46,8 @@ class AttnGate(Scorer):
 
     @torch.no_grad()
     def begin_as_model(self) -> None:
-        """Add the maps of the model's own product: the mean of a group's queries, or each of them, times the
-        poolings of a block by `POOLING_SHARES`. Fresh weights are the noise around it. E must be D.
+        """Add weights that score with the model's own product: the mean of a group's queries, or each query, times
+        the block's poolings weighted by `POOLING_SHARES`. The random initial weights remain as noise. E must equal D.
         """
         width = self.config.gate_dim
         if width != self.head_dim:
@@ -82,7 +82,7 @@ class AttnGate(Scorer):
 
     def scores(self, qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
         """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""
-        each = qg_BKSE.shape[1] // self.num_kv_heads  # queries of a group
+        each = qg_BKSE.shape[1] // self.num_kv_heads  # queries per KV head
         grouped = qg_BKSE.unflatten(1, (-1, each)).flatten(2, 3)
         return block_scores(grouped, kg_BKNE).unflatten(2, (each, -1)).amax(2)
 
@@ -93,6 +93,6 @@ class AttnGate(Scorer):
         return ops.score_blocks(q_BHD, lengths, kg_BKNE, block_size=size, **branch)
 
     def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
-        """Store the key, and make the entry of each row whose block has just closed."""
+        """Store each row's newest key, and the compressed key of each block that it completes."""
         size, kinds, branch = self.config.block_size, self.config.k_pooling, self.branch("k")._asdict()
         ops.update_compressed_keys(k_BKD, lengths, recent, entries, block_size=size, kinds=kinds, **branch, **placing)

@@ -1,4 +1,4 @@
-"""Gates on the Hugging Face Hub: downloading and pushing them."""
+"""Download gates from and push them to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 
 def check_repo_id(repo_id: str) -> None:
-    """Refuse a name that no repository can have: it must be ``org/name``, or ``name`` in one's own namespace."""
+    """Check that a name has the form ``org/name``, or ``name`` for a repository in the user's namespace."""
     if not isinstance(repo_id, str) or not (HUB_ID.fullmatch(repo_id) or OWN_NAME.fullmatch(repo_id)):
         raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name, or name for one of your own")
 
@@ -27,14 +27,17 @@ def check_repo_id(repo_id: str) -> None:
 def fetch(
     source: str, *, patterns: list[str], revision: str | None = None, subfolder: str | None = None, **hub: Any
 ) -> Path:
-    """The directory that ``source`` names, downloaded if it is a Hub repository.
+    """The directory of gates at ``source``, downloaded if it is a Hub repository.
 
     Args:
-        source: directory, of shipped gates (``"checkpoints/tiny-reasoner/gates"``) or others, or Hub repository.
-        patterns: file names to download, ``*`` for anything.
+        source: local directory, shipped gates (``"checkpoints/tiny-reasoner/gates"``), or Hub repository.
+        patterns: names of the files to download; ``*`` matches any text.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
         **hub: ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``, as in `huggingface_hub`.
+
+    Raises:
+        SeergateError: if there are no gates of this name, or the Hub refuses.
     """
     inside = _inside(subfolder)
     here = directory_here(source)
@@ -58,7 +61,7 @@ def fetch(
 
 
 def base_note(base_model: str | None) -> str | None:
-    """Note for pushed gates whose base model is a local directory or file; ``None`` if it is not."""
+    """Note for pushed gates if their base model is a local directory or file; else ``None``."""
     if base_model is None or not is_local_model(base_model):
         return None
     return (
@@ -80,27 +83,27 @@ def push_adapter(
     commit_description: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """Upload gates to the Hub, with a card made for it, creating the repository and the branch if need be.
+    """Upload gates and their model card to the Hub; creates the repository and the branch if necessary.
 
-    All files change in one commit, so that no reader meets half of them. The repository's other files and its owner's
-    text around the generated part of the card are left alone.
+    All files change in one commit, so a download never mixes two versions. The repository's other files and its
+    owner's text around the generated part of the card are kept.
 
     Args:
         bank: the gates; without a licence they get their base model's.
-        repo_id: ``org/name``, or ``name`` in one's own namespace.
-        card: a README whose own text is kept; by default the repository's.
-        private: whether a new repository is private; by default as its organisation wants it.
-        token: for the Hub; by default the one of ``hf auth login``.
+        repo_id: ``org/name``, or ``name`` in the user's namespace.
+        card: a README whose text outside of the generated part is kept; by default the repository's.
+        private: whether a new repository is private; by default the organisation's setting.
+        token: access token for the Hub; by default the one of ``hf auth login``.
         revision: branch to commit to; by default ``main``.
         subfolder: directory of the gates in the repository.
         commit_message, commit_description: texts of the commit or the pull request.
         create_pr: open a pull request instead of committing.
 
     Returns:
-        The address of the commit, or of the pull request.
+        The URL of the commit or of the pull request.
 
     Raises:
-        SeergateError: if the Hub refuses, with its reason.
+        SeergateError: for a wrong argument, or if the Hub refuses, with its reason.
     """
     check_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
@@ -111,7 +114,7 @@ def push_adapter(
     if not bank.licence:
         bank = bank.derived(licence=licence_of_base(bank, token))
     with hub_call(f"the gates could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # in full
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the namespace
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         paths = map(PurePosixPath, api.list_repo_files(repo_id, revision=revision))
@@ -123,7 +126,7 @@ def push_adapter(
         if card is not None:
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
         save_adapter(bank, directory, card_source=Source(repo_id, revision, subfolder))
-        # A repository's own config.json may be a model's.
+        # A config.json that is already in the repository may be a model's.
         names = sorted(path.name for path in directory.iterdir() if path.name not in present & {SIGN_FILE})
         operations: list[Any] = [CommitOperationAdd(str(inside / name), directory / name) for name in names]
         if PLOT_FILE in present and PLOT_FILE not in names:
@@ -141,7 +144,7 @@ def push_adapter(
 
 
 def licence_of_base(bank: Gates, token: str | bool | None) -> dict[str, str]:
-    """The licence in the card of the base model; empty if none is found."""
+    """The licence in the base model's card, as for `Gates`; empty if none is found."""
     from huggingface_hub import HfApi, ModelCard
 
     name, revision = bank.geometry.base_model, bank.geometry.base_revision

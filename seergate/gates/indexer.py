@@ -1,18 +1,17 @@
 """The lightning indexer of DeepSeek Sparse Attention (DSA; DeepSeek-V3.2, equation 1), on a frozen GQA model.
 
-Equation 1 is ``I[t, s] = sum over heads i of w_i(t) * ReLU(q_i(t) . k(s))``. Not in the equation but in DeepSeek's
-code: the factors ``E^-1/2`` and ``I^-1/2``, LayerNorm on the index key and none on the queries, RoPE on both, half as
-many index heads as the model has query heads. Left out are FP8 and the Hadamard rotation before it, which changes no
-product.
+Equation 1 is ``I[t, s] = sum over heads i of w_i(t) * ReLU(q_i(t) . k(s))``. As in DeepSeek's code, but not in the
+equation: the factors ``E^-1/2`` and ``I^-1/2``; LayerNorm on the index key, no norm on the queries; RoPE on both; half
+as many index heads as query heads. Left out: FP8 and the Hadamard rotation before it, which does not change products.
 
-Differences: DeepSeek makes queries of MLA's latent query and keys and weights of the hidden state, this all of the
-layer's queries and keys before RoPE, which hooks on a frozen model give; DeepSeek rotates half of the width, this all
-of it. Two differences come from the grouped model and from blocks, and without them an indexer learned
-worse on the tiny reasoner:
+Differences from DeepSeek: there, index queries are computed from MLA's latent query, index keys and weights from the
+hidden state; here, all are computed from the layer's queries and keys before RoPE, which hooks on a frozen model give.
+There, half of the width is rotated; here, all of it. Two more follow from grouped-query attention and from blocks;
+without them an indexer learned worse on the tiny reasoner:
 
-* Every KV head has index heads of its own. MLA has one KV head for all.
-* The weights are positive, by softplus. A block has the highest score of its tokens: where all weights of a query are
-  negative, that is 0 for every block, which says nothing and has no gradient. DeepSeek selects tokens.
+* Every KV head has its own index heads. MLA has a single KV head.
+* The weights are made positive by softplus. A block's score is the maximum over its tokens: if all weights of a query
+  were negative, it would be 0 for nearly every block, without a gradient. DeepSeek selects single tokens.
 
 Shape suffixes: see `seergate.gates.scorer`.
 """
@@ -33,7 +32,7 @@ from seergate.ops.gate_math import NORM_EPS, branch_end
 
 class Indexer(TokenScorer):
     """``score_g[t, n] = max over j in n of sum over i in g of w_i(t) ReLU(query_i(t) . key(j) / sqrt(E)) / sqrt(I)``,
-    with I index heads for each KV head g.
+    with I index heads per KV head g.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
@@ -46,7 +45,7 @@ class Indexer(TokenScorer):
             self.k_norm = nn.LayerNorm(config.gate_dim, NORM_EPS, dtype=torch.float32)
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
-        """The index queries of each token, and after each its head's weight: ``[B, K * I, S, E + 1]``."""
+        """The index queries of each token, with the weight of the head as last element: ``[B, K * I, S, E + 1]``."""
         q_BSP = q_BHSD.to(self.k_proj.weight.dtype).transpose(1, 2).flatten(2)
         queries_BISE = (q_BSP @ self.q_proj.weight[0]).unflatten(2, (-1, self.config.gate_dim)).transpose(1, 2)
         weights_BIS = F.softplus(q_BSP @ self.head_weights.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)

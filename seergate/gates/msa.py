@@ -1,12 +1,12 @@
 """The index branch of MiniMax Sparse Attention (MSA, arXiv 2606.13392), on a frozen model.
 
-Read in the paper's overview (Figure 1) and in the implementation that transformers has of MiniMax-M3
-(``MiniMaxM3VLIndexer``): one index query per GQA group, **one index key per token, shared by all groups**, RMSNorm on
-both, RoPE, and the highest of a block's token scores. It is the scores that are pooled, not the keys.
+Follows the paper's overview (Figure 1) and the implementation of MiniMax-M3 in transformers (``MiniMaxM3VLIndexer``):
+one index query per GQA group, **one index key per token, shared by all groups**, RMSNorm and RoPE on both. A block's
+score is the maximum of its tokens' scores: scores are pooled, not keys.
 
-Differences: MiniMax maps the layer's hidden state, this the layer's queries and keys before RoPE, which hooks
-on a frozen model give; MiniMax rotates a part of the width, this all of it. The weight and the annealing of MiniMax's
-loss could not be confirmed; it compares token by token, over the selected blocks, this block by block.
+Differences from MiniMax: there, the inputs are the layer's hidden state; here, its queries and keys before RoPE, which
+hooks on a frozen model give. There, part of the width is rotated; here, all of it. There, the loss compares tokens of
+the selected blocks; here, blocks. The weight and the annealing of MiniMax's loss could not be confirmed.
 
 Shape suffixes: see `seergate.gates.scorer`.
 """

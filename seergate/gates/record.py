@@ -1,4 +1,4 @@
-"""The contents of a `gate_config.json`: architecture, geometry of the model, training record, results."""
+"""Contents of a `gate_config.json`: architecture, geometry of the model, training record, results."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ENTRIES = {
     *("schema_version", "gate", "model", "dtype", "training", "decode_defaults", "results", "license"),
     *("seergate_version", "files"),
 }
-"""All entries; the last two are added by the writer of the files."""
+"""Known entries; `seergate.gates.files` adds the last two."""
 
 
 def to_record(bank: Gates) -> dict[str, Any]:
-    """The entries that follow from the gates alone."""
+    """The entries for these gates, as JSON types."""
     record: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "gate": bank.config.to_dict(),
@@ -36,7 +36,7 @@ def to_record(bank: Gates) -> dict[str, Any]:
 
 
 def parse_record(record: Any, where: str) -> dict[str, Any]:
-    """The arguments of `Gates` in the JSON of a `gate_config.json`, checked; ``where`` is its path, for messages."""
+    """Check the JSON of a `gate_config.json`, named ``where`` in messages; returns it as arguments of `Gates`."""
     if not isinstance(record, dict) or not all(isinstance(record.get(key), dict) for key in ("gate", "model")):
         raise SeergateError(f'{where} must be a JSON object with the objects "gate" and "model"')
     version: Any = record.get("schema_version")
@@ -69,10 +69,9 @@ def parse_record(record: Any, where: str) -> dict[str, Any]:
 
 
 def portable_base(name: str | None) -> str | None:
-    """A base model's name that does not depend on the working directory.
+    """A base model's name in a form that does not depend on the working directory.
 
-    A model that ships with seergate keeps its short name, any other directory or GGUF file gets its absolute path,
-    and a Hub id stays as it is.
+    Shipped models get their short name, other directories and GGUF files an absolute path; Hub ids are not changed.
     """
     if name is None or not is_local_model(name):
         return name
@@ -80,7 +79,7 @@ def portable_base(name: str | None) -> str | None:
 
 
 def _warn_of_unknown(values: dict[str, Any], known: set[str], where: str) -> None:
-    """Warn about entries that only a newer seergate knows."""
+    """Warn about unknown entries, perhaps of a newer version."""
     if unknown := sorted(values.keys() - known):
         warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)}", stacklevel=3)
 

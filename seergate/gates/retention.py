@@ -1,4 +1,4 @@
-"""Retention gates: a score per token and KV head, computed from the attention's input.
+"""Retention gates: a score per token and KV head, computed from the input of the attention module.
 
 Shape suffixes: B batch, S tokens, W width of the model, H query heads, K KV heads, G query heads per KV head
 (H = G * K), E gate dimension, N base keys.
@@ -18,13 +18,13 @@ from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import rms_norm
 
 BASE_KEYS = 16
-"""Base keys of Fast KVzip's gate."""
+"""Number of base keys per KV head in Fast KVzip's gate."""
 KEEPS_EVERYTHING = 10.0
-"""First value of TRIM-KV's bias: beta is 0.99995, so that training begins near the plain model."""
+"""Initial bias of TRIM-KV's gate: beta is 0.99995, so training starts close to the original model."""
 
 
 class RetentionGate(nn.Module, ABC):
-    """Scores each token once, when it comes. Computes in float32 or wider."""
+    """Scores each token once, when it enters the KV cache; computes in float32 or wider."""
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class RetentionGate(nn.Module, ABC):
 
 
 def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
-    """A linear map with weights Normal(0, 0.02) and no bias yet."""
+    """A linear map with weights from Normal(0, 0.02) and a bias of 0, if it has one."""
     made = nn.Linear(inputs, outputs, bias, dtype=torch.float32)
     nn.init.normal_(made.weight, std=INIT_STD)
     if bias:
@@ -48,7 +48,7 @@ def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
 
 
 def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:
-    """The layer's output for ``x``, in float32 or wider."""
+    """Apply a linear layer in float32 or wider."""
     wide = torch.promote_types(torch.promote_types(x.dtype, layer.weight.dtype), torch.float32)
     bias = None if layer.bias is None else layer.bias.to(wide)
     with torch.autocast(x.device.type, enabled=False):
@@ -59,10 +59,10 @@ class FastKVzipGate(RetentionGate):
     """The gate of Fast KVzip (Kim, Han, Yun, arXiv 2601.17668), from the authors' code (``Weight`` in ``optim.py``):
     ``score = mean over the group of sigmoid(q . k / sqrt(E) + b - log(sum over n of exp(q . base_n / sqrt(E))))``.
 
-    A token attends, with G small queries per KV head, to its own small key and to 16 learned base keys; its score, in
-    (0, 1), is the probability that is left to its own key, mean over the G queries. The authors add the bias twice
-    where they train and once where they decode; here it is added once. The base keys of a head begin as zeros, as
-    theirs do. They get the same gradients then and stay equal: together they are one learned key that counts 16 times.
+    A token attends, with G small queries per KV head, to its own small key and to 16 learned base keys. Its score, in
+    (0, 1), is the probability of its own key, averaged over the G queries. The authors add the bias twice in training
+    and once in decoding; here it is added once. As in their code, the base keys of a head start at zero. They then get
+    equal gradients and stay equal, so that they act as one learned key that counts 16 times.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
@@ -91,8 +91,8 @@ class TrimKVGate(RetentionGate):
     """The gate of TRIM-KV (Bui et al., arXiv 2512.03324), from the authors' code (``RetentionGate``):
     ``log beta = log sigmoid(W2 silu(W1 x + b1) + b2)``.
 
-    The score is the logarithm of a token's retention ``beta`` in (0, 1); a token of age n is worth ``beta ** n``. The
-    authors take the model's own activation, here it is always SiLU (that of Qwen3, Llama and Phi-3, their models).
+    The score is the log of a token's retention ``beta`` in (0, 1); a token of age n has the weight ``beta ** n``. The
+    authors use the model's activation; here it is always SiLU, the activation of their models (Qwen3, Llama, Phi-3).
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:

@@ -1,6 +1,6 @@
-"""Base classes of scorers: queries of tokens, keys of entries, and block scores computed from both.
+"""Base classes of scorers, which compute block scores from queries of tokens and keys of entries.
 
-An entry is the vector that a scorer keeps for one token, or for one block of tokens (`Scorer.entry_tokens`).
+An entry is the key that a scorer stores for one token or for one block of tokens (`Scorer.entry_tokens`).
 
 Shape suffixes: B batch, S tokens, T tokens that have keys, M entries, N blocks, H query heads, K KV heads, G query
 heads per KV head (H = G * K), I query heads of the scorer, J key heads of the scorer, D head dimension of the model, E
@@ -24,7 +24,7 @@ INIT_STD = 0.02
 
 
 class GateRMSNorm(nn.Module):
-    """The weight of `seergate.ops.gate_math.rms_norm`: one vector for all heads."""
+    """Weight for `seergate.ops.gate_math.rms_norm`, one vector shared by all heads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class GateRMSNorm(nn.Module):
 
 
 class HeadwiseLinear(nn.Module):
-    """A bias-free linear map per head: ``weight`` has the head axes first and ``[in, out]`` last."""
+    """A linear map per head without bias; the shape of ``weight`` is the head axes, then ``[in, out]``."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class HeadwiseLinear(nn.Module):
 
 
 def group_size(geometry: ModelGeometry) -> int:
-    """Query heads per KV head; refused if they do not divide."""
+    """Query heads per KV head; a ValueError if not a whole number."""
     heads, kv_heads = geometry.num_heads, geometry.num_kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"num_heads is {heads}; it must be a positive multiple of num_kv_heads ({kv_heads})")
@@ -49,16 +49,14 @@ def group_size(geometry: ModelGeometry) -> int:
 
 
 class Scorer(nn.Module, ABC):
-    """Scores every key block for every query token, once per KV head.
+    """Scores every key block for every query token, separately for each KV head.
 
-    All inputs are the model's **pre-RoPE** vectors, after its q/k norm where it has one. Scorers compute in the dtype
-    of their own weights.
+    Inputs are the model's **pre-RoPE** queries and keys, after any q/k norm. Scorers compute in their weights' dtype.
 
     Attributes:
         entry_tokens: tokens per entry.
-        key_heads: J.
-        fused: whether the score of a block is ``scale * query . key`` of the one query and the one key that each KV
-            head has, which `ops.gate_kl` fuses into the loss.
+        key_heads: J, number of key heads of the scorer.
+        fused: whether a block's score is ``scale * query . key`` with one of each per KV head, as `ops.gate_kl` needs.
     """
 
     inv_freq: Tensor | None
@@ -82,7 +80,7 @@ class Scorer(nn.Module, ABC):
         self.register_buffer("inv_freq", inv_freq, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        # Frequencies follow the gate to its device but never to a narrower dtype: bf16 ones would turn far positions.
+        # Frequencies move to the gate's device but stay fp32: in bf16, distant positions would get wrong angles.
         exact = self.inv_freq
         super()._apply(fn, recurse)
         if exact is not None and self.inv_freq is not None:
@@ -90,29 +88,29 @@ class Scorer(nn.Module, ABC):
         return self
 
     def begin_as_model(self) -> None:
-        """Turn fresh weights into those of a gate that scores with the model's own products of queries and keys."""
+        """Initialise weights so that scores are the model's own ``q . k``; refused by scorers that cannot."""
         raise ValueError(f"init is 'model'; with scorer {self.config.scorer!r} it must be 'random'")
 
     @abstractmethod
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
-        """Query vectors of the scorer: ``[B, I, S, E']``.
+        """The scorer's queries, ``[B, I, S, E']``.
 
         Args:
             q_BHSD: the model's queries before RoPE, ``[B, H, S, D]``; query head h belongs to KV head ``h // G``.
-            positions: ``[B, S]`` or ``[S]``, each token's position.
+            positions: ``[B, S]`` or ``[S]``, token positions.
         """
 
     @abstractmethod
     def pool(self, k_BKSD: Tensor) -> Tensor:
-        """Inputs of entries, ``[B, J, M, P]``.
+        """Inputs of `keys`, ``[B, J, M, P]``.
 
         Args:
-            k_BKSD: the model's keys before RoPE; the first one begins an entry.
+            k_BKSD: the model's keys before RoPE; an entry starts at the first key.
         """
 
     @abstractmethod
     def keys(self, pooled_BJMP: Tensor, positions: Tensor) -> Tensor:
-        """Entries ``[B, J, M, E]``.
+        """The scorer's keys (entries), ``[B, J, M, E]``.
 
         Args:
             pooled_BJMP: from `pool`.
@@ -121,45 +119,45 @@ class Scorer(nn.Module, ABC):
 
     @abstractmethod
     def scores(self, queries_BISE: Tensor, keys_BJME: Tensor) -> Tensor:
-        """The logits ``[B, K, S, N]`` of all blocks that have an entry, in fp32 or wider."""
+        """Block logits ``[B, K, S, N]`` of all blocks that have an entry, in fp32 or wider."""
 
     def step_scores(self, q_BHD: Tensor, lengths: Tensor, keys_BJME: Tensor) -> Tensor:
-        """A decode step's logits ``[B, K, N]``; only those of complete blocks are valid.
+        """Block logits of a decode step, ``[B, K, N]``; only those of complete blocks are valid.
 
         Args:
             q_BHD: each row's newest query before RoPE.
-            lengths: ``[B]``, tokens of each row, this one included.
+            lengths: ``[B]``, tokens of each row, including the newest.
             keys_BJME: each row's entries.
         """
         return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), keys_BJME)[:, :, 0]
 
     @abstractmethod
     def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
-        """Add the newest key of each row at a decode step, and make the entries that it completes.
+        """Store the newest key of each row in a decode step, and write the entries that it completes.
 
         Args:
-            k_BKD: the keys, before RoPE.
-            lengths: ``[B]``, tokens of each row, this one included.
-            recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` lies at slot ``p % (2 * entry_tokens)``.
+            k_BKD: each row's newest key before RoPE.
+            lengths: ``[B]``, tokens of each row, including the newest.
+            recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` is at slot ``p % (2 * entry_tokens)``.
                 Changed in place.
             entries: ``[B, J, M, E]``, changed in place.
             **placing: ``position_offset`` and ``host_lengths`` of `ops.update_compressed_keys`.
         """
 
     def branch(self, side: Literal["q", "k"]) -> Branch:
-        """The linear map, the norm and RoPE of the queries or of the keys."""
+        """The linear map, norm and RoPE of the queries or the keys."""
         return Branch(getattr(self, f"{side}_proj").weight, *self._end(f"{side}_norm"))
 
     def _end(self, norm: str | None = None) -> tuple[Tensor | None, Tensor | None, float]:
-        """The arguments of `branch_end`: the weight of the norm of this name, where there is one, and RoPE."""
+        """The last three arguments of `branch_end`: the weight of this norm, or ``None`` without norm, and RoPE."""
         weight = getattr(self, norm).weight if norm is not None and self.config.qk_norm else None
         return weight, self.inv_freq, self.attention_scaling
 
 
 class TokenScorer(Scorer):
-    """Base of scorers with one small key per token, a linear map of the keys of all KV heads that all queries share.
+    """Base of scorers with one index key per token, shared by all queries: a linear map of the keys of all KV heads.
 
-    The score of a block is the highest of its tokens' scores.
+    A block's score is the maximum of its tokens' scores.
     """
 
     def __init__(self, config: GateConfig, geometry: ModelGeometry) -> None:
@@ -168,7 +166,7 @@ class TokenScorer(Scorer):
         self.k_proj = HeadwiseLinear(1, self.num_kv_heads * self.head_dim, config.gate_dim)
 
     def pool(self, k_BKSD: Tensor) -> Tensor:
-        """The keys of all KV heads side by side, ``[B, 1, S, K * D]``."""
+        """The keys of all KV heads, concatenated: ``[B, 1, S, K * D]``."""
         return k_BKSD.transpose(1, 2).flatten(2)[:, None]
 
     def keys(self, pooled_B1TP: Tensor, positions: Tensor) -> Tensor:
@@ -178,25 +176,25 @@ class TokenScorer(Scorer):
 
     @abstractmethod
     def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
-        """Index keys from outputs of the linear map: normalised if ``config.qk_norm``, rotated if ``config.rope``."""
+        """Apply norm (if ``config.qk_norm``) and RoPE (if ``config.rope``) to the output of the linear map."""
 
     @abstractmethod
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         """Scores of tokens, in fp32 or wider: ``[B, K, S, T]``."""
 
     def products(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
-        """``query . key / sqrt(E)``, ``[B, I, S, T]``: one product, which reads the keys once for all heads."""
+        """``query . key / sqrt(E)``, ``[B, I, S, T]``; a single matrix product reads the keys once for all heads."""
         heads = queries_BISE.shape[1:3]
         return block_scores(queries_BISE.flatten(1, 2)[:, None], keys_B1TE)[:, 0].unflatten(1, heads)
 
     def scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
-        """The highest score of each block's tokens, ``[B, K, S, N]``, in fp32 or wider."""
+        """The maximum score of each block's tokens, ``[B, K, S, N]``, in fp32 or wider."""
         tokens, size = keys_B1TE.shape[2], self.config.block_size
         padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
         return padded.unflatten(-1, (-1, size)).amax(-1)
 
     def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
-        """Add the index key of each row's newest token."""
+        """Write the index key of each row's newest token to ``entries``."""
         at = lengths - 1
         rows = torch.arange(len(lengths), device=at.device)
         with torch.autocast(k_BKD.device.type, enabled=False):

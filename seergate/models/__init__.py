@@ -1,1 +1,1 @@
-"""Architectures of transformers: where q and k are hooked, and their RoPE."""
+"""Model families of transformers: where q and k are hooked, and their RoPE."""

@@ -1,7 +1,7 @@
 """Table of the models that can be gated, and where each family's pre-RoPE queries and keys are hooked.
 
-All that is specific to an architecture is one row of `FAMILIES`. A row says how the hooked tensors are laid out:
-guessing from sizes would be wrong whenever the sequence is as long as the number of heads.
+Everything specific to an architecture is in one row of `FAMILIES`. A row includes the layout of the hooked tensors,
+because the layout cannot be inferred from sizes when the sequence is as long as the number of heads.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Source of the RoPE inputs of one architecture.
+    """Where the inputs of RoPE are hooked in one architecture.
 
     Attributes:
-        hook_point: ``"proj"`` the outputs of ``q_proj`` and ``k_proj``; ``"norm"`` of ``q_norm`` and ``k_norm``;
-            ``"fused"`` the output of ``qkv_proj``, split.
+        hook_point: ``"proj"``: the outputs of ``q_proj`` and ``k_proj``; ``"norm"``: of ``q_norm`` and ``k_norm``;
+            ``"fused"``: the output of ``qkv_proj``, split.
         layout: layout of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
     """
 
@@ -83,7 +83,7 @@ REFUSED: dict[str, str] = {
 
 
 def text_config(model: PreTrainedModel) -> Any:
-    """The configuration of the language part."""
+    """The configuration of a model's language part; refuses anything but a language model of transformers."""
     config: Any = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         raise SeergateError(f"model is a {type(model).__name__}; it must be a causal language model of transformers")
@@ -91,12 +91,12 @@ def text_config(model: PreTrainedModel) -> Any:
 
 
 def base_commit(config: Any) -> str | None:
-    """The commit of the Hub's repository that a configuration was read from; ``None`` if it does not say."""
+    """The commit of the Hub repository that a configuration was loaded from; ``None`` if unknown."""
     return getattr(config, "_commit_hash", None)
 
 
 def family_of(config: Any) -> Family:
-    """The row of an architecture; an unsupported one is refused with the reason."""
+    """The row of a model's architecture in `FAMILIES`; refuses an unsupported architecture with the reason."""
     model_type = config.get_text_config().model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]
@@ -125,7 +125,7 @@ def layer_type(config: Any, layer: int) -> str:
 
 
 def model_positions(text: Any) -> int | None:
-    """Maximum positions of a language model, RoPE scaling included; ``None`` if its configuration has no number."""
+    """Maximum number of positions, including RoPE scaling; ``None`` if the configuration does not have it."""
     own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if own is None:
         return None
@@ -133,9 +133,7 @@ def model_positions(text: Any) -> int | None:
 
 
 def why_one_sequence(config: Any) -> str | None:
-    """Why sequences of a model cannot be packed one after the other, by the configuration of its language part;
-    ``None`` if they can.
-    """
+    """Why sequences of a model with this text ``config`` cannot be packed into one; ``None`` if they can."""
     layers = {layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     stateful = sorted(layers - {"full_attention", "sliding_attention"})
     if not stateful:
@@ -144,7 +142,7 @@ def why_one_sequence(config: Any) -> str | None:
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """Pairs of layer index and attention module, of every layer that has softmax attention."""
+    """Pairs of layer index and attention module, for every layer with softmax attention."""
     for layer, block in enumerate(decoder_of(model).layers):  # type: ignore[arg-type]
         attention = getattr(block, "self_attn", None)
         if attention is not None:
@@ -152,12 +150,12 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
 
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]]:
-    """The layers that can be gated. Sliding-window, linear and KV-sharing layers are left alone. Refuses a model that
-    has none, or is split over devices by heads.
+    """Pairs of layer index and attention module, for the layers that can be gated: all but sliding-window, linear and
+    KV-sharing layers. Refuses a model without such layers, and tensor parallelism.
     """
     config = text_config(model)
     family_of(config)
-    parts = getattr(model, "tp_size", None)  # as transformers' loader leaves it
+    parts = getattr(model, "tp_size", None)  # set by transformers' loader
     if isinstance(parts, int) and parts > 1:
         raise SeergateError(
             f"this model is split over {parts} devices by tensor parallelism, so a device has only part of each "
@@ -177,7 +175,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
 
 
 def kv_heads(model: PreTrainedModel) -> dict[int, int]:
-    """Number of KV heads of each layer that can be gated, in order of layers. Works on a model without weights."""
+    """Layer index -> number of KV heads, for layers that can be gated. Works on a model without weights."""
     heads = int(text_config(model).num_attention_heads)
     return {
         layer: heads // int(attention.num_key_value_groups)  # type: ignore[arg-type]
@@ -186,14 +184,14 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """Relation of a layer's cached keys to its hooked ones: rotated, untouched, or another."""
+    """How a layer's cached keys follow from its hooked keys: by RoPE, unchanged, or in another way; see `Rotary`."""
     if config.model_type == "cohere2":  # rotates in its sliding-window layers only
         return "plain" if attention.sliding_window is not None else "none"
-    if config.model_type == "exaone4":  # likewise, if it has any
+    if config.model_type == "exaone4":  # the same, or in all layers if none is sliding
         return "plain" if attention.sliding_window is None or attention.is_sliding else "none"
     if config.model_type == "smollm3":
         return "plain" if attention.use_rope else "none"
-    if config.model_type in ("hunyuan_v1_dense", "gemma4_text"):  # a norm after RoPE; an `apply` of its own form
+    if config.model_type in ("hunyuan_v1_dense", "gemma4_text"):  # norm after RoPE; other signature of `apply`
         return "other"
     return "plain"
 
@@ -204,11 +202,11 @@ def head_dim_of(model: PreTrainedModel) -> int:
 
 
 def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
-    """The geometry that gates for this model must fit. Refuses query heads that its KV heads do not divide."""
+    """The geometry that gates for this model must have. Refuses KV heads that do not divide the query heads."""
     base = text_config(model)
     modules = full_attention_modules(model)
     heads, kv_heads = base.num_attention_heads, getattr(base, "num_key_value_heads", None)
-    if kv_heads and heads % kv_heads:  # transformers rounds down, and fails when the model runs
+    if kv_heads and heads % kv_heads:  # transformers rounds down, then fails in the forward pass
         raise SeergateError(
             f"num_attention_heads is {heads} and num_key_value_heads is {kv_heads}; the first must be a multiple of "
             "the second"
@@ -235,7 +233,7 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
 
 
 def check_gates(model: PreTrainedModel, bank: Gates) -> None:
-    """Refuse gates that were made for another model."""
+    """Refuse gates that were trained for another model."""
     problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
     if problems:
         raise SeergateError(f"these gates are for another model: {'; '.join(problems)}")

@@ -1,4 +1,4 @@
-"""The base model's RoPE: its frequencies in gate width, and rotation of stored keys to other positions."""
+"""The base model's RoPE: frequencies for a gate, and rotation of cached keys to other positions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gate_frequencies(
 ) -> tuple[tuple[float, ...], float]:
     """RoPE frequencies (radians per position) for a gate, and the base model's attention factor.
 
-    A gate as wide as the model's rotated part reuses the model's own frequencies, so that YaRN, llama3 or
-    per-layer-type scaling is right by construction. Another width gets the plain frequencies of the same base.
+    A gate as wide as the model's rotated part uses the model's frequencies, including scaling such as YaRN, llama3 or
+    per layer type. A gate of another width uses unscaled frequencies of the same base.
     """
     rotary = decoder.get_submodule("rotary_emb")
     prefix, own = model_frequencies(rotary, layer_type)
@@ -33,14 +33,14 @@ def gate_frequencies(
 
 
 def model_frequencies(rotary: nn.Module, layer_type: str) -> tuple[str, Tensor]:
-    """The prefix under which a rotary module keeps what belongs to a layer type, and its frequencies."""
+    """The prefix of a layer type's attributes in a rotary module, and the layer type's frequencies."""
     prefix = f"{layer_type}_" if hasattr(rotary, f"{layer_type}_inv_freq") else ""
     original = getattr(rotary, f"{prefix}original_inv_freq", None)
     return prefix, getattr(rotary, f"{prefix}inv_freq") if original is None else original
 
 
 def modeling_module(attention: nn.Module) -> Any:
-    """The transformers file that defines an attention module; it also has that family's eager attention and RoPE."""
+    """The transformers file that defines an attention class; it also has the family's eager attention and RoPE."""
     return sys.modules[type(attention).__module__]
 
 
@@ -50,9 +50,9 @@ class Rotary:
     Args:
         decoder: the stack that owns ``rotary_emb``.
         attention: a layer; its file defines ``apply_rotary_pos_emb``.
-        layer_type: for models with RoPE parameters per layer type.
-        kind: ``"plain"``; ``"none"`` for a layer that does not rotate; ``"other"`` for one whose cached keys are not
-            simply its hooked keys rotated.
+        layer_type: type of the layer, for models with RoPE parameters per layer type.
+        kind: ``"plain"`` if cached keys are the hooked keys after RoPE; ``"none"`` for a layer without RoPE;
+            ``"other"`` for anything else, which `rotate` and `unrotate` refuse with a `SeergateError`.
     """
 
     def __init__(self, decoder: nn.Module, attention: nn.Module, layer_type: str, kind: RopeKind = "plain") -> None:
@@ -64,7 +64,7 @@ class Rotary:
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [B, heads, S, D]`` before RoPE, rotated to ``positions [B, S]``, or ``[1, S]`` for all rows."""
+        """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows."""
         if self.kind == "none":
             return x
         return self._turn(x, *self._angles(x, positions))
@@ -74,17 +74,17 @@ class Rotary:
         if self.kind == "none":
             return x
         cos, sin = (angles.float() for angles in self._angles(x, positions))
-        # There and back stretches each pair by cos^2 + sin^2: the attention factor squared, and rounding in bf16.
+        # Rotating there and back scales each pair by cos^2 + sin^2: the squared attention factor, and bf16 rounding.
         stretch = self._turn(self._turn(torch.ones_like(x[:, :1], dtype=torch.float32), cos, sin), cos, -sin)
         return (self._turn(x.float(), cos, -sin) / stretch).to(x.dtype)
 
     def frequencies(self) -> Tensor:
-        """Radians per position of each pair that is rotated."""
+        """RoPE frequencies in radians per position, one per rotated pair."""
         return model_frequencies(self._embedding, self._layer_type)[1]
 
     def _angles(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         if getattr(self._embedding, "mrope_section", None) is not None:
-            positions = positions.expand(3, -1, -1)  # older releases want text in three axes
+            positions = positions.expand(3, -1, -1)  # older releases need three position axes for text too
         cos, sin = self._embedding(x, positions, **self._kwargs)
         return cos, sin
 

@@ -1,4 +1,4 @@
-"""Attention of packed segments: plain, with the gate's distillation targets, and with tokens that fade."""
+"""Attention of packed segments: plain, with the gate's distillation targets, and with scores that decay with age."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seergate.ops.checks import check_cu_seqlens, check_groups, check_softmax, c
 
 
 class Pack(NamedTuple):
-    """Queries and keys of packed segments, and how they attend: arguments of `packed_attention`, checked."""
+    """Checked arguments of `packed_attention`: queries and keys of packed segments, and options of their softmax."""
 
     q: Tensor
     k: Tensor
@@ -26,7 +26,7 @@ class Pack(NamedTuple):
 def check_pack(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, sm_scale: float | None, sinks: Tensor | None, softcap: float | None
 ) -> Pack:
-    """Check the arguments that every op on a pack has, and give ``sm_scale`` its default."""
+    """Check the arguments that all ops on packs share, and fill in the default of ``sm_scale``."""
     check_tensor("q", q, ("T", "H", "d"))
     tokens, heads, dim = q.shape
     if dim < 1:
@@ -42,7 +42,7 @@ class PackedAttention(NamedTuple):
 
     Attributes:
         output: ``[T, H, dv]`` in v's dtype.
-        lse: ``[T, H]``, natural log of the softmax's denominator, sink included; fp32 (float64 for float64 inputs).
+        lse: ``[T, H]``, natural log of the softmax's denominator with its sink; fp32 (float64 for float64 inputs).
     """
 
     output: Tensor
@@ -62,7 +62,7 @@ def packed_attention(
 ) -> PackedAttention:
     """Causal attention of packed segments in memory linear in their length. No gradient flows to any input.
 
-    Given its ``lse``, `gate_kl` finds the targets without an exponential.
+    `gate_kl` takes the returned ``lse`` and then computes its targets without an exponential.
 
     Args:
         q: ``[T, H, d]`` packed queries after RoPE.
@@ -70,9 +70,12 @@ def packed_attention(
         v: ``[T, Hkv, dv]`` packed values.
         cu_seqlens: int32 ``[n + 1]``, segment borders. In host memory it costs no device synchronisation.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
-        window: a row sees this many tokens at most, its own included; ``None`` for its whole segment.
+        window: maximum number of tokens that a row attends to, including its own; ``None`` for no limit.
         sinks: ``[H]`` attention-sink logits (GPT-OSS), which enter the softmax's denominator.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))
@@ -87,8 +90,8 @@ class AttentionWithTargets(NamedTuple):
     Attributes:
         output, lse: as in `PackedAttention`.
         log_targets: ``[T, Hkv, NBmax]`` in the dtype of ``lse``: log of the highest attention probability in each
-            strictly past block, over its tokens and the query heads of the group; ``-inf`` in a row's own block and
-            later ones. Their softmax over the last dimension is `block_targets`.
+            strictly past block, over its tokens and the query heads of the group; ``-inf`` for a row's own block and
+            later blocks. `block_targets` is their softmax over the last dimension.
     """
 
     output: Tensor
@@ -107,13 +110,16 @@ def attention_with_block_targets(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> AttentionWithTargets:
-    """`packed_attention` with the gate's targets, from one pass over the scores.
+    """`packed_attention` and the gate's distillation targets, from one pass over the scores.
 
     No gradient flows to any input. The targets of the whole pack are materialised.
 
     Args:
         q, k, v, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
         block_size: tokens per block; blocks are counted from each segment's start.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_count("block_size", block_size, 1)
@@ -133,9 +139,9 @@ def block_targets(
 ) -> Tensor:
     """The share of each strictly past block in the teacher's attention (SeerAttention-R, section 2.3).
 
-    The causal softmax's probabilities are maximised over each block and the query heads of the group; the row's own
-    block and later ones are dropped, and the others normalised to sum 1. Materialises the whole result: `gate_kl` is
-    the way to train. No gradient flows to any input.
+    The target of a block is the maximum of the causal softmax's probabilities over its tokens and the query heads of
+    the group, normalised to sum 1 over the strictly past blocks. The whole result is materialised; to train, use
+    `gate_kl`. No gradient flows to any input.
 
     Args:
         q, k, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
@@ -144,6 +150,9 @@ def block_targets(
     Returns:
         ``[T, Hkv, NBmax]`` with ``NBmax`` the block count of the longest segment; fp32 (float64 for float64 inputs).
         Rows of a segment's first block are all zero.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     found = attention_with_block_targets(q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
     log_targets = found.log_targets
@@ -156,8 +165,8 @@ class RetainedAttention(NamedTuple):
 
     Attributes:
         output: ``[T, H, dv]`` in v's dtype.
-        held: ``[T, Hkv]``, sum of the weights of the tokens that a row sees, ``sum over s of beta(s) ** (t - s)``;
-            fp32 (float64 for float64 inputs).
+        held: ``[T, Hkv]``, sum of the retention weights of the tokens that a row attends to,
+            ``sum over s of beta(s) ** (t - s)``; fp32 (float64 for float64 inputs).
     """
 
     output: Tensor
@@ -176,16 +185,19 @@ def retained_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> RetainedAttention:
-    """Causal attention of packed segments whose scores fade with the age of a token (TRIM-KV, arXiv 2512.03324).
+    """Causal attention of packed segments with scores that decay with a token's age (TRIM-KV, arXiv 2512.03324).
 
-    The score of row t for token s is ``beta(s) ** (t - s) * sm_scale * q(t) . k(s)``: the logit is multiplied, so a
-    forgotten token keeps logit 0. The paper does not say how this combines with a cap or sinks: here the cap is
-    applied before, and sinks do not fade. Gradients flow to ``q``, ``k``, ``v`` and ``log_beta``; chunks of rows are
-    recomputed for them. There is no fused kernel.
+    The score of row t for token s is ``beta(s) ** (t - s) * sm_scale * q(t) . k(s)``. The weight multiplies the logit,
+    so a forgotten token has logit 0. The paper does not say how this combines with a softcap or sinks: here the cap is
+    applied before the weight, and sinks do not decay. Gradients flow to ``q``, ``k``, ``v`` and ``log_beta``; the
+    backward recomputes chunks of rows. There is no fused kernel.
 
     Args:
         q, k, v, cu_seqlens, sm_scale, window, sinks, softcap: as in `packed_attention`.
-        log_beta: ``[T, Hkv]``, at most 0; zeros give ordinary attention.
+        log_beta: ``[T, Hkv]``, log of each token's ``beta``, at most 0; zeros give ordinary attention.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))

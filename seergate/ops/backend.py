@@ -1,11 +1,11 @@
-"""The backend that runs an op.
+"""Choice of the backend that runs an op.
 
 ``reference`` is the definition, ``torch`` is fast on CPUs and runs on any device, ``triton`` is for NVIDIA and AMD
-GPUs. Without ``SEERGATE_BACKEND`` in the environment, CUDA tensors go to ``triton`` where it is installed and the
-GPU is an A100 or newer, all others to ``torch``.
+GPUs. The environment variable ``SEERGATE_BACKEND`` forces one. Without it, CUDA tensors use ``triton`` if it is
+installed and an NVIDIA GPU is an A100 or newer; all other tensors use ``torch``.
 
-A public op checks its arguments and hands them to the backend by keyword. Those that belong together are fields of a
-named tuple, such as `seergate.ops.attention.Pack`.
+A public op checks its arguments and passes them to the backend by keyword, some of them grouped in a named tuple such
+as `seergate.ops.attention.Pack`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ FILES = {
     "sparse_decode": "decode",
     "update_compressed_keys": "compression",
 }
-"""Op -> its file in each backend's package."""
+"""Op -> its module in each backend's package."""
 WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
-"""Ops that run in torch on GPUs as well."""
+"""Ops without a Triton kernel, which run in torch on GPUs too."""
 
 
 @cache
 def has_triton() -> bool:
-    """True if Triton can be imported here."""
+    """True if Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -54,7 +54,7 @@ def choose(device: torch.device) -> str:
     """The backend that runs ops on tensors of ``device``.
 
     Raises:
-        ValueError: if the environment forces an unknown backend, or one that cannot run here.
+        ValueError: if ``SEERGATE_BACKEND`` is an unknown backend, or one that cannot run on ``device``.
     """
     forced = os.environ.get(ENV_VAR)
     if not forced:
@@ -74,19 +74,19 @@ def choose(device: torch.device) -> str:
 
 @cache
 def _new_enough(device: torch.device) -> bool:
-    """True if the kernels fit: NVIDIA GPUs before compute capability 8.0 have too little shared memory."""
+    """True if the GPU has enough shared memory: on NVIDIA, compute capability 8.0 or newer."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         return True
     return torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def run(op: str, device: torch.device, **arguments: Any) -> Any:
-    """Compute ``op`` from its checked arguments, for tensors of ``device``.
+    """Compute ``op`` from its checked arguments, on tensors of ``device``.
 
-    Without autocast, which would round some products of an op and not others: ops choose their precision.
+    Autocast is off, since it would round only some products of an op: ops choose their precision themselves.
     """
     on_gpu = device.type == "cuda"
-    # Triton launches on the current device, not on that of its arguments.
+    # Triton launches on the current device, not on the device of its arguments.
     there = torch.cuda.device(device) if on_gpu else nullcontext()
     cast = (on_gpu or device.type == "cpu") and torch.is_autocast_enabled(device.type)
     exactly = torch.autocast(device.type, enabled=False) if cast else nullcontext()
@@ -99,7 +99,7 @@ def run(op: str, device: torch.device, **arguments: Any) -> Any:
 
 
 def _spread(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the fields of named tuples in their places: the reference has the public ops' signatures."""
+    """Replace named tuples by their fields: the reference has the signatures of the public ops."""
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
         flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
@@ -107,12 +107,12 @@ def _spread(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _loaded(op: str, device: torch.device) -> tuple[str, ...]:
-    """Names of the modules that compute ``op``, imported: the preferred one, then its fallback."""
+    """Import the modules that compute ``op``; returns their names, the preferred one first, then its fallback."""
     return _modules(op, choose(device))
 
 
-# A graph keeps the backend that it was traced with. This is what `torch.compiler.assume_constant_result` does, which
-# would import the compiler, and Triton with it.
+# A compiled graph keeps the backend of its tracing. `torch.compiler.assume_constant_result` sets the same attribute,
+# but imports the compiler, and Triton with it.
 _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -128,13 +128,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def one_node(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Decorate a function that reads values or launches kernels: it becomes one node of a traced graph.
+    """Decorate a function that reads tensor values or launches kernels: it becomes one node of a traced graph.
 
-    An eager call runs the function itself, which saves the 10 microseconds of PyTorch's dispatch.
+    An eager call runs the function directly, which saves the 10 microseconds of PyTorch's dispatch.
 
     Args:
-        schema: the operator ``seergate::...``, its arguments and results, in PyTorch's notation.
-        fake: same arguments; results of the right shapes and dtypes, without looking at any value.
+        schema: name, arguments and results of the operator ``seergate::NAME``, in PyTorch's notation.
+        fake: takes the same arguments; returns empty results of the right shapes and dtypes, reading no values.
         mutates: names of the arguments that are changed in place.
     """
     name, rest = schema.split("(", 1)

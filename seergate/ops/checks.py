@@ -1,7 +1,7 @@
-"""Argument checks that several ops share. Each raises a ValueError that names the argument, its value and its rule.
+"""Argument checks shared by the ops. Each raises a ValueError that names the argument, its value and its rule.
 
-Shapes, dtypes and devices are always checked: that is free. Values of ``cu_seqlens``, ``lengths`` and the like are
-checked only in host memory, because reading them from a device would stall it.
+Shapes, dtypes and devices are always checked, at no cost. Values of index tensors such as ``cu_seqlens`` and
+``lengths`` are checked only in host memory, because reading them from a device would stall it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from seergate.checks import check, is_number
 INDEX_DTYPES = (torch.int32, torch.int64)
 
 Named = tuple[str, Tensor]
-"""A tensor and the name of its argument."""
+"""Name of an argument, and its tensor."""
 
 
 def check_tensor(
     name: str, x: Tensor, shape: Sequence[int | str], on: Named | None = None, like: Named | None = None
 ) -> None:
-    """Check for a floating-point tensor of this shape, on the device of the tensor ``on``, or of the device and dtype
-    of the tensor ``like``. A string stands for any size, and names it in the message.
+    """Check for a floating-point tensor of this shape, on the device of ``on``, or with the device and dtype of
+    ``like``. In ``shape``, a string allows any size and names it in the message.
     """
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor [{', '.join(map(str, shape))}]")
@@ -37,7 +37,7 @@ def check_tensor(
 
 
 def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
-    """Check a tensor's shape; a string stands for any size."""
+    """Check a tensor's shape; a string allows any size."""
     if x.ndim != len(shape) or any(
         isinstance(want, int) and got != want for got, want in zip(x.shape, shape, strict=True)
     ):
@@ -45,7 +45,7 @@ def check_shape(name: str, x: Tensor, shape: Sequence[int | str]) -> None:
 
 
 def check_integers(name: str, x: Tensor, shape: Sequence[int | str], on: Named | None = None) -> None:
-    """Check for an int32 or int64 tensor of this shape, on the device of another tensor if one is given."""
+    """Check for an int32 or int64 tensor of this shape, on the device of ``on`` if given."""
     if not isinstance(x, Tensor) or x.dtype not in INDEX_DTYPES:
         got = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"{name} is {got}; it must be an int32 tensor [{', '.join(map(str, shape))}]")
@@ -54,19 +54,19 @@ def check_integers(name: str, x: Tensor, shape: Sequence[int | str], on: Named |
 
 
 def check_device(name: str, x: Tensor, on: Named | None) -> None:
-    """Check that a tensor is on the device of another one, if one is given."""
+    """Check that a tensor is on the device of ``on``, if given."""
     if on is not None and x.device != on[1].device:
         raise ValueError(f"{name} is on {x.device}; it must be on {on[0]}'s device, {on[1].device}")
 
 
 def check_groups(heads: int, kv_heads: int) -> None:
-    """Check that the query heads are a multiple of the KV heads."""
+    """Check that the number of query heads is a positive multiple of the number of KV heads."""
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"q has {heads} heads; it must have a positive multiple of k's {kv_heads}")
 
 
 def check_scale(name: str, value: float | None, dim: int) -> float:
-    """Check for a finite number; returns it, or ``1 / sqrt(dim)`` for ``None``."""
+    """Check for a finite number or ``None``; returns the number, or ``1 / sqrt(dim)`` for ``None``."""
     if value is None:
         return 1.0 / math.sqrt(dim)
     check(name, value, is_number(value) and math.isfinite(value), "a finite number or None")
@@ -74,7 +74,7 @@ def check_scale(name: str, value: float | None, dim: int) -> float:
 
 
 def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softcap: float | None) -> float:
-    """Check ``sinks [H]``, ``softcap`` and the factor on ``q [..., H, d] . k``; returns the factor."""
+    """Check ``sinks [H]``, ``softcap`` and the scale of ``q [..., H, d] . k``; returns the scale."""
     scale = check_scale("sm_scale", sm_scale, q.shape[-1])
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[-2],), on=("q", q))
@@ -84,12 +84,12 @@ def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softc
 
 
 def readable(x: Tensor) -> bool:
-    """True if ``x`` has values on the host: it is not on a device that would have to be waited for, nor traced."""
+    """True if the host can read values of ``x`` without waiting: ``x`` is on the CPU and not being traced."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
-    """Check for int32 or int64 ``[n + 1]`` that rises from 0 to ``tokens`` (values only in host memory)."""
+    """Check for int32 or int64 ``[n + 1]`` that ascends from 0 to ``tokens`` (values only in host memory)."""
     check_integers("cu_seqlens", cu_seqlens, ("n + 1",))
     if len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens has shape {list(cu_seqlens.shape)}; it must be [n + 1] for n >= 1 segments")
@@ -103,9 +103,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, tokens: int) -> None:
 def check_lengths(
     lengths: Tensor, batch: int, limit: int, limit_name: str, *, least: int = 1, on: Named | None = None
 ) -> None:
-    """Check for int32 or int64 ``[B]`` in ``least..limit`` (values only in host memory), on the device of another
-    tensor if one is given.
-    """
+    """Check for int32 or int64 ``[B]`` on the device of ``on``, if given; in host memory, for ``least..limit``."""
     check_integers("lengths", lengths, (batch,), on)
     if readable(lengths) and batch:
         low, high = (int(x) for x in lengths.aminmax())
@@ -114,5 +112,5 @@ def check_lengths(
 
 
 def brief(values: list[int]) -> str:
-    """A list for a message, shortened."""
+    """A list as text for a message; long lists are shortened."""
     return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"

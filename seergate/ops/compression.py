@@ -1,4 +1,4 @@
-"""Pooling of keys, and one decode step of the cache of compressed keys (SeerAttention-R, sections 2.2 and 3.2)."""
+"""Pooling of keys, and the update of compressed keys in a decode step (SeerAttention-R, sections 2.2 and 3.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from seergate.ops.gate_math import Branch
 def check_branch(
     weight: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float
 ) -> Branch:
-    """Check the norm and RoPE against the linear map."""
+    """Check the weights of norm and RoPE against the linear map; returns them as a `Branch`."""
     width = weight.shape[-1]
     if norm_weight is not None:
         check_tensor("norm_weight", norm_weight, (width,), like=("weight", weight))
@@ -28,19 +28,20 @@ def check_branch(
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengths: Tensor | None = None) -> Tensor:
-    """Pool non-overlapping blocks of keys to one vector each, the input of the gate's key branch.
+    """Pool each block of keys to one vector, the input of the gate's key branch.
 
     Args:
         k: ``[B, Hkv, S, d]``, before RoPE.
         block_size: tokens per block.
-        kinds: poolings out of ``"max", "min", "avg"``, each at most once; their results are concatenated in this
-            order.
-        lengths: int ``[B]``, 0..S: how many tokens of each row are real; all of them if ``None``. Tokens beyond (NaN
-            included) have no influence.
+        kinds: one or more of ``"max", "min", "avg"``, each at most once; their results are concatenated in this order.
+        lengths: int ``[B]``, 0..S, tokens of each row; ``None`` for all S. Later tokens may hold anything, even NaN.
 
     Returns:
         ``[B, Hkv, ceil(S / block_size), len(kinds) * d]`` in the dtype of ``k``; means are accumulated in fp32. A
-        partial block is pooled over its real tokens; a block without any is 0.
+        partial block is pooled over its tokens; a block without tokens is 0.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("k", k, ("B", "Hkv", "S", "d"))
     check_count("block_size", block_size, 1)
@@ -65,29 +66,30 @@ def update_compressed_keys(
     position_offset: int = 0,
     host_lengths: Sequence[int] | None = None,
 ) -> None:
-    """Store each row's newest key; where it completes a block, write the block's compressed key (equation 1b).
+    """Store each row's newest key; if it completes a block, write the block's compressed key (equation 1b).
 
-    Changes ``recent`` and ``compressed`` in place. Whether a block is complete is decided on the device, so the same
-    launches serve every step, and no host waits: fit for a CUDA graph. The raw keys of the open block are kept rather
-    than their running maximum, minimum and sum: one is written per step and a whole block read back once per block,
-    which moves fewer bytes than three fp32 vectors read and written at each step, and a rejected draft can be taken
-    back.
+    Changes ``recent`` and ``compressed`` in place. The device decides whether a block is complete, so every step has
+    the same launches and the host never waits, which suits CUDA graphs. The open block is stored as raw keys rather
+    than as running maximum, minimum and sum: this moves fewer bytes (one key written per step, a block read once when
+    it closes, instead of three fp32 vectors read and written per step), and a rejected draft can be taken back.
 
     Args:
         k: ``[B, Hkv, d]``, the newest key of each row before RoPE.
-        lengths: int ``[B]``, tokens of each row, this one included; blocks up to ``NB - 1`` can be completed.
-        recent: ``[B, Hkv, R, d]``, raw keys: position ``p`` lies at slot ``p % R``; ``R`` is a multiple of
+        lengths: int ``[B]``, tokens of each row, including the newest; 1..(NB + 1) * block_size - 1.
+        recent: ``[B, Hkv, R, d]``, raw keys: position ``p`` is at slot ``p % R``; ``R`` is a multiple of
             ``block_size``. Changed in place.
         compressed: ``[B, Hkv, NB, E]``, changed in place.
         weight: ``[Hkv, len(kinds) * d, E]``, the key branch's linear map.
         block_size: tokens per block.
         kinds: see `pool_keys`.
-        norm_weight: ``[E]``, of the RMSNorm that follows; ``None`` for none.
+        norm_weight: ``[E]``, weight of the RMSNorm after the linear map; ``None`` without norm.
         inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
         attention_scaling: factor on RoPE's cosine and sine.
-        position_offset: a block's position minus that of its first token.
-        host_lengths: the same numbers as ``lengths``, where the host has them. The torch backend then computes only
-            the blocks that close, on every device.
+        position_offset: RoPE position of a block relative to its first token.
+        host_lengths: ``lengths`` on the host, if known; the torch backend then computes only the blocks that close.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("k", k, ("B", "Hkv", "d"))
     batch, kv_heads, dim = k.shape

@@ -1,4 +1,4 @@
-"""Attention of one query token per row to its cache: to the selected blocks, or to all of it."""
+"""Attention of one query token per row to its KV cache: to the selected blocks, or to all tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from seergate.ops.checks import (
 
 
 class DecodeInputs(NamedTuple):
-    """Queries, a cache or its pages, and how they attend: arguments of `sparse_decode` and `dense_decode`, checked."""
+    """Checked arguments shared by `sparse_decode` and `dense_decode`: queries, KV cache, options of the softmax."""
 
     q: Tensor
     k: Tensor
@@ -52,25 +52,28 @@ def sparse_decode(
 
     Args:
         q: ``[B, H, d]``.
-        k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Neither blocks that are not selected nor tokens at or beyond a
-            row's length ever reach the output, whatever they hold (NaN included).
+        k: ``[B, Hkv, S, d]``; ``S`` may be a capacity. Blocks that are not selected and tokens at or beyond a row's
+            length never affect the output, whatever they hold (NaN included).
         v: ``[B, Hkv, S, dv]``.
-        indices: int32 or int64 ``[B, Hkv, K]``, blocks, ascending, padded with -1 on the right, as `select_blocks`
-            gives them (checked in host memory only; elsewhere another order gives wrong results). A block that
-            starts at or beyond the row's length is skipped like padding.
+        indices: int32 or int64 ``[B, Hkv, K]``, block indices, ascending, padded with -1 on the right, as returned by
+            `select_blocks`. The order is checked only in host memory; on a device a wrong order gives wrong results.
+            A block that starts at or beyond the row's length is skipped like padding.
         lengths: int ``[B]``, 1..S, tokens of each row.
         block_size: tokens per block.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
         sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
-        page_table: int ``[B, P]``: k and v are pages ``[pages, Hkv, page, d]``, and page ``i // page`` of row ``b``
-            holds its token ``i``, so that ``S = P * page``; ``page`` is a multiple of ``block_size``. Only the
+        page_table: int ``[B, P]``, for k and v in pages ``[pages, Hkv, page, d]``: token ``i`` of row ``b`` is in
+            page ``page_table[b, i // page]``, so ``S = P * page``; ``page`` is a multiple of ``block_size``. Only the
             selected blocks are read, in place.
-        counts: int32 ``[B, Hkv]`` from `select_blocks`: how many indices are blocks, the last of which is the row's
-            current one. It saves the Triton backend a pass over the indices.
+        counts: int32 ``[B, Hkv]`` from `select_blocks`, number of blocks in ``indices``; the last of them must be the
+            row's current block. Saves the Triton backend a pass over the indices.
 
     Returns:
-        ``[B, H, dv]`` in the dtype of ``q``; zero where a row and head have no block at all.
+        ``[B, H, dv]`` in the dtype of ``q``; zero for a row and KV head without any block.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_count("block_size", block_size, 1)
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
@@ -103,13 +106,15 @@ def dense_decode(
     Args:
         q, v, sm_scale, sinks, softcap: as in `sparse_decode`.
         k: ``[B, Hkv, S, d]``.
-        lengths: int ``[B]``, 1..S, how many tokens of each row count; all S of them if ``None``. Tokens beyond may
-            hold anything.
+        lengths: int ``[B]``, 1..S, tokens of each row; ``None`` for all S. Later tokens may hold anything.
         page_table: as in `sparse_decode`; pages may have any length. Triton reads them in place. The torch backend
-            gathers one row's pages at a time on a CPU, and all of them elsewhere.
+            gathers the pages: of one row at a time on a CPU, of all rows elsewhere.
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
     if lengths is not None:
@@ -127,7 +132,7 @@ def _checked(
     page_table: Tensor | None,
     block_size: int = 1,
 ) -> tuple[DecodeInputs, int]:
-    """The checked inputs, and the capacity ``S`` of a row."""
+    """Check the arguments; returns them, and the capacity ``S`` of a row."""
     check_tensor("q", q, ("B", "H", "d"))
     batch, heads, dim = q.shape
     check_tensor("k", k, (batch if page_table is None else "pages", "Hkv", "S", dim), like=("q", q))
@@ -142,7 +147,7 @@ def _checked(
 
 
 def _check_pages(page_table: Tensor, pages: int, page_size: int, block_size: int) -> None:
-    """Check for pages of whole blocks, and in host memory for numbers in ``0..pages - 1``."""
+    """Check that a page holds whole blocks and, in host memory, that page numbers are in ``0..pages - 1``."""
     if page_size % block_size:
         raise ValueError(f"k has pages of {page_size} tokens; it must have a multiple of block_size, {block_size}")
     if readable(page_table) and page_table.numel():
@@ -166,7 +171,7 @@ def _check_ascending(indices: Tensor) -> None:
 
 
 def _check_counts(counts: Tensor, indices: Tensor, lengths: Tensor, block_size: int) -> None:
-    """Check for integers ``[B, Hkv]``; in host memory also that they count blocks that end with the current."""
+    """Check for integers ``[B, Hkv]``; in host memory also the counts, and that the last block is the current one."""
     check_integers("counts", counts, indices.shape[:2], on=("indices", indices))
     if not readable(indices):
         return

@@ -1,7 +1,6 @@
-"""The arithmetic that the gate's branches share in training, prefill and decode (SeerAttention-R, equations 1a, 1b).
+"""Arithmetic of the gate's branches, for training, prefill and decode (SeerAttention-R, equations 1a to 1c).
 
-Shape suffixes: B batch, S tokens, N blocks, K KV heads, D head dimension of the model, E gate dimension, P number of
-poolings.
+Shape suffixes: B batch, S tokens, N blocks, K KV heads, D head dimension of the model, E gate dimension, P poolings.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ NORM_EPS = 1e-6
 
 
 class Branch(NamedTuple):
-    """A branch of the gate: a linear map ``[Hkv, ..., E]``, and the RMSNorm and RoPE that may follow."""
+    """A branch of the gate: a linear map ``[Hkv, ..., E]``, then optional RMSNorm and RoPE."""
 
     weight: Tensor
     norm_weight: Tensor | None
@@ -43,7 +42,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
         x: ``[B, K, S, E]``.
         positions: ``[B, S]`` or ``[S]``, integer token positions.
         inv_freq: ``[E / 2]``, radians per position.
-        attention_scaling: factor on cosine and sine (1 unless the base model's RoPE scaling has one, as YaRN does).
+        attention_scaling: factor on cosine and sine; 1 unless the base model's RoPE scaling has one, as in YaRN.
 
     Returns:
         ``[B, K, S, E]`` in the dtype of ``x``; computed in fp32 (float64 for float64 input).
@@ -60,7 +59,7 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: fl
 def branch_end(
     x_BKSE: Tensor, positions: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float
 ) -> Tensor:
-    """Apply RMSNorm and RoPE, each where the gate has it, after the linear map of either branch."""
+    """Apply RMSNorm and RoPE, each if the gate has it, to the output of a branch's linear map."""
     if norm_weight is not None:
         x_BKSE = rms_norm(x_BKSE, norm_weight)
     return x_BKSE if inv_freq is None else rotate(x_BKSE, positions, inv_freq, attention_scaling)
@@ -71,12 +70,12 @@ def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
 
     Args:
         q_BHSD: queries before RoPE; query head h belongs to KV head ``h // G``.
-        weight_KGDE: its dtype is that of the computation and of the result.
+        weight_KGDE: the linear map; computation and result have its dtype.
     """
     kv_heads, group, dim, _ = weight_KGDE.shape
     q_BKGSD = q_BHSD.to(weight_KGDE.dtype).unflatten(1, (kv_heads, group))
     q_KTP = q_BKGSD.permute(1, 0, 3, 2, 4).reshape(kv_heads, -1, group * dim)
-    qg_KTE = q_KTP @ weight_KGDE.flatten(1, 2)  # one product per KV head: a step reads its weight once
+    qg_KTE = q_KTP @ weight_KGDE.flatten(1, 2)  # one product per KV head: a decode step reads its weight once
     return qg_KTE.unflatten(1, (len(q_BHSD), q_BHSD.shape[2])).transpose(0, 1)
 
 
@@ -91,10 +90,10 @@ def compressed_keys(pooled_BKNP: Tensor, branch: Branch, positions: Tensor) -> T
 
     Args:
         pooled_BKNP: ``[B, K, N, P * D]``, see `seergate.ops.pool_keys`.
-        branch: its weight is ``[K, P * D, E]``, in the dtype of the computation and of the result.
+        branch: weight ``[K, P * D, E]``; computation and result have its dtype.
         positions: ``[B, N]`` or ``[N]``, the position of each block.
     """
     weight_KPE, batch, blocks = branch.weight, len(pooled_BKNP), pooled_BKNP.shape[2]
     pooled_KTP = pooled_BKNP.to(weight_KPE.dtype).transpose(0, 1).flatten(1, 2)
-    kg_KTE = pooled_KTP @ weight_KPE  # one product per KV head: rows share its weight, which is not copied
+    kg_KTE = pooled_KTP @ weight_KPE  # one product per KV head: rows share its weight without a copy
     return branch_end(kg_KTE.unflatten(1, (batch, blocks)).transpose(0, 1), positions, *branch[1:])

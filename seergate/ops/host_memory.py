@@ -7,6 +7,6 @@ from torch import Tensor
 
 
 def copied(x: Tensor, device: torch.device) -> Tensor:
-    """``x`` on the device, copied through pinned memory: from other memory a GPU's copy would wait."""
+    """Copy ``x`` to ``device`` without waiting; to a GPU through pinned memory, as only that copy is asynchronous."""
     pinned = x.pin_memory() if x.device.type == "cpu" and device.type == "cuda" else x
     return pinned.to(device, non_blocking=True)

@@ -1,7 +1,7 @@
-"""Distillation losses and their gradients, in memory that grows linearly with the pack.
+"""Distillation losses and their gradients, in memory linear in the length of the pack.
 
-`gate_kl` is the loss of gates that score a block by one product, `scorer_kl` that of any scorer of blocks, and
-`retention_kl` that of scores of tokens.
+`gate_kl` trains gates whose block score is one dot product, `scorer_kl` any scorer of blocks, and `retention_kl`
+retention gates, which score tokens.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ REDUCTIONS = ("row_mean", "published")
 class GateKLStats(NamedTuple):
     """Statistics of one `gate_kl` for the training log: detached tensors on the inputs' device.
 
-    A row is counted if it has at least one strictly past block after the first ``sink_blocks`` and its index in its
-    segment of length ``L`` is at least ``int(L * row_start)``, whatever the reduction. Of a segment's rows with these
-    properties every ``row_stride``-th is counted, from number ``row_shift % row_stride`` on.
+    A row is eligible if it has at least one strictly past block after the first ``sink_blocks`` and its index in its
+    segment of length ``L`` is at least ``int(L * row_start)``. In each segment, every ``row_stride``-th eligible row
+    counts, from number ``row_shift % row_stride`` on. This does not depend on the reduction.
 
     Attributes:
-        kl_per_head: ``[Hkv]``, mean KL in nats over the counted rows; 0 without any.
-        rows: int64 scalar, how many rows were counted (per head).
-        recall: ``[len(recall_budgets), Hkv]``, mean over the counted rows of the teacher's share (`block_targets`) in
-            the gate's best ``budget // block_size - 1 - sink_blocks`` blocks; 0 without any row.
+        kl_per_head: ``[Hkv]``, mean KL in nats over the counted rows; 0 without counted rows.
+        rows: int64 scalar, number of counted rows, the same for each head.
+        recall: ``[len(recall_budgets), Hkv]``, sum of the teacher's `block_targets` over the gate's best
+            ``budget // block_size - 1 - sink_blocks`` blocks, mean over the counted rows; 0 without counted rows.
     """
 
     kl_per_head: Tensor
@@ -41,7 +41,7 @@ class GateKLStats(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """Arguments that the losses share, checked; see `gate_kl`."""
+    """Checked arguments that the losses share; see `gate_kl`."""
 
     row_start: float
     reduction: str
@@ -74,42 +74,41 @@ def gate_kl(
     """KL divergence from the teacher's block distribution to the gate's.
 
     Per row ``t`` and KV head, over the strictly past blocks ``j``: ``KL = sum_j p_j (log p_j - log pi_j)`` with ``p``
-    the `block_targets` and ``pi = softmax_j(gate_scale * qg_t . kg_j)``. All in log domain, fp32 or wider. The
-    gradients with respect to ``qg`` and ``kg`` are computed in the forward, where they are needed; the backward only
-    scales them. Nothing of size rows x blocks outlives a chunk of rows. No gradient flows to ``q`` and ``k``: the
-    teacher is frozen.
+    the `block_targets` and ``pi = softmax_j(gate_scale * qg_t . kg_j)``, computed in log domain in fp32 or wider. The
+    forward computes the gradients with respect to ``qg`` and ``kg`` if they are needed; the backward only scales them.
+    Memory for rows x blocks is needed for one chunk of rows at a time. The teacher's ``q`` and ``k`` get no gradient.
 
-    On GPUs, gates in fp32 that are wider than 128 are multiplied in bf16, for which there are registers; sums, the
-    softmax and the results are fp32.
+    On GPUs, fp32 gates wider than 128 exceed the registers: products are in bf16; sums, softmax and results in fp32.
 
     Args:
-        q: ``[T, H, d]`` packed queries as the attention sees them (after RoPE).
-        k: ``[T, Hkv, d]`` packed keys, likewise.
+        q: ``[T, H, d]`` packed queries after RoPE.
+        k: ``[T, Hkv, d]`` packed keys after RoPE.
         qg: ``[T, Hkv, dg]`` the gate's queries; only those of `counted_rows` are read.
-        kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)``
-            of them. The last one is never a candidate, so its value does not matter.
-        cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory it costs no device
-            synchronisation.
+        kg: ``[sum NB_i, Hkv, dg]`` the gate's keys; segment i of length ``L_i`` has ``NB_i = ceil(L_i / block_size)``.
+            The last key of a segment is never a candidate, so its value does not matter.
+        cu_seqlens: int32 ``[n + 1]``, segment borders; segments may be empty. In host memory it costs no sync.
         block_size: tokens per block; blocks are counted from each segment's start.
-        row_start: of a segment of length ``L``, rows from ``int(L * row_start)`` on count; in [0, 1).
+        row_start: in [0, 1); in a segment of length ``L``, rows from ``int(L * row_start)`` on count.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
         gate_scale: factor on ``qg . kg``; ``1 / sqrt(dg)`` if ``None``.
-        reduction: ``"row_mean"``: mean over every counted (row, KV head), see `GateKLStats`; comparable across
+        reduction: ``"row_mean"``: mean over all counted (row, KV head) pairs, see `GateKLStats`; comparable across
             packings. ``"published"``: per segment, the sum of its KL divided by ``Hkv * rows * NBmax``, where ``rows``
             also counts rows without a past block and ``NBmax`` is the block count of the pack's longest segment; then
-            the mean over the segments that are not empty (in the published code an empty one would make it NaN).
-        recall_budgets: token budgets, the current block and the sink blocks included, at which to measure recall.
-        sink_blocks: the first blocks of each segment, which decoding always reads: they are left out of both
-            distributions, and the target is normalised over the others.
-        row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbours are nearly alike.
+            the mean over the non-empty segments (in the published code an empty one gives NaN).
+        recall_budgets: token budgets for recall, each at least ``block_size``; include the current and sink blocks.
+        sink_blocks: number of first blocks of each segment, which decoding always reads. They are left out of both
+            distributions, and the target is normalised over the other blocks.
+        row_stride, row_shift: count every ``row_stride``-th row, see `GateKLStats`; neighbouring rows are similar.
         sinks: ``[H]`` attention-sink logits of the teacher (GPT-OSS).
         softcap: cap on the teacher's scores (Gemma 2).
-        lse: ``[T, H]``, what `packed_attention` returns beside the output: the natural
-            log of each softmax's denominator (scale, cap and sink included). Saves computing it.
+        lse: ``[T, H]``, from `packed_attention` with the same scale, softcap and sinks; computed if ``None``.
 
     Returns:
-        The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without a counted row the loss
-        and its gradients are 0.
+        The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without counted rows it is 0.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
+        RuntimeError: in the backward, for a second derivative.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_count("block_size", block_size, 1)
@@ -129,7 +128,7 @@ def gate_kl(
 
 
 Scores = Callable[[Tensor, Tensor], Tensor]
-"""Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` of some blocks -> scores ``[1, Hkv, R, N]``, with a graph."""
+"""Queries ``[1, I, R, E']`` and keys ``[1, J, M, E]`` -> block scores ``[1, Hkv, R, N]``, differentiable."""
 
 
 def scorer_kl(
@@ -157,36 +156,34 @@ def scorer_kl(
 ) -> tuple[Tensor, GateKLStats]:
     """KL divergence from a target to the softmax of a scorer's scores over strictly past blocks.
 
-    `gate_kl` for scores that are not one dot product per block, and for other targets. With ``p_h(t, s)`` the
-    teacher's probability of query head ``h`` of a group, causal over the row's segment, the target of block ``j`` is
+    Generalises `gate_kl` to any scores of blocks and to other targets. With ``p_h(t, s)`` the teacher's probability of
+    query head ``h`` of a group, causal over the row's segment, the target of block ``j`` is one of
 
     * ``"max"``: ``max over h, max over s in j of p_h(t, s)`` (SeerAttention-R);
-    * ``"sum"``: ``sum over h, sum over s in j of p_h(t, s)`` (the warm-up of DeepSeek-V3.2, there over tokens and all
-      heads; MiniMax's group average);
-    * ``"selected"``: ``"sum"``, with target and scores restricted to the blocks that the scorer itself picks within
-      ``target_budget`` (the second stage of DeepSeek-V3.2). No gradient flows through the choice. DeepSeek's report
-      does not say how the restricted target is normalised. Here the sum over heads is renormalised, as in
-      MindSpeed's trainer; in Megatron-LM's each head is normalised over the picked blocks before the sum;
+    * ``"sum"``: ``sum over h, sum over s in j of p_h(t, s)`` (MiniMax's group average; the warm-up of DeepSeek-V3.2
+      has tokens in place of blocks and sums over all heads);
+    * ``"selected"``: ``"sum"``, with target and scores restricted to the blocks that the scorer itself selects within
+      ``target_budget`` (the second stage of DeepSeek-V3.2). No gradient flows through the selection. DeepSeek's report
+      does not say how the restricted target is normalised. Here the sum over heads is renormalised, as in MindSpeed's
+      trainer; Megatron-LM's normalises each head over the selected blocks before the sum;
 
-    normalised to sum 1 over the blocks that count. The gradients with respect to ``qs`` and ``ks`` are computed in the
-    forward, in chunks of rows, by autograd through ``scores``. There is no GPU kernel: torch runs there too.
+    normalised to sum 1 over the blocks that count. The forward computes the gradients with respect to ``qs`` and
+    ``ks``, in chunks of rows, by autograd through ``scores``. There is no GPU kernel: torch runs there too.
 
     Args:
         q, k: see `gate_kl`.
-        qs: ``[T, I, E']``, the queries for ``scores``.
-        ks: ``[sum M_i, J, E]``, the keys for ``scores``; segment i of length ``L_i`` has
-            ``M_i = ceil(L_i / entry_tokens)`` of them.
+        qs: ``[T, I, E']``, the scorer's queries.
+        ks: ``[sum M_i, J, E]``, the scorer's keys; segment i of length ``L_i`` has ``M_i = ceil(L_i / entry_tokens)``.
         cu_seqlens, block_size: see `gate_kl`.
-        scores: scores some rows against the keys of consecutive blocks of a segment; further columns are cut off.
+        scores: computes block scores from queries of some rows and keys of consecutive blocks of a segment.
         entry_tokens: tokens per key; divides ``block_size``.
         target: ``"max"``, ``"sum"`` or ``"selected"``.
-        target_budget: for ``"selected"``, the tokens that the scorer may pick, the current block and the sink blocks
-            included: at least one block more.
+        target_budget: tokens that a scorer with target ``"selected"`` selects; at least ``2 + sink_blocks`` blocks.
         row_start, sm_scale, reduction, sink_blocks, row_stride, row_shift, sinks, softcap, lse: see `gate_kl`.
-        recall_budgets: see `gate_kl`; the teacher's share is that of the target, for ``"selected"`` that of ``"sum"``.
+        recall_budgets: see `gate_kl`; recall is a share of the target, for ``"selected"`` of the target ``"sum"``.
 
     Returns:
-        As `gate_kl`.
+        As `gate_kl`, which also lists the errors.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_count("block_size", block_size, 1)
@@ -220,25 +217,28 @@ def retention_kl(
     softcap: float | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
-    """KL divergence of a token's score from the highest attention probability that later tokens give it.
+    """KL divergence from the highest attention probability that a token gets from later tokens to the token's score.
 
     With ``p_h(t, s)`` the teacher's probability, causal over the row's segment, a token's target for a KV head is
-    ``y(s) = max over h of the group, max over rows t of p_h(t, s)``. Rows are those of its segment with an index of at
-    least ``int(length * row_start)`` that come ``distance`` tokens or more after it; a token without such a row does
-    not count. The loss of a token is ``KL(Bernoulli(y) || Bernoulli(score))``: the cross-entropy of Fast KVzip (arXiv
-    2601.17668) less what no score can change. No gradient flows to ``q`` and ``k``.
+    ``y(s) = max over heads h of the group, max over rows t of p_h(t, s)``. The maximum is over rows of the segment
+    with an index of at least ``int(length * row_start)`` that come at least ``distance`` tokens after ``s``. The last
+    ``distance`` tokens of a segment do not count. The loss of a token is ``KL(Bernoulli(y) || Bernoulli(score))``: the
+    cross-entropy of Fast KVzip (arXiv 2601.17668) minus the entropy of ``y``. No gradient flows to ``q`` and ``k``.
 
     Args:
         q, k, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
         scores: ``[T, Hkv]``, in [0, 1].
-        distance: tokens from a token to the first row that counts for it, at least 1.
-        row_start: see `ops.gate_kl`; in [0, 1).
-        recall_budgets: tokens, each at least ``distance``.
+        distance: minimum distance, in tokens, of a row that counts for a token; at least 1.
+        row_start: in [0, 1); see above.
+        recall_budgets: token budgets at which to measure recall, each at least ``distance``.
         lse: ``[T, H]`` log of the softmax's denominator, from `packed_attention`; computed if ``None``.
 
     Returns:
         The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
-        of a segment's targets that its best ``budget - distance`` tokens hold, mean over segments.
+        of a segment's sum of targets in its best ``budget - distance`` tokens, mean over segments.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2], on=("q", q))
@@ -271,13 +271,13 @@ def _checked(options: LossOptions, block_size: int, lse: Tensor | None, q: Tenso
 def counted_rows(
     lengths: Sequence[int], block_size: int, row_start: float, sink_blocks: int, row_stride: int, row_shift: int
 ) -> list[range]:
-    """By segment, the rows that count, see `GateKLStats`; `gate_kl` reads ``qg`` of these only."""
+    """The rows of each segment that count, see `GateKLStats`; `gate_kl` reads ``qg`` only at these."""
     least = (1 + sink_blocks) * block_size
     rows = [range(min(max(int(length * row_start), least), length), length) for length in lengths]
     return [some[row_shift % row_stride :: row_stride] for some in rows]
 
 
 def refuse_second_order() -> None:
-    """Refuse a second derivative, in the backward: the saved gradients are constants, so it would be zero."""
+    """Refuse a second derivative, from the backward: it would be 0, as the saved gradients are constants."""
     if torch.is_grad_enabled():
         raise RuntimeError("gate_kl has no second derivative; call backward without create_graph")

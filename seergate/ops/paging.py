@@ -1,7 +1,7 @@
-"""Memory layout of tokens in a plain cache ``[B, Hkv, S, d]`` or a paged one.
+"""Memory layout of tokens in a contiguous KV cache ``[B, Hkv, S, d]`` or a paged one.
 
-A paged cache is pages ``[pages, Hkv, page, d]`` and a table ``[B, P]``: page ``i // page`` of row ``b`` holds its
-token ``i``.
+A paged cache consists of pages ``[pages, Hkv, page, d]`` and a page table ``[B, P]``: token ``i`` of row ``b`` is in
+page ``table[b, i // page]``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def unpaged(pages: Tensor, page_table: Tensor) -> Tensor:
-    """A paged cache copied to a plain one, ``[B, Hkv, P * page, d]``."""
+    """Copy a paged cache to a contiguous one, ``[B, Hkv, P * page, d]``."""
     return pages[page_table.long()].transpose(1, 2).flatten(2, 3)
 
 
@@ -28,16 +28,16 @@ def has_rows_of(cache: Tensor, unit: int) -> bool:
 
 
 def rows_of(cache: Tensor, unit: int, places: Tensor, page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The cache as a matrix with ``unit`` consecutive tokens of one head per row, and the rows of ``places``.
+    """View the cache as a matrix with ``unit`` consecutive tokens of one head per row, to gather tokens from.
 
     Args:
-        cache: ``[B, Hkv, S, d]``, or pages. The matrix is a view of it: `has_rows_of` must hold.
-        unit: divides the page.
-        places: int64 ``[B, Hkv, X]``, in units.
+        cache: ``[B, Hkv, S, d]``, or pages, for which `has_rows_of` is true.
+        unit: tokens per matrix row; divides the page size.
+        places: int64 ``[B, Hkv, X]``, token positions divided by ``unit``.
         page_table: ``[B, P]`` of a paged cache.
 
     Returns:
-        ``[rows, unit * d]`` and int64 ``[B * Hkv, X]``.
+        The matrix ``[rows, unit * d]``, a view, and the row index of each of ``places``, int64 ``[B * Hkv, X]``.
     """
     (outer, kv_heads, tokens), size = cache.shape[:3], unit * cache.shape[-1]
     steps = [0 if n == 1 else s // size for n, s in zip(cache.shape[:2], cache.stride()[:2], strict=True)]

@@ -1,7 +1,7 @@
-"""The definition of every op: naive loops over segments, rows, heads and blocks, straight from the equations.
+"""Reference implementation of every op: naive loops over segments, rows, heads and blocks, as in the equations.
 
-Same signatures as the public ops. Computes in fp32, or in float64 for float64 inputs. The tests compare every backend
-with it; ``SEERGATE_BACKEND=reference`` runs it in place of them. Not meant to be fast.
+Has the signatures of the public ops. Computes in fp32, or in float64 for float64 inputs. The tests compare every
+backend with it; ``SEERGATE_BACKEND=reference`` runs it instead of them. Not meant to be fast.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
 
 
 def _widest(cu_seqlens: Tensor, block_size: int) -> int:
-    """Blocks of the longest segment."""
+    """Number of blocks of the longest segment."""
     return max(math.ceil((end - start) / block_size) for start, end in _segments(cu_seqlens))
 
 
@@ -48,7 +48,7 @@ def _log_probs(
     softcap: float | None,
     window: int | None = None,
 ) -> Iterator[tuple[slice, int, Tensor, Tensor]]:
-    """Per segment and head: its rows, the head, log of their softmax ``[L, L]`` and of its denominator ``[L]``."""
+    """Per segment and head: rows, head, log-softmax of the scores ``[L, L]``, log of its denominator ``[L]``."""
     dtype, heads = _wide(q, k), q.shape[1]
     scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
     for start, end in _segments(cu_seqlens):
@@ -59,13 +59,13 @@ def _log_probs(
         for h in range(heads):
             scores = _capped(q[rows, h].to(dtype) @ k[rows, h // (heads // k.shape[1])].to(dtype).T * scale, softcap)
             scores = scores.masked_fill(hidden, -torch.inf)
-            if sinks is not None:  # one more column, which takes its share and is then dropped
+            if sinks is not None:  # as one more column, dropped after the softmax
                 scores = torch.cat((scores, sinks[h].to(dtype).expand(length, 1)), dim=1)
             yield rows, h, scores.log_softmax(dim=1)[:, :length], scores.logsumexp(dim=1)
 
 
 def _past_blocks(x_LL: Tensor, block_size: int) -> Iterator[tuple[int, Tensor]]:
-    """Each block with its columns of the rows for which it is strictly past: the last rows, ``[rows, block_size]``."""
+    """Each block ``j``, and its columns in the rows for which it is strictly past, ``[rows, block_size]``."""
     for j in range((len(x_LL) - 1) // block_size):
         yield j, x_LL[(j + 1) * block_size :, j * block_size : (j + 1) * block_size]
 
@@ -82,7 +82,7 @@ def packed_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> PackedAttention:
-    """Whole score matrices, one segment and head after the other."""
+    """Computes whole score matrices, one segment and head at a time."""
     dtype, group = _wide(q, k), q.shape[1] // k.shape[1]
     out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=dtype, device=q.device)
     lse = torch.zeros(q.shape[:2], dtype=dtype, device=q.device)
@@ -103,7 +103,7 @@ def attention_with_block_targets(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> AttentionWithTargets:
-    """One segment, head and block after the other."""
+    """Computes one segment, head and block at a time."""
     output, lse = packed_attention(q, k, v, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap)
     group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
     targets = lse.new_full((len(q), k.shape[1], widest), -torch.inf)
@@ -125,7 +125,7 @@ def block_targets(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Softmax over blocks of the log targets. A row all of whose past probabilities underflow still has a target."""
+    """Computes a softmax of log targets, so that a row whose past probabilities all underflow still has targets."""
     log_targets = attention_with_block_targets(
         q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap
     ).log_targets
@@ -144,7 +144,7 @@ def gate_kl(
     gate_scale: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, GateKLStats]:
-    """`scorer_kl` with ``gate_scale * query . key`` as scores; the other options are the same."""
+    """Calls `scorer_kl` with scores ``gate_scale * query . key``; the other options are the same."""
     gate_scale = 1.0 / math.sqrt(qg.shape[-1]) if gate_scale is None else gate_scale
 
     def scores(queries: Tensor, keys: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def gate_kl(
 def block_masses(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, block_size: int, sm_scale: float | None, **extras: Any
 ) -> Tensor:
-    """`block_targets` with sums in place of maxima: each past block's share of the group's probability."""
+    """`block_targets` with sums instead of maxima: each past block's share of the group's probability."""
     group, widest = q.shape[1] // k.shape[1], _widest(cu_seqlens, block_size)
     masses = torch.zeros(len(q), k.shape[1], widest, dtype=_wide(q, k), device=q.device)
     for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
@@ -191,7 +191,7 @@ def scorer_kl(
     softcap: float | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
-    """One row and KV head after the other, targets materialised, gradients by plain autograd. Ignores ``lse``."""
+    """Computes one row and KV head at a time from materialised targets; gradients by autograd. Ignores ``lse``."""
     dtype = _wide(q, k, qs, ks)
     kv_heads = k.shape[1]
     definition = block_targets if target == "max" else block_masses
@@ -246,7 +246,7 @@ def retained_attention(
     sinks: Tensor | None = None,
     softcap: float | None = None,
 ) -> RetainedAttention:
-    """One row and head after the other, gradients by plain autograd."""
+    """Computes one row and head at a time; gradients by autograd."""
     dtype, group, output, held = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
     for start, end in _segments(cu_seqlens):
         for row in range(start, end):
@@ -268,7 +268,7 @@ def retained_attention(
 def received_attention(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, distance: int, row_start: float, sm_scale: float | None, **extras: Any
 ) -> Tensor:
-    """``[T, Hkv]``: the highest probability that a row ``distance`` tokens later or more gives a token; 0 without."""
+    """``[T, Hkv]``: the highest probability of a token in rows at least ``distance`` tokens later, or 0."""
     found = torch.zeros(len(q), k.shape[1], dtype=_wide(q, k), device=q.device)
     for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
         here = found[rows, h // (q.shape[1] // k.shape[1])]
@@ -292,7 +292,7 @@ def retention_kl(
     softcap: float | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, GateKLStats]:
-    """One token and KV head after the other. Ignores ``lse``."""
+    """Computes one token and KV head at a time. Ignores ``lse``."""
     dtype = _wide(q, k, scores)
     targets = received_attention(
         q.to(dtype), k.to(dtype), cu_seqlens, distance, row_start, sm_scale, sinks=sinks, softcap=softcap
@@ -323,7 +323,7 @@ def retention_kl(
 def pool_keys(
     k: Tensor, block_size: int, kinds: Sequence[str] = ("max", "min", "avg"), lengths: Tensor | None = None
 ) -> Tensor:
-    """One block after the other."""
+    """Computes one block at a time."""
     batch, kv_heads, capacity, dim = k.shape
     ends = [capacity] * batch if lengths is None else lengths.tolist()
     pooled = torch.zeros(
@@ -357,7 +357,7 @@ def update_compressed_keys(
     position_offset: int = 0,
     host_lengths: Sequence[int] | None = None,
 ) -> None:
-    """One row and KV head after the other."""
+    """Computes one row and KV head at a time."""
     dtype = _wide(k, weight)
     slots = recent.shape[2]
     for b, length in enumerate(lengths.tolist()):
@@ -383,7 +383,7 @@ def score_blocks(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
 ) -> Tensor:
-    """One row, KV head and block after the other; 0 for blocks that are not complete."""
+    """Computes one row, KV head and block at a time; 0 for incomplete blocks."""
     dtype = _wide(q, weight)
     kv_heads, group, _, width = weight.shape
     scores = torch.zeros(len(q), kv_heads, compressed.shape[2], dtype=dtype, device=q.device)
@@ -399,7 +399,7 @@ def score_blocks(
 def _branch_end(
     x: Tensor, norm_weight: Tensor | None, inv_freq: Tensor | None, attention_scaling: float, position: int
 ) -> Tensor:
-    """RMSNorm and RoPE of one vector ``[E]``; trigonometry in Python's floats."""
+    """RMSNorm and RoPE of one vector ``[E]``; angles in Python floats."""
     if norm_weight is not None:
         x = x / (x.square().mean() + 1e-6).sqrt() * norm_weight.to(x.dtype)
     if inv_freq is None:
@@ -425,7 +425,7 @@ def select_blocks(
     top_p: float | None = None,
     sink_blocks: int = 0,
 ) -> Selection:
-    """A stable sort per row and KV head, and Python's sets."""
+    """Uses a stable sort per row and KV head, and Python sets."""
     batch, kv_heads, _ = scores.shape
     largest = torch.finfo(torch.float32).max
     chosen: list[list[int]] = []
@@ -481,7 +481,7 @@ def sparse_decode(
     page_table: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """The selected tokens, one row and query head after the other."""
+    """Gathers the selected tokens of one row and query head at a time."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     dtype = _wide(q)
@@ -515,7 +515,7 @@ def dense_decode(
     softcap: float | None = None,
     page_table: Tensor | None = None,
 ) -> Tensor:
-    """Sparse attention with every token selected."""
+    """Calls `sparse_decode` with every token selected."""
     if page_table is not None:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     batch, kv_heads, capacity = k.shape[:3]

@@ -1,4 +1,4 @@
-"""Scores of blocks for a step's query, and the choice of blocks that each KV head reads (SeerAttention-R, 3.1)."""
+"""Block scores of a decode step, and selection of the blocks that each KV head reads (SeerAttention-R, 3.1)."""
 
 from __future__ import annotations
 
@@ -25,22 +25,24 @@ def score_blocks(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
 ) -> Tensor:
-    """Project each row's newest query, norm and rotate it, and multiply it with the compressed keys.
+    """Score blocks: project each row's newest query, apply norm and RoPE, and multiply it with the compressed keys.
 
     Args:
         q: ``[B, H, d]``, the newest query of each row before RoPE.
-        lengths: int ``[B]``, tokens of each row, this one included; the query's position is the last one.
-        compressed: ``[B, Hkv, NB, E]``, the K-compression cache. ``NB`` may be a capacity: what lies behind a row's
-            complete blocks is not read on a GPU.
+        lengths: int ``[B]``, tokens of each row, including this one; the query's position is ``length - 1``.
+        compressed: ``[B, Hkv, NB, E]``, the compressed keys. ``NB`` may be a capacity: on a GPU, only a row's complete
+            blocks are read.
         weight: ``[Hkv, G, d, E]``, the query branch's linear map.
         block_size: tokens per block.
-        norm_weight: ``[E]``, of the RMSNorm that follows; ``None`` for none.
+        norm_weight: ``[E]``, weight of the RMSNorm after the linear map; ``None`` without norm.
         inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
         attention_scaling: factor on RoPE's cosine and sine.
 
     Returns:
-        ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 (or wider). Those of blocks that are not complete
-        mean nothing.
+        ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 or wider; undefined for incomplete blocks.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
     kv_heads, group, dim, width = weight.shape
@@ -56,7 +58,7 @@ def score_blocks(
 
 
 UNBOUNDED = 2**31 - 1
-"""More blocks than any row has."""
+"""Number of blocks that stands for no limit."""
 
 
 class Selection(NamedTuple):
@@ -64,7 +66,7 @@ class Selection(NamedTuple):
 
     Attributes:
         indices: int32 ``[B, Hkv, K]``, ascending, padded with -1 on the right.
-        counts: int32 ``[B, Hkv]``, how many of them are blocks.
+        counts: int32 ``[B, Hkv]``, number of blocks in ``indices``.
     """
 
     indices: Tensor
@@ -76,12 +78,11 @@ Blocks = TypeVar("Blocks", int, Tensor)
 
 @dataclass(frozen=True)
 class BlockBudget:
-    """How many blocks each KV head of a row reads, where that follows from how many the row has: a share of them,
-    rounded up, but no fewer than ``least`` and no more than ``most``.
+    """Number of blocks that each KV head of a row reads: a share of its blocks, rounded up, within ``least..most``.
 
     Attributes:
-        least, most: blocks; equal for a budget that is a number of tokens.
-        numerator, denominator: of the share, whole numbers, so that hosts and devices round alike.
+        least, most: bounds in blocks; equal for a token budget.
+        numerator, denominator: the share as a fraction of integers, so that host and device round alike.
     """
 
     least: int
@@ -100,7 +101,7 @@ class BlockBudget:
         budget_min: int | None = None,
         budget_max: int | None = None,
     ) -> BlockBudget | None:
-        """The budget that these arguments of `select_blocks` give; ``None`` if another rule is meant."""
+        """The budget of these arguments of `select_blocks`; ``None`` without ``token_budget`` and ``budget_share``."""
         if token_budget is not None:
             return cls(token_budget // block_size, token_budget // block_size)
         if budget_share is None:
@@ -110,7 +111,7 @@ class BlockBudget:
         return cls(least, most, *_as_written(budget_share))
 
     def read(self, blocks: Blocks) -> Blocks:
-        """How many of a row's blocks are read, the current one included: a number, or an int64 tensor of numbers."""
+        """Number of blocks read, including the current one, of a row with ``blocks`` blocks; int or int64 tensor."""
         share = -(-blocks * self.numerator // self.denominator)
         if isinstance(blocks, Tensor):
             return share.clamp(self.least, self.most).minimum(blocks)
@@ -118,19 +119,19 @@ class BlockBudget:
 
     @property
     def covered(self) -> int:
-        """The most blocks that a row may have of which it reads all."""
+        """Largest number of blocks with which a row still reads all of its blocks."""
         unread = self.denominator - self.numerator  # a row of n blocks reads all if n * unread < denominator
         all_of = (self.denominator - 1) // unread if unread else UNBOUNDED
         return min(self.most, max(self.least, all_of))
 
 
 def _as_written(share: float) -> tuple[int, int]:
-    """Numerator and denominator of 0.1 as it is written, not of the nearest binary number; a product fits int64."""
+    """Numerator and denominator (up to 10^6, so that products fit int64) of ``share`` as written in decimals."""
     fraction = Fraction(str(share)).limit_denominator(10**6)
     return fraction.numerator, fraction.denominator
 
 
-_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a graph holds the two numbers
+_as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # constant in a graph
 
 
 def select_blocks(
@@ -146,29 +147,31 @@ def select_blocks(
     top_p: float | None = None,
     sink_blocks: int = 0,
 ) -> Selection:
-    """Choose blocks for one decode step, by exactly one of four rules.
+    """Select blocks for one decode step, by exactly one of four rules.
 
-    The current block, ``(length - 1) // block_size``, is always in; it is never scored. So are the first
-    ``sink_blocks``. Scores of the sinks, of the current block and of later ones are ignored, whatever they are. Scores
-    are compared in fp32; NaN counts as the lowest, infinities as the extremes of fp32; ties go to the lower index.
+    The current block, ``(length - 1) // block_size``, and the first ``sink_blocks`` are always selected. Their scores
+    and those of later blocks are ignored, whatever they hold. Scores are compared in fp32; NaN counts as the lowest,
+    infinities as the extremes of fp32; ties go to the lower index.
 
     Args:
         scores: ``[B, Hkv, NB]``, higher is better. ``NB`` may be a capacity, larger than the blocks in use.
-        lengths: int ``[B]``, 1..NB * block_size: tokens of each row, the current one included.
+        lengths: int ``[B]``, 1..NB * block_size: tokens of each row, including the current one.
         block_size: tokens per block.
-        token_budget: read ``token_budget // block_size`` blocks, the current one and the sinks included.
-        budget_share: read this share of the row's blocks, rounded up, in (0, 1]; the current one and the sinks
-            included. It is taken as it is written in decimals, or as the nearest fraction of a denominator up to 10^6.
-        budget_min, budget_max: tokens that are read at least, and at most, by a share; each is rounded down to blocks.
-        threshold: read the past blocks whose softmax probability (over past blocks but the sinks) is greater than
-            this.
-        top_p: read the fewest past blocks whose probabilities sum to at least this.
-        sink_blocks: how many first blocks are always read. Within a token budget they use it up; the other two rules
-            choose among the rest.
+        token_budget: select ``token_budget // block_size`` blocks, including the current block and the sink blocks.
+        budget_share: select this share of the row's blocks, in [0, 1], rounded up, including the current block and the
+            sink blocks. Read as the decimal fraction as written, or the nearest one with a denominator up to 10^6.
+        budget_min, budget_max: minimum and maximum tokens for ``budget_share``; each is rounded down to blocks.
+        threshold: select the past blocks with a softmax probability (over past blocks except sinks) above this.
+        top_p: select the fewest past blocks (except sinks) whose probabilities sum to at least this.
+        sink_blocks: number of first blocks that are always selected. They count towards a budget; ``threshold`` and
+            ``top_p`` select in addition to them.
 
     Returns:
-        `Selection`. ``K`` is at most NB, and at most ``token_budget // block_size``, or what a share of NB blocks is;
-        it is static on accelerators, where nothing waits for the result.
+        `Selection`. ``K`` is at most NB, and with a budget at most the budget of a row with NB blocks. On accelerators
+        ``K`` is static and nothing waits for the device.
+
+    Raises:
+        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
     check_count("block_size", block_size, 1)

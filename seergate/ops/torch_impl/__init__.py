@@ -1,1 +1,1 @@
-"""The torch backend: fast on CPUs, runs on any device. The public ops have checked the arguments."""
+"""The torch backend: fast on CPUs, runs on any device. Arguments have been checked by the public ops."""

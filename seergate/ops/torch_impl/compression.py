@@ -31,8 +31,8 @@ def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tenso
 
 
 def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
-    # Contiguous: the order in which a mean is summed then depends on the block alone, so a block pooled in prefill and
-    # the same block pooled in decode, or in another batch, agree bit for bit.
+    # Contiguous, so that the summation order of a mean depends only on the block: it is pooled to the same bits in
+    # prefill, in decode and in another batch.
     k_BKNCD = k_BKNCD.contiguous()
     pools = {
         "max": lambda: k_BKNCD.amax(3),
@@ -43,7 +43,7 @@ def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
 
 
 def _pool_ragged(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor) -> Tensor:
-    """Pool rows of different lengths: tokens beyond a row's length become each pooling's neutral value."""
+    """Pool rows of different lengths: padding is replaced by the neutral element of each pooling."""
     padding = -k.shape[2] % block_size
     k_BKNCD = F.pad(k, (0, 0, 0, padding)).contiguous().unflatten(2, (-1, block_size))  # contiguous: see _pool
     positions = torch.arange(k.shape[2] + padding, device=k.device)
@@ -87,7 +87,7 @@ def update_compressed_keys(
             return
         index = torch.tensor(closing, device=device)
         block = torch.tensor([host_lengths[row] // block_size - 1 for row in closing], device=device)
-    else:  # every row, and what has not just been completed is put back
+    else:  # compute all rows; those without a completed block get their old entry back
         index, block = rows, (lengths // block_size - 1).clamp(min=0)
     start = block * block_size
     ring = (start % slots)[:, None] + torch.arange(block_size, device=device)

@@ -1,7 +1,7 @@
 """`sparse_decode` and `dense_decode` in torch, with the query group as query axis.
 
-The sparse one gathers the selected tokens first. The dense one is PyTorch's fused kernel, or plain matrix products
-where that lacks something.
+`sparse_decode` gathers the selected tokens first. `dense_decode` is PyTorch's fused kernel, or plain matrix products
+with sinks or a softcap, which the kernel lacks.
 
 Shape suffixes: B rows, H query heads, K KV heads, G query heads per KV head, D head dimension, P = B * K pairs of a
 row and a KV head, X selected blocks, C tokens of a block, S tokens of the cache or gathered tokens of a pair.
@@ -19,8 +19,8 @@ from seergate.ops.decode import DecodeInputs
 from seergate.ops.paging import has_rows_of, rows_of, unpaged
 
 GATHER_BYTES_CPU = 2**21
-"""Bytes that each thread gathers at a time. A buffer that stays in a core's cache, and is written again and again,
-costs less than the memory traffic and the fresh pages of a large one."""
+"""Bytes that each thread gathers at a time. Reusing a buffer that fits in a core's cache is faster than filling a
+large one, which costs memory traffic and page faults."""
 
 
 @torch.no_grad()
@@ -31,17 +31,17 @@ def sparse_decode(
     q, k, v, sm_scale, sinks, softcap, page_table = inputs
     (batch, heads, dim), kv_heads = q.shape, k.shape[1]
     pairs, group, seen = batch * kv_heads, heads // kv_heads, readable(q)
-    # Readable tokens of each block; those of a pair are the first ones of its blocks, which ascend.
+    # Readable tokens of each block. As blocks ascend, the gathered tokens of a pair have its padding at the end.
     starts_BKX = indices.long() * block_size
     used_BKX = (lengths[:, None, None] - starts_BKX).clamp_(0, block_size).masked_fill_(starts_BKX < 0, 0)
     counts_P = used_BKX.sum(-1).flatten()
     low, width = 0, indices.shape[-1] * block_size
-    if seen and pairs:  # elsewhere the host must not wait for the values
+    if seen and pairs:  # else the host must not wait for the values
         low, width = (int(n) for n in counts_P.aminmax())
     if not pairs or not width:
         return q.new_zeros(batch, heads, v.shape[-1])
     columns = -(-width // block_size)
-    places_BKX = (indices.long() * (used_BKX > 0))[..., :columns]  # what cannot be read stands for the first block
+    places_BKX = (indices.long() * (used_BKX > 0))[..., :columns]  # padding reads block 0
     unit = block_size
     if not (has_rows_of(k, unit) and has_rows_of(v, unit)):
         unit = 1
@@ -54,14 +54,14 @@ def sparse_decode(
 
     q_PGD = q.reshape(pairs, group, dim)
     sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).repeat(batch, 1)
-    # Narrow types go to the fused kernel, which is fast for them on every CPU; matrix products of them are not.
+    # The fused kernel is fast for 16-bit types on every CPU; matrix products of them are not.
     on_cpu = q.device.type == "cpu"
     fused = sinks is None and softcap is None and not (on_cpu and q.dtype in (torch.float32, torch.float64))
     each = columns * block_size * max(dim, v.shape[-1])
     some = pairs
     if seen:
         some = min(pairs, max(1, GATHER_BYTES_CPU * torch.get_num_threads() // (each * k.element_size())))
-    rooms = [k.new_empty(some * each) if seen else None for _ in range(1 + fused)]  # one serves both in turn
+    rooms = [k.new_empty(some * each) if seen else None for _ in range(1 + fused)]  # unfused: keys and values share it
     out_PGD = q.new_empty(pairs, group, v.shape[-1])
     for lo in range(0, pairs, some):
         part = slice(lo, min(lo + some, pairs))
@@ -82,7 +82,7 @@ def sparse_decode(
 
 
 def _gather(source: tuple[Tensor, Tensor], part: slice, dim: int, width: int, room: Tensor | None) -> Tensor:
-    """The selected tokens ``[P, S, D]`` of some pairs, in the memory of ``room`` if there is one."""
+    """Gather the selected tokens ``[P, S, D]`` of some pairs, into the buffer ``room`` if given."""
     rows, index_PX = source[0], source[1][part]
     index = index_PX.flatten()
     if room is None:
@@ -94,7 +94,7 @@ def _gather(source: tuple[Tensor, Tensor], part: slice, dim: int, width: int, ro
 
 
 def _clear(x_PSD: Tensor, hidden_P1S: Tensor | None, low: int) -> Tensor:
-    """Zero the hidden tokens: zero times NaN is NaN. The first ``low`` tokens are hidden in no pair."""
+    """Zero the hidden tokens, since zero times NaN is NaN. The first ``low`` tokens of a pair are never hidden."""
     if hidden_P1S is not None:
         x_PSD[:, low:].masked_fill_(hidden_P1S[:, 0, low:, None], 0)
     return x_PSD
@@ -137,9 +137,7 @@ def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
 
 
 def _attend(inputs: DecodeInputs, mask_B11S: Tensor | None = None) -> Tensor:
-    """Attention of each group to its KV head, not paged, ``[B, H, D]``. With sinks or a softcap, keys and values of a
-    narrower type are copied to fp32.
-    """
+    """Attention to a contiguous cache, ``[B, H, D]``; 16-bit caches are copied to fp32 with sinks or a softcap."""
     q_BHD, k_BKSD, v_BKSD, sm_scale, sinks_H, softcap, _ = inputs
     q_BKGD = q_BHD.unflatten(1, (k_BKSD.shape[1], -1))
     if sinks_H is None and softcap is None:
@@ -158,7 +156,7 @@ def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:
     return unpaged(x, page_table[row : row + 1, : -(-length // x.shape[2])])[:, :, :length]
 
 
-# One node of a compiled graph, in which the lengths can be read.
+# One node of a compiled graph, so that it can read the lengths.
 @one_node(
     "dense_decode_by_row(Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? sinks, float? softcap, "
     "Tensor? page_table, Tensor lengths) -> Tensor",
@@ -174,7 +172,7 @@ def _by_row(
     page_table: Tensor | None,
     lengths: Tensor,
 ) -> Tensor:
-    """Attend row by row: with a mask the kernel would read masked keys, and clearing NaN would copy the cache."""
+    """Attend row by row: with a mask, the kernel would read masked keys, and zeroing NaN would copy the cache."""
     outputs = []
     for row, length in enumerate(lengths.tolist()):
         k_1KSD, v_1KSD = (_row(x, row, length, page_table) for x in (k, v))

@@ -1,4 +1,4 @@
-"""`gate_kl` in torch: chunks of rows, gradients in the forward.
+"""`gate_kl` in torch: works on chunks of rows and computes gradients in the forward.
 
 Per row, with ``u`` the log targets before normalisation and ``a`` the gate's logits over past blocks:
 ``log p = u - logsumexp(u)``, ``log pi = a - logsumexp(a)``, ``KL = sum p (log p - log pi)``, ``dKL/da = pi - p``.
@@ -42,7 +42,7 @@ def gate_kl(
         shape = kv_heads, kg_MKE.shape[0], kg_MKE.shape[2]
         dkg_KME = torch.zeros(shape, dtype=dtype, device=device) if want_dkg else None
         sums, scratch = Sums(kv_heads, len(past_blocks), device), teacher.scratch(plans)
-        entry = 0  # where the segment's entries of kg start
+        entry = 0  # index in kg of the segment's first key
         for (start, stop), plan, weight in zip(teacher.spans, plans, weights, strict=True):
             factor = weight * gate_scale
             for head in range(kv_heads if plan else 0):
@@ -78,7 +78,7 @@ def gate_kl(
 def rows_and_weights(
     spans: Sequence[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
 ) -> tuple[int, list[range], list[float]]:
-    """The number of rows that count; by segment, these rows, and the weight of a row and KV head in the loss."""
+    """Number of counted rows; per segment, its counted rows and the weight of a row and KV head in the loss."""
     row_start, reduction, _, *rule = options
     lengths = [end - start for start, end in spans]
     rows = counted_rows(lengths, block_size, row_start, *rule)
@@ -92,7 +92,7 @@ def rows_and_weights(
 
 
 Outcome = tuple[Tensor, tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor | None]
-"""Loss, the three tensors of `GateKLStats`, gradients of queries and keys where they are wanted."""
+"""Loss, the three tensors of `GateKLStats`, and the gradients of queries and keys, ``None`` if not wanted."""
 
 
 class GradientsInForward(torch.autograd.Function):
@@ -112,13 +112,13 @@ class GradientsInForward(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         refuse_second_order()
         dqg, dkg = ctx.saved_tensors
-        # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
+        # grad_loss stays on the device: no value is read. As a 0-dim tensor it does not widen a bf16 gradient.
         scaled = (None if grad is None or grad_loss is None else grad * grad_loss for grad in (dqg, dkg))
         return *scaled, None, None, None
 
 
 def with_gradients(run: Callable[[bool, bool], Outcome], queries: Tensor, keys: Tensor) -> tuple[Tensor, GateKLStats]:
-    """The loss and its statistics, with gradients to the queries and keys that want them."""
+    """Loss and statistics from ``run``, with gradients to queries and keys that require them."""
     wanted = torch.is_grad_enabled()
     want_dq, want_dk = wanted and queries.requires_grad, wanted and keys.requires_grad
     loss, *stats = GradientsInForward.apply(queries, keys, run, want_dq, want_dk)
@@ -126,7 +126,7 @@ def with_gradients(run: Callable[[bool, bool], Outcome], queries: Tensor, keys: 
 
 
 class Sums:
-    """The loss, and KL and recall by head, summed in float64 over up to millions of rows."""
+    """Sums of the loss, and of KL and recall per head, in float64 over up to millions of rows."""
 
     def __init__(self, kv_heads: int, budgets: int, device: torch.device) -> None:
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -134,7 +134,7 @@ class Sums:
         self.recall_IK = torch.zeros(budgets, kv_heads, dtype=torch.float64, device=device)
 
     def add(self, kl: Tensor, weight: float, head: int) -> None:
-        """Add the KL of some rows of a head."""
+        """Add the KL of some rows of a head, with their weight in the loss."""
         self.kl_K[head] += kl
         self.loss += weight * kl
 
@@ -146,7 +146,7 @@ class Sums:
 
 
 def _add_recall(recall_I: Tensor, past_blocks: list[int], log_pi_NR: Tensor, p_NR: Tensor) -> None:
-    """Teacher's share in the gate's best ``past_blocks`` blocks, summed over rows; from one top-k."""
+    """Add the teacher's probability in the gate's best ``past_blocks`` blocks, summed over rows; uses one top-k."""
     most = min(max(past_blocks, default=0), len(p_NR))
     if most <= 0:
         return

@@ -1,7 +1,7 @@
-"""`packed_attention` by PyTorch's fused kernels, which give the log-sum-exp beside the output.
+"""`packed_attention` by PyTorch's fused kernels, which return the log-sum-exp along with the output.
 
-A sink needs no kernel: it is one more term of the denominator, so it only scales what the others give. A soft cap, and
-a window where `varlen` does not run, take a chunk of rows at a time.
+A sink is one more term of the softmax's denominator, so it is applied by scaling a kernel's output. With a softcap, or
+a window where `varlen` does not run, scores are computed for a chunk of rows at a time.
 
 Shape suffixes: T packed tokens, B = 1, S tokens of a segment, H query heads, K KV heads, D head dimension.
 """
@@ -18,11 +18,11 @@ from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl.teacher import segments, wide_dtype
 
 CHUNK_BYTES = 64 * 2**20
-"""Size of the scores of a chunk of rows."""
+"""Size of the score matrix of a chunk of rows."""
 
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 VARLEN_DIM = 256
-"""Head dimensions of PyTorch's FlashAttention, from compute capability 8.0 on, in multiples of 8."""
+"""Largest head dimension of PyTorch's FlashAttention, which needs compute capability 8.0 and multiples of 8."""
 
 
 @torch.no_grad()
@@ -53,18 +53,17 @@ def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttenti
 
 
 def in_use(window: int | None, spans: list[tuple[int, int]]) -> int | None:
-    """The window, or ``None`` if no segment is longer."""
+    """The window, or ``None`` if no segment is longer than it."""
     return window if window is not None and any(end - start > window for start, end in spans) else None
 
 
 def fused_kernel(
     device: torch.device, dtype: torch.dtype, dim: int, v_dim: int, *, window: int | None, softcap: float | None
 ) -> str | None:
-    """PyTorch's kernel with a log-sum-exp for these arguments: ``"varlen"``, ``"efficient"``, ``"cpu"`` or ``None``.
-
-    Kernels that `torch.nn.attention.sdpa_kernel` has switched off do not count.
+    """PyTorch's kernel that returns the log-sum-exp for these arguments: ``"varlen"``, ``"efficient"``, ``"cpu"`` or
+    ``None``. Kernels that `torch.nn.attention.sdpa_kernel` has disabled are not used.
     """
-    flash = torch.backends.cuda.flash_sdp_enabled()  # for processors too
+    flash = torch.backends.cuda.flash_sdp_enabled()  # the switch covers CPUs too
     if softcap is not None:
         return None
     if device.type == "cpu":
@@ -89,7 +88,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 def varlen(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, sm_scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
-    """All segments at once, by the kernel behind `torch.nn.attention.varlen`, whose arguments change by release.
+    """All segments at once, by the kernel behind `torch.nn.attention.varlen`; its arguments differ by release.
 
     Returns:
         ``[T, H, D]`` and ``[T, H]``.
@@ -105,8 +104,8 @@ def varlen(
 
 @cache
 def varlen_gives_lse(device: torch.device) -> bool:
-    """True if this PyTorch has the kernel with the expected arguments and log-sum-exp, whose shape differs between
-    releases. Waits for the device, once.
+    """True if this PyTorch has the kernel with the expected arguments and log-sum-exp, whose shape differs by
+    release. The first call waits for the device.
     """
     q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).bfloat16()
     k_TKD, borders = q_THD[:, 2:], torch.tensor([0, 40, 64], dtype=torch.int32)
@@ -125,7 +124,7 @@ def varlen_gives_lse(device: torch.device) -> bool:
 
 
 def efficient(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """One segment, for GPUs and dtypes without FlashAttention. The kernel pads the log-sum-exp."""
+    """One segment, for GPUs and dtypes without FlashAttention. Cuts off the kernel's padding of the log-sum-exp."""
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
     k_BHSD, v_BHSD = (x.repeat_interleave(group, dim=1) for x in (k_BKSD, v_BKSD))
     out_BHSD, lse_BHX, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -135,7 +134,7 @@ def efficient(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -
 
 
 def flash_on_cpu(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """One segment by the kernel that `scaled_dot_product_attention` uses on a processor."""
+    """One segment, by the kernel that `scaled_dot_product_attention` uses on CPUs."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
         q_BHSD, k_BKSD, v_BKSD, 0.0, True, scale=sm_scale
     )
@@ -157,7 +156,7 @@ def _cpu_kernel_gives_lse() -> bool:
 def chunked(
     q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float, window: int | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """One segment, a chunk of rows at a time, in fp32."""
+    """One segment, a chunk of rows at a time, in fp32 or wider."""
     heads, length = k_BKSD.shape[1], q_BHSD.shape[2]
     wide = wide_dtype(q_BHSD)
     k, v = k_BKSD.to(wide)[:, :, None], v_BKSD.to(wide)[:, :, None]

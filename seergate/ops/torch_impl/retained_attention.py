@@ -1,4 +1,4 @@
-"""`retained_attention` in torch: chunks of rows, recomputed for the gradients.
+"""`retained_attention` in torch: works on chunks of rows and recomputes them in the backward.
 
 Shape suffixes: see `seergate.ops.torch_impl.teacher`.
 """

@@ -1,4 +1,4 @@
-"""`retention_kl` in torch: targets from chunks of rows against all keys before them.
+"""`retention_kl` in torch: targets from scores of chunks of rows against all earlier keys.
 
 Shape suffixes: see `seergate.ops.torch_impl.teacher`; X = G * R.
 """
@@ -19,12 +19,12 @@ def retention_kl(
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     q, dtype = pack.q, wide_dtype(pack.q, pack.k, scores)
-    teacher = Teacher(pack, len(q) + 1, dtype, lse)  # one block: nothing is made of blocks
+    teacher = Teacher(pack, len(q) + 1, dtype, lse)  # one block that is never past: no block maxima
     targets_TK = received_attention(teacher, distance, row_start).clamp_(max=1)
     spans = [(start, max(start, end - distance)) for start, end in teacher.spans]
     counted = torch.cat([torch.arange(*span) for span in spans]).to(q.device)
     y, s = targets_TK[counted], scores.to(dtype)[counted]
-    unknown = y.isnan() | s.isnan()  # for which binary_cross_entropy raises
+    unknown = y.isnan() | s.isnan()  # binary_cross_entropy raises for NaN
     y, s = y.masked_fill(unknown, 0.5), s.masked_fill(unknown, 0.5)
     kl = binary_cross_entropy(s, y, reduction="none") - binary_cross_entropy(y, y, reduction="none")
     kl = kl.masked_fill(unknown, torch.nan)
@@ -42,7 +42,7 @@ def retention_kl(
 
 @torch.no_grad()
 def received_attention(teacher: Teacher, distance: int, row_start: float) -> Tensor:
-    """The targets, ``[T, K]``; 0 for tokens that do not count."""
+    """The targets ``y``, ``[T, K]``; 0 for tokens that do not count."""
     spans, device = teacher.spans, teacher.q_THD.device
     rows = [range(max(int((end - start) * row_start), distance), end - start) for start, end in spans]
     plans = [teacher.chunks(some) for some in rows]
@@ -53,7 +53,7 @@ def received_attention(teacher: Teacher, distance: int, row_start: float) -> Ten
             keys_SD = teacher.head_keys(start, stop, head)
             for chunk in plan:
                 scores_SX, block_max_NX = teacher.scores(keys_SD, start, chunk, head, scratch)
-                far_SX = scores_SX[: chunk.stop - distance]  # no row of the chunk counts for later tokens
+                far_SX = scores_SX[: chunk.stop - distance]  # later tokens are too close to every row of the chunk
                 rows_X = torch.arange(chunk.start, chunk.stop, device=device).repeat(teacher.group)
                 tokens_S1 = torch.arange(len(far_SX), device=device)[:, None]
                 far_SX.sub_(teacher.lse(scores_SX, block_max_NX, start, chunk, head))

@@ -1,7 +1,6 @@
-"""`scorer_kl` in torch: chunks of rows, gradients in the forward, autograd through the scores of a chunk.
+"""`scorer_kl` in torch: works on chunks of rows; gradients in the forward, by autograd through a chunk's scores.
 
-Shape suffixes: see `seergate.ops.torch_impl.teacher`; I query heads and J key heads of the scorer, E their width, M
-entries.
+Shape suffixes: see `seergate.ops.torch_impl.teacher`; I query and J key heads of the scorer, E their width, M entries.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def scorer_kl(
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
     total, rows, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
-    per_token = qs.shape[1] // entry_tokens  # numbers that a row of the scorer has for each token
+    per_token = qs.shape[1] // entry_tokens  # scores that the scorer computes per row and token
     plans = [teacher.chunks(some, per_token) for some in rows]
     past_blocks = [max(0, budget // block_size - always) for budget in options.recall_budgets]
     log_targets = Teacher.log_targets if target == "max" else log_masses
@@ -78,9 +77,9 @@ def scorer_kl(
 
 
 def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> Tensor:
-    """``u [N, R]``: log of the probability of each past block, summed over the group's heads; `MASKED` where not past.
+    """``u [N, R]``: log of each past block's probability, summed over the group's heads; `MASKED` where not past.
 
-    Arguments as of `Teacher.log_targets`.
+    Arguments: see `Teacher.log_targets`.
     """
     scores_SX, block_max_NX = teacher.scores(keys_SD, start, rows, head, scratch)
     in_blocks = scores_SX[: len(block_max_NX) * teacher.block_size].view(-1, teacher.block_size, scores_SX.shape[1])
@@ -91,9 +90,7 @@ def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head:
 
 
 def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, Tensor]:
-    """KL of rows, summed (float64), and its derivative with respect to the scores; over the ``picked`` best
-    blocks only, if that is a number.
-    """
+    """Sum of the rows' KL (float64) and its derivative by the scores; only over the ``picked`` best blocks, if set."""
     if picked is not None and picked < a_RN.shape[1]:
         left_out = torch.ones_like(a_RN, dtype=torch.bool).scatter_(1, _best(a_RN, picked), False)
         u_RN, a_RN = u_RN.masked_fill(left_out, MASKED), a_RN.masked_fill(left_out, MASKED)
@@ -103,12 +100,12 @@ def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, T
 
 
 def _recall(a_RN: Tensor, u_RN: Tensor, wanted: int) -> Tensor:
-    """The target's share in the best blocks of each row, summed over rows."""
+    """The target's share in the ``wanted`` best blocks of each row, summed over rows."""
     return u_RN.softmax(1).gather(1, _best(a_RN, wanted)).sum(dtype=torch.float64)
 
 
 def _best(a_RN: Tensor, count: int) -> Tensor:
-    """The ``count`` best blocks of each row, or all. Of equal scores, which are frequent in a rectified sum, the
-    lower blocks, as in decoding.
+    """Indices of the (at most) ``count`` best blocks of each row. Ties, which are frequent in a sum of ReLUs, go to
+    the lower index, as in decoding.
     """
     return a_RN.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,8 +1,7 @@
 """`score_blocks` and `select_blocks` in torch.
 
-To select, every block gets one int64 key: an order-preserving integer image of its fp32 score in the high half, its
-negated index in the low half. Keys are all different, so a top-k of them is deterministic and ties go to the lower
-index, on every device, with no stable sort.
+Selection gives every block an int64 key: an integer in the order of its fp32 score in the high half, and its negated
+index in the low half. All keys differ, so a top-k is deterministic on every device, and ties go to the lower index.
 
 Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 """
@@ -23,7 +22,7 @@ from seergate.ops.selection import BlockBudget, Selection
 def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments: scores of all blocks, complete or not."""
     qg_BK1E = branch_end(projected_queries(q[:, :, None], branch.weight), (lengths - 1)[:, None], *branch[1:])
-    if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: the product reads keys where they are
+    if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: avoids a copy of the keys
         return block_scores(qg_BK1E.transpose(0, 1), compressed.transpose(0, 1))[:, :, 0].transpose(0, 1)
     return block_scores(qg_BK1E, compressed)[:, :, 0]
 
@@ -39,7 +38,7 @@ def select_blocks(
     sink_blocks: int,
     **limits: Any,
 ) -> Selection:
-    """The op on checked arguments; ``limits`` are those of `BlockBudget.of`."""
+    """The op on checked arguments; ``limits`` are passed to `BlockBudget.of`."""
     budget = BlockBudget.of(block_size, sink_blocks, **limits)
     if budget is not None:
         blocks = scores.shape[2]
@@ -61,7 +60,7 @@ def select_blocks(
     free_B1N = past_B1N & ~always_B1N
     probs_BKN = scores_BKN.masked_fill(~free_B1N, -torch.inf).softmax(-1)
     if threshold is not None:
-        picked_BKN = probs_BKN > threshold  # NaN in rows without a block to choose: never greater
+        picked_BKN = probs_BKN > threshold  # rows without a block to choose have NaN, which is never greater
     else:
         assert top_p is not None
         picked_BKN = _nucleus(scores_BKN, probs_BKN, free_B1N, blocks_N, top_p)
@@ -69,18 +68,19 @@ def select_blocks(
     counts_BK = chosen_BKN.sum(-1, dtype=torch.int32)
     beyond = torch.iinfo(torch.int32).max
     indices_BKN = torch.where(chosen_BKN, blocks_N.int(), beyond).sort(dim=-1).values
-    if readable(counts_BK) and counts_BK.numel():  # elsewhere the shape must not depend on the values
+    if readable(counts_BK) and counts_BK.numel():  # else the shape must not depend on values
         indices_BKN = indices_BKN[..., : int(counts_BK.max())]
     return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
 
 
 class Candidates(NamedTuple):
-    """The part of a budget's choice that depends on lengths alone.
+    """The part of a selection by budget that depends only on lengths.
 
     Attributes:
-        ties_N: indices of blocks, negated; ``current_B11`` the index of each row's newest.
-        free_B1N: the blocks that scores decide on.
-        fixed_B1N: int64 keys of the others: blocks that are always read sort first, blocks of the future last.
+        ties_N: negated block indices.
+        current_B11: index of each row's current block.
+        free_B1N: whether a block is selected by its score.
+        fixed_B1N: int64 keys of the other blocks: always selected ones sort first, future ones last.
     """
 
     ties_N: Tensor
@@ -90,7 +90,7 @@ class Candidates(NamedTuple):
 
 
 def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
-    """`Candidates` of rows of ``lengths [B]`` tokens, in ``blocks`` blocks."""
+    """`Candidates` among ``blocks`` blocks for rows of ``lengths [B]`` tokens."""
     blocks_N, current_B11 = _blocks(lengths, blocks, block_size)
     past_B1N = blocks_N < current_B11
     always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
@@ -100,8 +100,8 @@ def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: in
 
 
 def best_blocks(scores: Tensor, candidates: Candidates, kept: int) -> Tensor:
-    """Indices of the ``kept`` best blocks of each row and head, int64 ``[B, K, X]``, ascending. A row that has fewer
-    is filled up with blocks after its newest.
+    """Indices of the ``kept`` best blocks of each row and head, int64 ``[B, K, X]``, ascending. Rows with fewer blocks
+    are padded with future blocks.
     """
     return _candidate_keys(scores, candidates).topk(kept, dim=-1, sorted=False).indices.sort(dim=-1).values
 
@@ -117,22 +117,22 @@ def _finite(scores: Tensor) -> Tensor:
 
 
 def _blocks(lengths: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Indices of blocks ``[N]``, and that of each row's newest ``[B, 1, 1]``."""
+    """Block indices ``[N]``, and the index of each row's current block ``[B, 1, 1]``."""
     current_B = torch.div(lengths - 1, block_size, rounding_mode="floor")
     return torch.arange(blocks, device=lengths.device), current_B[:, None, None]
 
 
 def _keys(scores_BKN: Tensor, ties_N: Tensor) -> Tensor:
-    """Different int64 for every block, larger for a higher score, then for a lower index: a larger ``ties_N``."""
+    """Unique int64 keys of blocks, in the order of their scores; ties in the order of ``ties_N``."""
     bits = (scores_BKN + 0.0).view(torch.int32)  # + 0.0: negative zero equals zero
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # turns the order of negative numbers around
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # reverses the order of negative numbers
     return torch.add(ties_N, ordered, alpha=1 << 32)
 
 
 def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, free_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
-    """The fewest free blocks, best first, whose probabilities sum to ``top_p``."""
+    """Mask of the fewest free blocks, best first, whose probabilities sum to at least ``top_p``."""
     keys_BKN = _keys(scores_BKN, -blocks_N).masked_fill(~free_B1N, torch.iinfo(torch.int64).min)
     order_BKN = keys_BKN.argsort(dim=-1, descending=True)
     ranked = probs_BKN.gather(-1, order_BKN).double()
-    before = ranked.cumsum(-1) - ranked  # mass of all better blocks
+    before = ranked.cumsum(-1) - ranked  # total probability of all better blocks
     return torch.zeros_like(probs_BKN, dtype=torch.bool).scatter(-1, order_BKN, before < top_p)

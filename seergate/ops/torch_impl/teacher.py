@@ -1,8 +1,8 @@
-"""`attention_with_block_targets` in torch, and the chunk of it that `gate_kl` shares.
+"""`attention_with_block_targets` in torch, and the teacher's computation that the losses share.
 
 Shape suffixes: T packed tokens, H query heads, K KV heads, G query heads per KV head, D head dimension, R rows of a
-chunk, S keys of a segment up to the chunk's end, N candidate blocks. Chunks are laid out keys first (``[S, G * R]``):
-reductions over the tokens of a block then run along vectors, whatever the block size.
+chunk, S keys of a segment up to the chunk's end, N candidate blocks. Chunks have keys in the first dimension
+(``[S, G * R]``), so reductions over the tokens of a block are vectorised for every block size.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from seergate.ops.attention import AttentionWithTargets, Pack
 
 MASKED = -1e30
-"""Log of nothing. Finite, so that the difference of two is no NaN; exp() of it is exactly 0 in fp32 and float64."""
+"""Stands for log 0. Finite, so that the difference of two is not NaN; its exp() is 0 in fp32 and float64."""
 
 CHUNK_BYTES_CPU = 4 * 2**20
 CHUNK_BYTES_DEVICE = 256 * 2**20
-"""Size of the score buffer: about a core's share of cache; on a device, enough to fill it."""
+"""Size of the score buffer: on a CPU about a core's share of the cache, on a device enough work to fill it."""
 
 MIN_ROWS = 16
-"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would make the products memory-bound."""
+"""Minimum rows of a chunk; at very long contexts the buffer grows. Products of fewer rows are memory-bound."""
 
 
 def wide_dtype(*tensors: Tensor) -> torch.dtype:
@@ -33,12 +33,12 @@ def wide_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def segments(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """Start and end of every segment. Waits for the device if ``cu_seqlens`` lies on one."""
+    """Start and end of every segment. Waits for the device if ``cu_seqlens`` is on one."""
     return list(pairwise(cu_seqlens.tolist()))
 
 
 def row_chunks(rows: range, area: int) -> Iterator[range]:
-    """Cut rows of a segment so that rows x keys (all keys up to the chunk's last row) stays within ``area``."""
+    """Split rows of a segment into chunks so that rows x keys, up to the chunk's last row, is at most ``area``."""
     while rows:
         first, step = rows.start, rows.step
         # solves count * (first + step * count) = area
@@ -48,17 +48,17 @@ def row_chunks(rows: range, area: int) -> Iterator[range]:
 
 
 def in_pack(start: int, rows: range) -> slice:
-    """The place in the pack of rows of the segment that starts at ``start``."""
+    """The slice of the pack that holds these rows of the segment that starts at ``start``."""
     return slice(start + rows.start, start + rows[-1] + 1, rows.step)
 
 
 class Teacher:
-    """Block targets in log domain, chunk by chunk, of one pack.
+    """Log block targets of one pack, computed chunk by chunk.
 
     Args:
-        dtype: to compute in.
-        lse: ``[T, H]`` log-sum-exp of every row, if it is known already.
-        sink_blocks: first blocks of a segment that are left out of the targets.
+        dtype: dtype of the computation.
+        lse_TH: log-sum-exp of every row, if known.
+        sink_blocks: number of first blocks of a segment that are left out of the targets.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Teacher:
         self.area = max(1, limit // (self.group * torch.finfo(dtype).bits // 8))
 
     def chunks(self, rows: range, heads: int = 0) -> list[range]:
-        """Rows of a segment in chunks. The scores of ``heads`` heads fit into the score buffer's size, too."""
+        """Chunks of rows of a segment, whose scores of a group, or of ``heads`` heads if more, fit the buffer."""
         return list(row_chunks(rows, self.area * self.group // max(self.group, heads)))
 
     def scratch(self, plans: list[list[range]]) -> Tensor:
-        """One score buffer that is large enough for every chunk of these plans."""
+        """A score buffer that is large enough for every chunk of these plans."""
         size = max((len(rows) * (rows[-1] + 1) for plan in plans for rows in plan), default=0)
         return self.q_THD.new_empty(size * self.group, dtype=self.dtype)
 
@@ -89,27 +89,25 @@ class Teacher:
         return self.k_TKD[start:end, head].to(self.dtype).contiguous()
 
     def log_targets(self, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> Tensor:
-        """``u [N, R]``: log of each past block's target before it is normalised over blocks, from block
-        ``sink_blocks`` on; `MASKED` where not past.
+        """Log targets ``u [N, R]`` of blocks from ``sink_blocks`` on, not yet normalised; `MASKED` where not past.
 
-        ``u_j = max over the group's heads of (highest score in block j - log sum exp of all scores up to the row)``
-        (each head's normaliser comes off before the maximum over heads). The segment starts at ``start`` of the pack
-        and has the keys ``keys_SD``, from `head_keys`; ``rows`` are counted from its start; ``scratch``, from
-        `scratch`, is overwritten.
+        ``u_j = max over the group's heads of (highest score in block j - log sum exp of all scores up to the row)``:
+        each head is normalised before the maximum over heads. The segment starts at ``start`` of the pack and has the
+        keys ``keys_SD``, from `head_keys`; ``rows`` count from its start. Overwrites ``scratch``, from `scratch`.
         """
         scores_SX, block_max_NX = self.scores(keys_SD, start, rows, head, scratch)
         lse_X = self.lse(scores_SX, block_max_NX, start, rows, head)
         return self.group_max(block_max_NX[self.sink_blocks :], lse_X, rows)
 
     def lse(self, scores_SX: Tensor, block_max_NX: Tensor, start: int, rows: range, head: int) -> Tensor:
-        """The log-sum-exp of the chunk's rows, ``[X]``; overwrites the scores unless it is known."""
+        """Log-sum-exp of the chunk's rows, ``[X]``; overwrites the scores if it is not known."""
         if self.lse_TH is None:
             return self.normaliser(scores_SX, block_max_NX, head)[0]
         group = slice(head * self.group, (head + 1) * self.group)
         return self.lse_TH[in_pack(start, rows), group].T.reshape(-1).to(self.dtype)
 
     def scores(self, keys_SD: Tensor, start: int, rows: range, head: int, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """Causal scores ``[S, X]`` (in ``scratch``), X = G * R, and their maxima over candidate blocks ``[N, X]``."""
+        """Causal scores ``[S, X]`` (in ``scratch``), X = G * R, and their maxima per candidate block ``[N, X]``."""
         group, count, first, end = self.group, len(rows), rows.start, rows[-1] + 1
         blocks = rows[-1] // self.block_size
         past = blocks * self.block_size  # tokens in candidate blocks
@@ -125,7 +123,7 @@ class Teacher:
         return scores_SX, scores_SX[:past].view(blocks, self.block_size, group * count).amax(1)
 
     def normaliser(self, scores_SX: Tensor, block_max_NX: Tensor, head: int) -> tuple[Tensor, Tensor]:
-        """Log-sum-exp ``[X]``, sink included, and highest score ``[X]``; scores become ``exp(score - highest)``."""
+        """Log-sum-exp ``[X]`` with the sink, and highest score ``[X]``; scores become ``exp(score - highest)``."""
         past = len(block_max_NX) * self.block_size
         top_X = scores_SX[past:].amax(0)
         if past:
@@ -136,12 +134,12 @@ class Teacher:
         return lse_X, top_X
 
     def group_max(self, block_max_NX: Tensor, lse_X: Tensor, rows: range) -> Tensor:
-        """``u [N, R]`` from block maxima, which are overwritten."""
+        """``u [N, R]`` from block maxima, which it overwrites."""
         u_NR = block_max_NX.sub_(lse_X).view(len(block_max_NX), self.group, len(rows)).amax(1)
         return u_NR.masked_fill_(self.not_past(rows), MASKED)
 
     def not_past(self, rows: range) -> Tensor:
-        """``[N, R]``: block n, of those from ``sink_blocks`` on, does not lie strictly before row r's own block."""
+        """``[N, R]``: true if block ``sink_blocks + n`` is not strictly before row r's own block."""
         device = self.q_THD.device
         own_R = torch.arange(rows.start, rows.stop, rows.step, device=device) // self.block_size
         return torch.arange(self.sink_blocks, rows[-1] // self.block_size, device=device)[:, None] >= own_R

@@ -1,6 +1,6 @@
 """`pool_keys` and `update_compressed_keys` in Triton.
 
-Pooling reads every key once for all poolings. The update is one launch per decode step, whether or not a block closes.
+Pooling reads each key once for all kinds. The update is one launch per decode step, whether or not a block closes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import DTYPES, padded
 
 CHUNK = 32
-"""Dimensions of the keys per turn of the loop: 64 bytes of each key in 16 bits."""
+"""Key dimensions per iteration of the loop: 64 bytes of each key in 16 bits."""
 
 THREADS = 256
-"""Threads of a program. With half as many, registers spill on a B200; with twice as many, loads are narrower."""
+"""Threads per program. With half as many, registers spill on a B200; with twice as many, loads are narrower."""
 
 TURN = 1024
-"""Numbers per turn of the loop, for the 32 threads of a program: each keeps 32 maxima, minima and sums. With one warp,
-nothing has to be exchanged between warps, which is what would cost most."""
+"""Numbers per iteration of the loop, for the 32 threads of a program: each keeps 32 maxima, minima and sums. A single
+warp avoids exchanges between warps, which would be the largest cost."""
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def pool_kernel(  # type: ignore[no-untyped-def]
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
-    """The op on checked arguments; float64, and gradients, are left to the torch backend."""
+    """The op on checked arguments; float64 and inputs that require gradients run in the torch backend."""
     if k.dtype not in DTYPES or (torch.is_grad_enabled() and k.requires_grad):
         return NotImplemented
     return pool(k, block_size, list(kinds), lengths)
@@ -99,7 +99,7 @@ def pool(k: Tensor, block_size: int, kinds: Sequence[str], lengths: Tensor | Non
     pooled = k.new_empty(batch, kv_heads, blocks, len(kinds) * dim)
     if pooled.numel():
         at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
-        rows = max(1, min(TURN // padded(dim), padded(block_size, 1)))  # per turn of the loop
+        rows = max(1, min(TURN // padded(dim), padded(block_size, 1)))  # per iteration of the loop
         pool_kernel[(blocks, kv_heads, batch)](
             k, None if lengths is None else lengths.contiguous(), pooled, *k.stride(), capacity, *at,
             KINDS=len(kinds), BLOCK_SIZE=block_size, ROWS=rows, DIM=dim,
@@ -181,7 +181,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
 def update_compressed_keys(
     k: Tensor, recent: Tensor, branch: Branch, kinds: Sequence[str], host_lengths: object, **others: Any
 ) -> None:
-    """The op on checked arguments; float64 is left to the torch backend."""
+    """The op on checked arguments; float64 runs in the torch backend."""
     if not {k.dtype, recent.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
     update(k=k.detach(), recent=recent, kinds=list(kinds), **branch.detached()._asdict(), **others)
@@ -208,7 +208,7 @@ def update(
     attention_scaling: float,
     position_offset: int,
 ) -> None:
-    """Launch the kernel. Nothing waits for the device, and the launch depends on no value there."""
+    """Launch the kernel. Nothing waits for the device, and the launch does not depend on values there."""
     (batch, kv_heads, dim), width = k.shape, weight.shape[2]
     if not k.numel():
         return

@@ -1,4 +1,4 @@
-"""`sparse_decode` and `dense_decode` in Triton. Kernels: `decode_kernels`; how they are launched: `launch`."""
+"""`sparse_decode` and `dense_decode` in Triton. Kernels: `decode_kernels`; launch parameters: `launch`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from seergate.ops.triton_impl.launch import DTYPES, decode_launch, padded
 
 LOG2_E = math.log2(math.e)
 MAX_ROW_BYTES = 512
-"""Size of the largest key or value that registers hold: head dimension 256 in 16 bits, 128 in fp32."""
+"""Size of the largest key or value that fits in registers: head dimension 256 in 16 bits, 128 in fp32."""
 
 
 @torch.no_grad()
 def sparse_decode(
     inputs: DecodeInputs, indices: Tensor | None, counts: Tensor | None, lengths: Tensor | None, block_size: int
 ) -> Tensor:
-    """The op on checked arguments; wide or float64 heads are left to the torch backend."""
+    """The op on checked arguments; heads that are float64 or exceed `MAX_ROW_BYTES` run in the torch backend."""
     q, _, v, *_ = inputs
     if q.dtype not in DTYPES or max(q.shape[-1], v.shape[-1]) * q.element_size() > MAX_ROW_BYTES:
         return NotImplemented
@@ -30,7 +30,7 @@ def sparse_decode(
 
 
 def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
-    """The op on checked arguments: the same kernels without a selection."""
+    """The op on checked arguments, by the kernels of `sparse_decode` without a selection."""
     return sparse_decode(inputs, None, None, lengths, 1)
 
 
@@ -52,11 +52,10 @@ def attend(
     lengths: Tensor | None,
     block_size: int,
 ) -> Tensor:
-    """Attention of one token per row, ``[B, H, dv]``, to the selected blocks, or to all tokens if there are no
-    indices.
+    """Attention of one token per row, ``[B, H, dv]``, to the selected blocks, or without ``indices`` to all tokens.
 
-    Two launches, or one if the rows and heads alone occupy the GPU. Nothing waits for the device, and no size depends
-    on what lies on it, so this can be captured in a CUDA graph.
+    Two launches, or one if rows x heads suffices to fill the GPU. Nothing waits for the device and no size depends on
+    values there, so this can be captured in a CUDA graph.
     """
     (batch, heads, dim), (kv_heads, cached), value_dim = q.shape, k.shape[1:3], v.shape[-1]
     group, capacity = heads // kv_heads, cached if page_table is None else cached * page_table.shape[1]

@@ -1,12 +1,12 @@
-"""`gate_kl` in Triton: one node of the graph, chunks of rows, gradients in the forward. Kernels: `gate_kl_kernels`.
+"""`gate_kl` in Triton: one node of the graph, with gradients computed in the forward. Kernels: `gate_kl_kernels`.
 
-A chunk of rows at a time, the teacher's log targets are written to a buffer, a kernel over rows turns them into the
-loss, the gradient of ``qg`` and ``pi - p``, and a kernel over columns sums the latter into the gradient of ``kg``.
-Nothing waits for the device if ``cu_seqlens`` lies in host memory.
+For each chunk of rows, the teacher's log targets are written to a buffer; a kernel over rows computes the loss, the
+gradient of ``qg`` and ``pi - p`` from them; a kernel over columns sums ``pi - p`` into the gradient of ``kg``. Nothing
+waits for the device if ``cu_seqlens`` is in host memory.
 
-What the kernels do not do is left to the torch backend: float64, other block sizes than `BLOCK_SIZES`, heads and gates
-wider than `MAX_HEAD_DIM`; wider gates in fp32 are cast to bf16 before. Where it is a matter of width, a warning says
-so, once: it is slower.
+The torch backend runs what the kernels do not support: float64, block sizes not in `BLOCK_SIZES`, heads and gates
+wider than `MAX_HEAD_DIM`. Gates that are too wide in fp32 are first cast to bf16. If a tensor is too wide, one warning
+says that torch runs, which is slower.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from seergate.ops.triton_impl.teacher import (
 )
 
 CHUNK_BYTES = 64 * 2**20
-"""Size of the buffer of log targets: enough rows to fill a GPU several times over at 32k tokens."""
+"""Size of the buffer of log targets: at 32k tokens, enough rows to fill a GPU several times."""
 
 TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -67,7 +67,7 @@ def gate_kl(
 
 
 def in_registers(*sides: Tensor) -> list[Tensor]:
-    """The gate's sides; in bf16 if they are too wide for kernels in fp32. Gradients come back through the cast."""
+    """The gate's queries and keys, cast to bf16 if too wide for the kernels in fp32; the cast passes gradients."""
     too_wide = any(x.dtype == torch.float32 and x.shape[-1] > MAX_HEAD_DIM[x.dtype] for x in sides)
     return [x.to(torch.bfloat16) if too_wide and x.dtype == torch.float32 else x for x in sides]
 
@@ -93,7 +93,7 @@ def evaluate(
     want_dqg: bool,
     want_dkg: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Loss, KL by head, rows, recall, and the gradients of qg and kg (empty if not wanted)."""
+    """Compute loss, KL per head, rows, recall, and the gradients of qg and kg (empty if not wanted)."""
     device, kv_heads = q.device, k.shape[1]
     spans = packs.segments(cu_seqlens, len(q))
     lengths = [end - start for start, end in spans]
@@ -107,7 +107,7 @@ def evaluate(
     buffers = gate.buffers(cells)
     lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse.float().contiguous()
     known = lse is not None
-    if not known and (sink_blocks or row_stride > 1):  # the first blocks and the rows between are in no tile
+    if not known and (sink_blocks or row_stride > 1):  # tiles skip the sink blocks and the rows in between
         teacher.attend_whole(spans, None, lse_buffer)
         known = True
     for chunk, (teacher_tiles, row_tiles, column_tiles) in zip(chunks, tiles, strict=True):
@@ -119,7 +119,7 @@ def evaluate(
             gate.add_recall(row_tiles, targets, logits, index, max(0, budget // block_size - 1 - sink_blocks))
         gate.add_columns(column_tiles, delta)
 
-    # Sums over up to millions of rows: float64.
+    # float64, since these sum over up to millions of rows.
     divisor = max(rows, 1)
     loss = (gate.kl.sum(0, dtype=torch.float64) * row_weight).sum()
     return (
@@ -142,11 +142,11 @@ def cut_up(
     chunk_bytes: int,
     device: torch.device,
 ) -> tuple[int, list[packs.Chunk], list[tuple[packs.Tiles, packs.Tiles, packs.Tiles]], Tensor]:
-    """The chunks and tiles of a pack, which are the same in all layers and made for the first one.
+    """Chunks and tiles of a pack, cached because all layers share them.
 
     Returns:
-        How many rows count, the chunks, for each chunk the three kernels' tiles on the device, and what each row of
-        the pack counts for in the loss, float64 ``[T]`` on the device.
+        The number of counted rows; the chunks; for each chunk the tiles of the three kernels, on the device; and the
+        weight of each row of the pack in the loss, float64 ``[T]`` on the device.
     """
     lengths = [end - start for start, end in spans]
     rows, counted, weights = torch_impl.rows_and_weights(spans, block_size, kv_heads, options)
@@ -168,11 +168,11 @@ def cut_up(
 
 
 class Gate:
-    """The gate's side: what a call accumulates, and the launches that do so.
+    """The gate's side of the loss: buffers that a call accumulates, and the kernel launches.
 
     Args:
         qg, kg, block_size, gate_scale, row_stride: as in `seergate.ops.gate_kl`.
-        budgets: at how many budgets recall is measured.
+        budgets: number of budgets at which recall is measured.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class Gate:
         self.dkg = kg.new_zeros(kg.shape if want_dkg else (0, 0, 0), dtype=torch.float32)
 
     def buffers(self, cells: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat buffers of log targets, ``pi - p`` and logits; the latter two only as far as they are needed."""
+        """Flat buffers of ``cells`` log targets, ``pi - p`` and logits; the last two are dummies if not needed."""
         return (
             self.qg.new_empty(cells, dtype=torch.float32),
             self.qg.new_empty(cells, dtype=self.dtype) if self.want_dkg else self.dkg.new_empty(1).expand(cells),
@@ -213,7 +213,7 @@ class Gate:
         )
 
     def add_rows(self, tiles: packs.Tiles, targets: Tensor, delta: Tensor, logits: Tensor) -> None:
-        """KL and ``dqg`` of these rows; fills ``delta`` and ``logits``."""
+        """Add KL and ``dqg`` of these rows; fill ``delta`` and ``logits``."""
         gate_kl_kernels.rows_kernel[(len(tiles) * self.kv_heads,)](
             targets, self.qg, self.kg, tiles.table, tiles.weights, self.kl,
             self.dqg if self.want_dqg else self.qg, delta, logits,
@@ -223,7 +223,7 @@ class Gate:
         )  # fmt: skip
 
     def add_columns(self, tiles: packs.Tiles, delta: Tensor) -> None:
-        """These rows' part of ``dkg``."""
+        """Add these rows' contribution to ``dkg``."""
         if self.want_dkg:
             gate_kl_kernels.columns_kernel[(len(tiles) * self.kv_heads,)](
                 delta, self.qg, tiles.table, tiles.weights, self.dkg, len(tiles),
@@ -233,8 +233,8 @@ class Gate:
     def add_recall(self, tiles: packs.Tiles, targets: Tensor, logits: Tensor, index: int, wanted: int) -> None:
         """Recall of these rows at one budget: the teacher's share in the ``wanted`` best past blocks.
 
-        Rows of the kernel are as wide as if the pack were one segment: its packs being about equally full, a run
-        compiles one kernel, whatever the lengths of its samples.
+        The kernel's rows are as wide as if the pack were a single segment. Packs are about equally full, so a training
+        run compiles one kernel for samples of all lengths.
         """
         width = triton.next_power_of_2(max(16, self.tokens // self.block_size))
         turn, num_warps = recall_launch(width, self.launch.rows, self.gpu)
@@ -272,7 +272,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     refuse_second_order()
-    # grad_loss stays on the device: no value is read. Being 0-dim it does not widen a bf16 gradient.
+    # grad_loss stays on the device: no value is read. As a 0-dim tensor it does not widen a bf16 gradient.
     gradients = (
         x * grad_loss if wanted and grad_loss is not None else None
         for x, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)

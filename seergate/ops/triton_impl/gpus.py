@@ -1,4 +1,4 @@
-"""Facts about GPUs that decide launch parameters."""
+"""Properties of GPUs that determine launch parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import torch
 
 @dataclass(frozen=True)
 class Gpu:
-    """Facts about a GPU.
+    """Properties of a GPU.
 
     Attributes:
-        backend: Triton's name of its compiler, ``"cuda"`` or ``"hip"``.
-        arch: compute capability times ten, or AMD's name of the architecture.
-        processors: streaming multiprocessors, or compute units.
-        shared_memory: bytes that one program may have.
-        warp_size: threads.
+        backend: Triton backend, ``"cuda"`` or ``"hip"``.
+        arch: compute capability times ten, or AMD's architecture name.
+        processors: number of streaming multiprocessors or compute units.
+        shared_memory: maximum bytes of one program.
+        warp_size: threads of a warp.
     """
 
     backend: str
@@ -35,7 +35,7 @@ _ASSUMED: ContextVar[Gpu] = ContextVar("assumed_gpu", default=H100)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The GPU of a device; the assumed one for other devices (the interpreter, meta tensors)."""
+    """The GPU of a CUDA device; else (interpreter, meta tensors) the one set by `assuming`, by default an H100."""
     if device.type != "cuda":
         return _ASSUMED.get()
     return _present(torch.cuda.current_device() if device.index is None else device.index)
@@ -43,7 +43,7 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @contextmanager
 def assuming(gpu: Gpu) -> Iterator[None]:
-    """Choose launch parameters for this GPU on a machine without one."""
+    """Choose launch parameters for this GPU on a machine without a GPU."""
     token = _ASSUMED.set(gpu)
     try:
         yield
@@ -53,7 +53,7 @@ def assuming(gpu: Gpu) -> Iterator[None]:
 
 @cache
 def _present(index: int) -> Gpu:
-    """Facts from Triton's driver: PyTorch reports a program's shared memory only from 2.7 on, and not on AMD."""
+    """Ask Triton's driver: PyTorch reports a program's shared memory only from 2.7 on, and not on AMD."""
     from triton.runtime import driver
 
     with torch.cuda.device(index):

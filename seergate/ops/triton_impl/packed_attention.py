@@ -1,4 +1,4 @@
-"""`packed_attention` on GPUs: PyTorch's kernels where there is one, `attention_kernel` for what they do not do."""
+"""`packed_attention` on GPUs: a kernel of PyTorch if one supports the arguments, else `attention_kernel`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seergate.ops.triton_impl import packs
 from seergate.ops.triton_impl.teacher import Teacher, runs_here
 
 BLOCK_SIZE = 64
-"""Any that the kernels take: without targets there are no blocks."""
+"""Arbitrary, of the sizes that the kernel supports: without targets, blocks have no effect."""
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Partition of a pack for the distillation kernels: chunks of rows that share a buffer, and their tiles.
 
-All of it is computed on the host from the segments' borders, so nothing waits for the device.
+Everything is computed on the host from the segment borders, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from seergate.ops.checks import check_cu_seqlens
 from seergate.ops.host_memory import copied
 
 FIELDS = 6
-"""Numbers per tile: first row (in the pack), end of the piece it belongs to, start of its candidate blocks, the first
-block's entry of kg, row in the chunk's buffer, first column (0 but for tiles of columns)."""
+"""Numbers per tile: first row (in the pack), end of its piece, start of its candidate blocks, index in kg of the first
+candidate, row in the chunk's buffer, first column (0 except for `column_tiles`)."""
 
 MIN_ROWS = 512
-"""Rows of a chunk at very long contexts, where the buffer then grows: fewer would leave the device idle.
+"""Minimum rows of a chunk; at very long contexts the buffer grows. Fewer would leave the device idle.
 
-With 8 KV heads and tiles of 32 rows, these make 128 programs.
+With 8 KV heads and tiles of 32 rows, this gives 128 programs.
 """
 
 WIDTH_MULTIPLE = 16
-"""Rows of a buffer begin at multiples of so many elements, so that they can be read in wide words."""
+"""Rows of a buffer start at multiples of this many elements, for wide loads."""
 
 
 class Piece(NamedTuple):
-    """Rows of one segment at equal distances. Attributes: where its candidate blocks start, the first one's entry of
-    kg, the rows (all in the pack), the weight of a row in the loss.
+    """Equally spaced rows of one segment. Attributes: first token of the candidate blocks, index in kg of the first
+    candidate, the rows (indices in the pack), the weight of a row in the loss.
 
-    Blocks that are left out of the distributions, the segment's first ones, lie before ``start``.
+    The segment's sink blocks, which are left out of the distributions, are before ``start``.
     """
 
     start: int
@@ -43,12 +43,12 @@ class Piece(NamedTuple):
     weight: float
 
     def candidates(self, block_size: int) -> int:
-        """Number of candidate blocks strictly before the last row's own."""
+        """Number of candidate blocks strictly before the last row's own block."""
         return (self.rows[-1] - self.start) // block_size
 
 
 class Chunk(NamedTuple):
-    """Pieces that are worked on together. Attributes: the pieces, their rows in total, blocks of a buffer row."""
+    """Pieces that are processed together. Attributes: the pieces, their total rows, blocks per buffer row."""
 
     pieces: list[Piece]
     rows: int
@@ -66,10 +66,10 @@ class Tiles(NamedTuple):
 
 
 def segments(cu_seqlens: Tensor, tokens: int) -> list[tuple[int, int]]:
-    """Start and end of every segment. Waits for the device if ``cu_seqlens`` lies on one.
+    """Start and end of every segment. Waits for the device if ``cu_seqlens`` is on one.
 
     Raises:
-        ValueError: if these are not the borders of ``tokens`` tokens; while a graph was traced nobody could check.
+        ValueError: if these are not borders of ``tokens`` tokens, which the op cannot check while tracing.
     """
     borders = cu_seqlens.cpu()
     check_cu_seqlens(borders, tokens)
@@ -77,7 +77,7 @@ def segments(cu_seqlens: Tensor, tokens: int) -> list[tuple[int, int]]:
 
 
 def whole_segments(spans: Sequence[tuple[int, int]]) -> list[Piece]:
-    """One piece per segment that is not empty, with all its rows."""
+    """One piece per non-empty segment, with all its rows."""
     return [Piece(start, 0, range(start, end), 1.0) for start, end in spans if start < end]
 
 
@@ -88,7 +88,7 @@ def segment_pieces(
     weights: Sequence[float],
     sink_blocks: int = 0,
 ) -> list[Piece]:
-    """One piece per segment that has `counted_rows`, which lie beyond its first ``1 + sink_blocks`` blocks."""
+    """One piece per segment with `counted_rows`; these rows come after its first ``1 + sink_blocks`` blocks."""
     pieces, block = [], 0
     for (start, end), rows, weight in zip(spans, counted, weights, strict=True):
         if rows:
@@ -99,7 +99,7 @@ def segment_pieces(
 
 
 def chunks(pieces: Sequence[Piece], block_size: int, area: int) -> list[Chunk]:
-    """Cut pieces, and put small ones together, so that rows x width stays within ``area`` (but see `MIN_ROWS`).
+    """Split large pieces and combine small ones, so that rows x width is at most ``area`` (except for `MIN_ROWS`).
 
     A segment occurs at most once in a chunk.
     """
@@ -120,10 +120,10 @@ def chunks(pieces: Sequence[Piece], block_size: int, area: int) -> list[Chunk]:
 
 
 def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tuple[Tensor, Tensor]:
-    """Table and weights, on the host, of `Tiles` of up to ``rows`` rows, those with the longest past first.
-    ``packed``: the buffer is numbered as the pack.
+    """Table and weights, on the host, of `Tiles` of up to ``rows`` rows, longest past first. If ``packed``, the
+    buffer's rows are those of the pack.
     """
-    whole: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}  # whatever the defaults are
+    whole: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}  # not torch's defaults
     real: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     tables, weights, buffer = [torch.empty(0, FIELDS, **whole)], [torch.ones(0, **real)], 0
     for piece in pieces:
@@ -141,9 +141,7 @@ def row_tiles(pieces: Sequence[Piece], rows: int, *, packed: bool = False) -> tu
 
 
 def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Table and weights, on the host, of `Tiles` of up to ``columns`` candidate blocks, for sums over the rows of a
-    piece.
-    """
+    """Table and weights, on the host, of `Tiles` of up to ``columns`` blocks, for sums over the rows of a piece."""
     table, weights, buffer = [], [], 0
     for piece in pieces:
         for column in range(0, piece.candidates(block_size), columns):
@@ -155,7 +153,7 @@ def column_tiles(pieces: Sequence[Piece], columns: int, block_size: int) -> tupl
 
 
 def to_device(parts: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> list[Tiles]:
-    """All tables of a call in one copy each, without waiting for it."""
+    """Copy all tables, and all weights, to the device in one asynchronous copy each."""
     counts = [len(table) for table, _ in parts]
     tables = copied(torch.cat([table for table, _ in parts]), device).split(counts)
     weights = copied(torch.cat([weight for _, weight in parts]), device).split(counts)

@@ -1,8 +1,8 @@
-"""A decode step over a paged cache in Triton, three launches before attention: blocks that close get their compressed
-keys, blocks are scored, and the chosen ones become a block table in which each KV head is a sequence of its own.
+"""A decode step over a paged KV cache in Triton, in three launches before attention: compress the keys of blocks that
+close, score blocks, and write the selection as a block table in which each KV head is a sequence of its own.
 
-Keys and queries come with their RoPE, which is undone in registers by the layer's own table of angles. Nothing waits
-for the device, and no shape depends on what lies on it, so a CUDA graph can hold all of it. The slow twin is
+Keys and queries are after RoPE, which is inverted in registers with the layer's table of angles. Nothing waits for the
+device and no shape depends on values there, so all of it can be captured in a CUDA graph. The slow equivalent is
 `seergate.vllm.attention` with the torch backend.
 """
 
@@ -24,11 +24,11 @@ from seergate.ops.triton_impl.selection import MAX_BLOCKS, SCORE_CHUNK
 
 
 class Rotation(NamedTuple):
-    """A layer's RoPE as vLLM has it.
+    """A layer's RoPE in vLLM's layout.
 
     Attributes:
         angles: ``[positions, rotated dimensions]``, cosines and then sines; ``None`` without RoPE.
-        neox: whether a dimension is paired with the one half of them away, and not with its neighbour.
+        neox: whether dimensions are paired in the rotate-half form; else each one with its neighbour.
     """
 
     angles: Tensor | None
@@ -221,15 +221,15 @@ def close_blocks(
     block_size: int,
     kinds: tuple[str, ...],
 ) -> None:
-    """Write the compressed key of each row's newest block, where its newest token completes it.
+    """Write the compressed key of each row's newest block, if its newest token completes that block.
 
     Args:
         cache: ``[pages, Hkv, S, D']``, keys after RoPE in the first D channels; ``S`` divides ``block_size``.
-        summary: ``[pages, Hkv, E]``, changed in place at the last page of such blocks.
+        summary: ``[pages, Hkv, E]``, compressed keys, changed in place at the last page of a completed block.
         table: int32 ``[R, P]``, pages of the rows.
         lengths: int ``[R]``; 0 for rows that are padding.
-        rotation: of the layer.
-        branch: the key branch; its weight is ``[Hkv, len(kinds) * D, E]``, in the dtype of ``summary``.
+        rotation: RoPE of the layer.
+        branch: the key branch, with weight ``[Hkv, len(kinds) * D, E]`` in the dtype of ``summary``.
         block_size: tokens per block.
         kinds: see `seergate.ops.pool_keys`.
     """
@@ -257,16 +257,16 @@ def score_pages(
     block_size: int,
     page: int,
 ) -> tuple[Tensor, Tensor]:
-    """Scores of each row's blocks, and the query without gaps.
+    """Scores of each row's blocks, and the queries as a contiguous tensor.
 
     Args:
-        q: ``[R, H, D]`` after RoPE, channels next to each other.
-        branch: the query branch; its weight is ``[Hkv, G, D, E]``.
+        q: ``[R, H, D]`` after RoPE, contiguous in the last dimension.
+        branch: the query branch, with weight ``[Hkv, G, D, E]``.
         page: tokens per page.
         summary, table, lengths, rotation, block_size: see `close_blocks`.
 
     Returns:
-        fp32 ``[R, Hkv, N]`` for all blocks that the table has room for, and ``q`` as ``[R * Hkv, G, D]``.
+        fp32 ``[R, Hkv, N]`` for N the capacity of the table in blocks, and ``q`` as ``[R * Hkv, G, D]``.
     """
     weight, norm_weight, inv_freq, attention_scaling = branch
     rows, (kv_heads, group, dim, width) = len(q), weight.shape
@@ -296,7 +296,7 @@ def chosen_places(
     page_step: int,
     head_step: int,
 ) -> tuple[Tensor, Tensor]:
-    """The block table of a step in which each KV head is a sequence.
+    """Select blocks; returns the block table of a decode step in which each KV head is a sequence.
 
     Args:
         scores: from `score_pages`, of at most `MAX_BLOCKS` blocks.
@@ -305,7 +305,7 @@ def chosen_places(
         table, lengths, block_size, page: see `close_blocks` and `score_pages`.
 
     Returns:
-        int32 ``[R * Hkv, X]`` and the tokens of each, int32 ``[R * Hkv]``.
+        The block table, int32 ``[R * Hkv, X]``, and the number of tokens in each row of it, int32 ``[R * Hkv]``.
     """
     rows, kv_heads, blocks = scores.shape
     kept, run, width = min(blocks, token_budget // block_size), block_size // page, padded(blocks)

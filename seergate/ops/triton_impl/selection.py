@@ -1,8 +1,8 @@
-"""`score_blocks` and `select_blocks` in Triton, one launch each: scores of complete blocks, and an exact choice.
+"""`score_blocks` and `select_blocks` in Triton, one launch each: scores of complete blocks, and an exact selection.
 
-Selection does not sort: a program per row and KV head finds the key of the last block to be picked bit by bit
-(`kernel_math`). Blocks above it are in; of those equal to it the first ones are. A running count of what is in then
-gives each its place, so the result ascends by itself.
+Selection does not sort: a program per row and KV head finds the key of the lowest selected block bit by bit
+(`kernel_math`). It selects all blocks with a higher key, and the first ones with an equal key. A running count of the
+selected blocks gives each its place in the result, which therefore ascends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from seergate.ops.triton_impl.launch import DTYPES, decode_splits, padded, selec
 
 MAX_BLOCKS = 16384
 SCORE_CHUNK = 128
-"""Numbers of the query, and blocks, per turn of the loops; half as many where a gate is wider than 128."""
+"""Query elements, and blocks, per iteration of the loops; half as many if the gate is wider than 128."""
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 @torch.no_grad()
 def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
-    """The op on checked arguments; float64 is left to the torch backend."""
+    """The op on checked arguments; float64 runs in the torch backend."""
     if not {q.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
     branch = branch.detached()
@@ -106,7 +106,7 @@ def score(
     inv_freq: Tensor | None,
     attention_scaling: float,
 ) -> Tensor:
-    """Launch the kernel. Nothing waits for the device, and the launch depends on no value there."""
+    """Launch the kernel. Nothing waits for the device, and the launch does not depend on values there."""
     batch, kv_heads, blocks, width = compressed.shape
     group, dim = weight.shape[1:3]
     scores = torch.empty(batch, kv_heads, blocks, dtype=torch.float32, device=q.device)
@@ -182,16 +182,14 @@ def select_kernel(  # type: ignore[no-untyped-def]
 def select_blocks(
     scores: Tensor, *, budget_share: float | None, budget_min: int | None, budget_max: int | None, **others: Any
 ) -> Selection:
-    """The op on checked arguments; more than `MAX_BLOCKS`, and budgets that are a share, are left to the torch
-    backend.
-    """
+    """The op on checked arguments; more than `MAX_BLOCKS` blocks, and ``budget_share``, run in the torch backend."""
     if scores.shape[2] > MAX_BLOCKS or budget_share is not None:
         return NotImplemented
     return Selection(*select(scores=scores, **others))
 
 
 def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:
-    """Width of the index tensor."""
+    """Last dimension of the index tensor."""
     return blocks if token_budget is None else min(blocks, token_budget // block_size)
 
 

@@ -1,4 +1,4 @@
-"""Attention with block targets, and block targets alone, in Triton. Kernels: `teacher_kernels`."""
+"""`attention_with_block_targets` and the teacher's side of `gate_kl` in Triton. Kernels: `teacher_kernels`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from seergate.ops.triton_impl.launch import TeacherLaunch, padded, precision, te
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
-"""Widest vectors by dtype; wider ones, and other dtypes, run in the torch backend."""
+"""Maximum width of vectors by dtype; wider ones and other dtypes run in the torch backend."""
 
 SCRATCH_BYTES = 256 * 2**20
-"""Device memory that `attention_kernel` may use at a time: two programs per processor at 32k tokens in blocks of
-16. Where not even one per processor fits, targets take two passes, without scratch."""
+"""Device memory for the scratch of a launch of `attention_kernel`: two programs per processor at 32k tokens in blocks
+of 16. If not even one program per processor fits, targets take two passes, without scratch."""
 
 
 class Teacher:
-    """The teacher's side of one pack.
+    """The teacher's side of the loss, for one pack.
 
     Args:
         v: values, if the attention's output is wanted.
-        window: as in `seergate.ops.packed_attention`; targets are made without one.
+        window: as in `seergate.ops.packed_attention`; not together with targets.
     """
 
     def __init__(self, pack: Pack, block_size: int, v: Tensor | None = None, window: int | None = None) -> None:
@@ -39,20 +39,20 @@ class Teacher:
         self.kv_heads, self.dim = k.shape[1:]
         self.group = q.shape[1] // self.kv_heads
         self.block_size, self.softcap, self.window = block_size, softcap, window
-        # The kernels want a positive scale: a negative one turns the queries round, and instead of 0 a number that
-        # makes every score 0 in fp32.
+        # The kernels need a positive scale. A negative scale negates the queries instead; 0 is replaced by a number so
+        # small that every score is 0 in fp32.
         if sm_scale < 0:
             self.q = -self.q
         self.scale = max(abs(sm_scale), 1e-30)
         self.sinks = None if sinks is None else sinks.detach().contiguous()
 
     def launch(self, *, output: bool = False) -> TeacherLaunch:
-        """Tile and warps of the kernel."""
+        """Launch parameters of the kernels."""
         v_dim = self.v.shape[-1] if output and self.v is not None else 0
         return teacher_launch(self.group, self.dim, v_dim, self.q.dtype, self.gpu)
 
     def constants(self, launch: TeacherLaunch) -> dict[str, int | bool | str]:
-        """Compile-time arguments and options that both kernels have."""
+        """Compile-time arguments and launch options that both kernels share."""
         return {
             "GROUP": self.group, "PACK": launch.pack, "ROWS": launch.rows, "KEYS": launch.keys,
             "BLOCK_SIZE": self.block_size, "DIM": self.dim, "PADDED_DIM": padded(self.dim),
@@ -61,13 +61,13 @@ class Teacher:
         }  # fmt: skip
 
     def attend(self, tiles: packs.Tiles, out: Tensor | None, lse: Tensor, targets: Tensor | None) -> None:
-        """Fill ``lse [T, H]`` and, where given, ``out`` and the past cells of ``targets [rows, Hkv, width]``.
+        """Fill ``lse`` and, if given, ``out`` and the past blocks of ``targets``.
 
         Args:
-            tiles: of ``launch(output=...).rows`` rows.
+            tiles: tiles of ``launch(output=...).rows`` rows.
             out: ``[T, H, dv]``.
-            lse: contiguous, fp32.
-            targets: fp32, by buffer row; its width covers every candidate block.
+            lse: ``[T, H]``, contiguous, fp32.
+            targets: ``[rows, Hkv, width]``, fp32, by row of the buffer; ``width`` covers every candidate block.
         """
         launch = self.launch(output=out is not None)
         width = 0 if targets is None else targets.shape[-1]
@@ -95,17 +95,16 @@ class Teacher:
     def attend_whole(
         self, spans: Sequence[tuple[int, int]], out: Tensor | None, lse: Tensor, targets: Tensor | None = None
     ) -> None:
-        """`attend` for every row of the pack, whose segments are ``spans``."""
+        """Call `attend` for every row of the pack with segments ``spans``."""
         rows = self.launch(output=out is not None).rows
         tiles = packs.row_tiles(packs.whole_segments(spans), rows, packed=True)
         self.attend(packs.to_device([tiles], lse.device)[0], out, lse, targets)
 
     def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool, step: int = 1) -> None:
-        """Fill the past cells of ``targets [rows, Hkv, width]``; unless it is ``known``, ``lse [T, H]`` too.
+        """Fill the past blocks of ``targets [rows, Hkv, width]``, and ``lse [T, H]`` if it is not ``known``.
 
-        Where rows are ``step`` tokens apart, or begin later than the segment, it must be known.
-
-        An unknown ``lse`` is found in the same pass, or, where that pass would need much scratch, in one before it.
+        It must be known if rows are ``step > 1`` tokens apart, or do not start with the segment. An unknown ``lse`` is
+        computed in the same pass or, if that needs too much scratch, in a pass before it.
         """
         if not known:
             launch = self.launch()
@@ -116,7 +115,7 @@ class Teacher:
         self.maxima(tiles, lse, targets, step)
 
     def maxima(self, tiles: packs.Tiles, lse: Tensor, targets: Tensor, step: int) -> None:
-        """Fill the past cells of ``targets [rows, Hkv, width]`` for these tiles, given ``lse [T, H]``."""
+        """Fill the past blocks of ``targets [rows, Hkv, width]`` for these tiles, given ``lse [T, H]``."""
         launch = self.launch()
         for turn in range(0, self.group if len(tiles) else 0, launch.pack):
             teacher_kernels.maxima_kernel[(len(tiles) * self.kv_heads,)](
@@ -128,12 +127,12 @@ class Teacher:
 
 
 def runs_here(q: Tensor, block_size: int, *others: Tensor) -> bool:
-    """True if the kernels take these sizes and dtypes; the others are left to the torch backend."""
+    """True if the kernels support these sizes and dtypes; if not, the torch backend runs."""
     return block_size in BLOCK_SIZES and all(x.shape[-1] <= MAX_HEAD_DIM.get(x.dtype, 0) for x in (q, *others))
 
 
 def warn_if_too_wide(op: str, tensors: Mapping[str, Tensor]) -> None:
-    """Warn, once per op, argument and width, that a tensor is too wide for the kernels, so torch runs."""
+    """Warn, once per op, argument and width, that torch runs because a tensor is too wide for the kernels."""
     for name, x in tensors.items():
         limit = MAX_HEAD_DIM.get(x.dtype)
         if limit is not None and x.shape[-1] > limit:
