@@ -162,10 +162,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
-    """Load the frozen model for training gates, without gradients and, if ``headless``, without its LM head.
-
-    Only gates that learn from the model's output need the LM head.
-    """
+    """Load the frozen model without gradients; if ``headless``, without its LM head, which end-to-end gates need."""
     options = _load_options(config, world)
     if config.shard_base or config.rope_scaling:
         options["config"] = frozen_config(path, config)
@@ -201,9 +198,7 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
 
 
 def accompany(model: PreTrainedModel) -> None:
-    """Run one token through a sharded model while other processes run a pack: all processes must join in gathering its
-    weights. Do nothing if the model is not sharded.
-    """
+    """If the model is sharded, run one token, since all processes must take part in gathering its weights."""
     decoder = decoder_of(model)
     if isinstance(decoder, FSDPModule):
         with torch.no_grad():

@@ -37,8 +37,7 @@ class DataReport:
 
     Attributes:
         tokens, longest: tokens of all samples, and of the longest sample.
-        truncated: samples truncated to the length of a pack.
-        dropped: samples left out because they are longer than a pack.
+        truncated, dropped: samples longer than a pack, which are truncated to its length or left out.
         duplicates: samples left out because they equal an earlier one.
         too_short: samples left out because they fit in two blocks, so no token has two past blocks to choose from.
         malformed: reason -> number of rows left out for it.

@@ -76,9 +76,8 @@ def value(rng: random.Random) -> str:
 
 
 def with_facts(text: str, rng: random.Random) -> str:
-    """Return the first 64 % of a text with facts in the first half and their repetitions in the second half.
-
-    The result is about as long as the text; 16,000 characters get 24 facts and 90 repetitions, shorter texts fewer.
+    """Return the first 64 % of a text, with facts in the first half and repetitions in the second, about as long as
+    the text. A text of 16,000 characters gets 24 facts and 90 repetitions, shorter texts fewer.
     """
     filler = text[: int(0.64 * len(text))]
     count = min(24, max(4, len(text) // 660))

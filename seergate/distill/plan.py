@@ -50,8 +50,7 @@ class Plan:
         capacity: memory of the device, in bytes.
         remedies: option that makes the run fit -> bytes that the run then needs; empty if it fits already.
         step_flop: floating-point operations of an optimizer step's matrix products, over all processes.
-        step_seconds: time of an optimizer step; ``None`` if it was neither measured nor given.
-        timing: where the time comes from, in words.
+        step_seconds, timing: time of an optimizer step (``None`` if neither measured nor given), and its origin.
         sample_tokens: sample length that the time is estimated for.
         pack_tokens: tokens of a pack of such samples.
         why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
@@ -255,8 +254,8 @@ def make_plan(
 def _remedies(
     config: TrainConfig, memory: Memory, processes: int, room: int, estimate: Callable[..., Memory]
 ) -> dict[str, int]:
-    """Return the options that make a run fit in ``room`` bytes, least costly first -> the bytes that the run then
-    needs. Empty if it fits already.
+    """Return the options that make a run fit in ``room`` bytes, least costly first, and the bytes with each; empty if
+    it fits already.
     """
     if memory.total <= room:
         return {}

@@ -116,10 +116,9 @@ def prepare_run(config: TrainConfig) -> DataReport:
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
-    """Train several runs with one frozen model, which computes a pack once for all of them; returns the directories of
-    their adapters.
+    """Train several runs with one frozen model, which computes each pack once for all of them.
 
-    Each run gives the same result as on its own.
+    Each run gives the same result as on its own. Returns the directories of the adapters.
 
     Args:
         runs: name -> configuration and callbacks of the run. Only the first run shows its steps; every message begins
