@@ -198,7 +198,7 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
 
 
 def accompany(model: PreTrainedModel) -> None:
-    """If the model is sharded, run one token, since all processes must take part in gathering its weights."""
+    """If the model is sharded, run one token while other processes run a pack: all must join its all-gathers."""
     decoder = decoder_of(model)
     if isinstance(decoder, FSDPModule):
         with torch.no_grad():

@@ -85,7 +85,7 @@ def model_commit(config: TrainConfig) -> str | None:
 def data_commit(config: TrainConfig) -> str | None:
     """Return the commit of the run's dataset; ``None`` if it is not on the Hub or its commit is unknown.
 
-    If the Hub does not answer, return the downloaded commit; raise `SeergateError` if it is not known to be the one.
+    If the Hub does not answer, return the downloaded commit; raise `SeergateError` if the revision was not downloaded.
     """
     if not may_be_on_hub(config):
         return None

@@ -193,7 +193,7 @@ def expect_steps(group: dist.ProcessGroup | None = None) -> None:
 def end_in_company(code: int) -> None:
     """Exit at once if this process is connected to others; the launcher then ends the others, too.
 
-    Closing the connections regularly could wait for processes that have ended; with NCCL, as long as a step's timeout.
+    Closing the connections could wait for processes that have ended; with NCCL, for the whole timeout of a step.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         sys.stdout.flush()

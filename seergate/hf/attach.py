@@ -36,7 +36,7 @@ Counts = TypeVar("Counts", bound=DecodeStats)
 
 
 class Handle(Attachment):
-    """A method attached to a model; `detach` undoes it. `attached` is the same as a context manager.
+    """A method attached to a model; `detach` undoes it. `attached` is the same as a context manager. Errors: `attach`.
 
     Args:
         model: a causal language model of a supported family.
@@ -44,7 +44,7 @@ class Handle(Attachment):
         correction: correction of the errors of sparse steps (`Lossless`, `Rectify`); the method's own if ``None``.
         measure_recall: also compute at each decode step the share of dense attention's probability that is read; slow.
         storage: storage of the KV cache: pages (`Paging`, the default of ``reason_cache``) or slow memory (`Offload`);
-            contiguous buffers on the model's device if ``None``. Errors are those of `attach`.
+            contiguous buffers on the model's device if ``None``.
     """
 
     def __init__(

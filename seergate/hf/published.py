@@ -191,7 +191,7 @@ def _rename(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def _gate_config(config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> GateConfig:
-    """Return the gates' architecture; q/k norm is detected from the tensors, as the published loader ignores it."""
+    """Return the gates' architecture; q/k norm is detected from the tensors (published code ignores its entry)."""
     values = {**_DEFAULTS, **{key: value for key, value in config.items() if key in _DEFAULTS}}
     q_pooling = values["seerattn_q_head_pooling_type"]
     if q_pooling not in _Q_POOLINGS:

@@ -19,7 +19,7 @@ from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method
 def resolve_method(
     method: Gates | Method | str | os.PathLike[str], config: DecodeConfig | None = None, **options: Any
 ) -> Method:
-    """Create the method from the arguments of `attach`, with the errors of `attach`."""
+    """Create the method from the arguments of `attach`; errors are those of `attach`."""
     if isinstance(method, Gates):
         check_given(config, options, method)
         return method_of(method, config, **options)

@@ -20,7 +20,7 @@ class Scores(NamedTuple):
     """Result of `score`.
 
     Attributes:
-        log_probs: float32 ``[B, S - start]``, log-probabilities of tokens ``start``, ... in nats; NaN for padding.
+        log_probs: float32 ``[B, S - start]``, log-probabilities in nats of tokens from ``start`` on; NaN for padding.
         logits: ``[B, S - start, V]``, the logits that predict these tokens; ``None`` unless requested.
     """
 
