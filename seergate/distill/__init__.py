@@ -1,6 +1,6 @@
-"""Distils gates from a frozen model's own attention. Importing this imports neither torch nor transformers.
+"""Distils gates from a frozen model's own attention. Importing this package imports neither torch nor transformers.
 
-The package can be called, which is the shortest way to a run:
+The package is callable, which is the shortest way to start a run:
 
 >>> import seergate
 >>> seergate.distill("Qwen3-8B", output_dir="runs/qwen3-8b-gates")  # doctest: +SKIP
@@ -23,20 +23,20 @@ __all__ = ["TrainConfig", "load_train_config", "run_distillation"]
 
 
 def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) -> Path:
-    """Distil gates for a frozen model, or continue where a run of the same options was interrupted.
+    """Distil gates for a frozen model, or resume an interrupted run with the same options.
 
-    Started in several processes (`torchrun`, `accelerate launch`, `deepspeed`), they share the work.
+    If several processes are launched (`torchrun`, `accelerate launch`, `deepspeed`), they share the work.
 
     Args:
-        callbacks: listeners (`seergate.distill.callbacks`) beside the console and ``config.report_to``; called in the
-            main process only.
+        callbacks: callbacks to call in addition to the console and the trackers of ``config.report_to``
+            (`seergate.distill.callbacks`). They are called in the main process only.
 
     Returns:
         The adapter's directory.
 
     Raises:
-        SeergateError: for mistakes in the model, the data or the options, or a checkpoint of another run. In a run of
-            several processes a `CommonError`, where all of them fail together; `Stopped` after a stop signal.
+        SeergateError: if the model, the data or an option is invalid, or if the checkpoint belongs to another run. The
+            subclass `CommonError` if all processes of a run fail together, and `Stopped` after a stop signal.
     """
     from seergate.distill.trainer import run_together
 
@@ -44,7 +44,7 @@ def run_distillation(config: TrainConfig, callbacks: Iterable[Callback] = ()) ->
 
 
 class _CallablePackage(ModuleType):
-    """Lets ``seergate.distill`` be both the package and the function that users call."""
+    """Module class that makes the package ``seergate.distill`` callable."""
 
     def __call__(self, model: str | None = None, *, callbacks: Iterable[Callback] = (), **options: Any) -> Path:
         """Distil gates for a model.
@@ -52,14 +52,14 @@ class _CallablePackage(ModuleType):
         Args:
             model: a preset of ``configs/``, a directory or a Hub id.
             callbacks: see `seergate.distill.callbacks`.
-            **options: fields of `TrainConfig`, over those of the preset.
+            **options: fields of `TrainConfig`; they override those of the preset.
 
         Returns:
             The adapter's directory.
 
         Raises:
-            SeergateError: for an unknown model or option, or data that cannot be used.
-            ValueError: for an option out of range.
+            SeergateError: see `run_distillation`; also for an unknown model or option.
+            ValueError: if an option is out of range.
         """
         return run_distillation(load_train_config(model, options), callbacks)
 

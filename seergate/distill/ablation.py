@@ -1,7 +1,7 @@
-"""Ablations: the same run in several variants, compared on the same held-out packs.
+"""Ablations: several variants of a run, compared on the same held-out packs.
 
-A study is a YAML file: ``variants`` maps the name of a variant to the options that make it, ``options`` are those that
-all variants share. Each variant is an ordinary run in a directory of its own, so that a study continues like a run.
+A study is a YAML file: ``variants`` maps the name of each variant to its options, and ``options`` holds the options
+that all variants share. Each variant is an ordinary run in its own directory, so an interrupted study can be resumed.
 The frozen model computes each pack once for all variants.
 """
 
@@ -31,11 +31,11 @@ RESULT = "ablation.json"
 
 @dataclass(frozen=True)
 class Study:
-    """The options of a study that vary.
+    """A study: its name and the options of its runs.
 
     Attributes:
-        options: training options of every variant.
-        variants: name -> the options that make it, over those of the study and the user's.
+        options: training options of all variants.
+        variants: name of a variant -> its options, which override those of the study and of the user.
     """
 
     name: str
@@ -48,9 +48,10 @@ class Outcome:
     """Result of a variant.
 
     Attributes:
-        kl: nats per row on the held-out packs, at the last step.
-        recall: budget in tokens -> mean share of the teacher's mass on the held-out packs.
-        seconds: time of a training step of all variants that trained together, the median.
+        parameters, tokens: number of the gates' parameters, and of training tokens.
+        kl: KL on the held-out packs after the last step, in nats per row.
+        recall: token budget -> mean recall of the teacher's attention mass on the held-out packs.
+        seconds: median time of a training step, which includes all variants that were trained together.
     """
 
     variant: str
@@ -62,12 +63,12 @@ class Outcome:
 
 
 def studies() -> dict[str, Path]:
-    """Name -> file, of the studies that ship with seergate."""
+    """Return the studies that ship with seergate: name -> file."""
     return {path.stem: path for path in sorted((shipped("configs") / "ablations").glob("*.yaml"))}
 
 
 def load_study(name: str) -> Study:
-    """A shipped study, or a YAML file of one's own."""
+    """Load a study that ships with seergate, or a YAML file of the user; raises `SeergateError` if it is neither."""
     known = studies()
     path = known.get(name.lower(), Path(name))
     if name.lower() not in known and path.suffix not in (".yaml", ".yml"):
@@ -85,9 +86,9 @@ def load_study(name: str) -> Study:
 
 
 def variant_configs(study: Study, model: str | None, options: Mapping[str, Any]) -> dict[str, TrainConfig]:
-    """The run of every variant, checked: a mistake in the last one is found before the first one trains.
+    """Return the configuration of each variant's run. All are checked before the first variant trains.
 
-    In the user's ``options``, ``output_dir`` is the study's directory.
+    The ``output_dir`` of the user's ``options`` is the study's directory.
     """
     common = {"recipe": "paper", **study.options, **options}
     root = common.pop("output_dir", None)
@@ -113,9 +114,10 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
 
 def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> list[list[Outcome]]:
-    """Train the variants that are not trained yet, with shared frozen models where they can; each study's outcomes.
+    """Train the variants that are not trained yet and return the outcomes of each study.
 
-    All runs of a study read the model and the dataset at the commits of its first run.
+    Runs share a frozen model if their `FROZEN` options agree. All runs of a study read the model and the dataset at
+    the commits of its first run.
     """
     from seergate.distill.base_model import FROZEN
     from seergate.distill.trainer import run_together
@@ -141,14 +143,14 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
 
 
 def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
-    """The runs of a study at one commit of what they read; several processes leave that to each run."""
+    """Pin all runs of a study to the same commits. With several processes, each run pins its own commits instead."""
     from seergate.distill import commits
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return dict(configs)
     pinned = {}
     for number, (variant, asked) in enumerate(configs.items()):
-        # Of several variants at once, only the first may look up the newest commits.
+        # Only the first variant may look up the newest commits; the others use the commits that it found.
         config, entries = commits.pin(replace(asked, resume=asked.resume or number > 0), asked.run_dir.parent)
         commits.keep(entries, asked.run_dir.parent)
         pinned[variant] = replace(config, resume=asked.resume)
@@ -156,10 +158,10 @@ def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
 
 
 def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
-    """Run studies, leave the table of each as ``ablation.md`` in its directory, and return all tables.
+    """Run studies, write the table of each to ``ablation.md`` in its directory, and return all tables.
 
     Args:
-        names: shipped studies, or files of one's own; or ``["all"]``.
+        names: names of shipped studies or paths of YAML files; ``["all"]`` runs all shipped studies.
         options: training options of all variants.
     """
     chosen = prepared(names, options)
@@ -171,7 +173,7 @@ def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
 
 
 def prepared(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[Study, dict[str, TrainConfig]]]:
-    """The studies of these names with the runs of their variants; arguments as in `compare`."""
+    """Return each named study with the configurations of its variants; the arguments are those of `compare`."""
     chosen = [load_study(one) for one in (studies() if list(names) == ["all"] else names)]
     if len(chosen) > 1 and "output_dir" in options:
         raise SeergateError(
@@ -181,7 +183,7 @@ def prepared(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[Stu
 
 
 def table(study: Study, outcomes: list[Outcome]) -> str:
-    """The outcomes as Markdown."""
+    """Format the outcomes as a Markdown table."""
     budgets = sorted({budget for outcome in outcomes for budget in outcome.recall})
     recalls = [f"recall at {budget:,}" for budget in budgets]
     heads = ["variant", "parameters", "tokens", "held-out KL", *recalls, "s/step"]
@@ -221,14 +223,14 @@ class _Watch(Callback):
 
     def on_eval(self, log: EvalLog) -> None:
         if log.step < self._config.max_steps:
-            return  # the last evaluation is the result, and on the disk before the run is over
+            return  # only the last evaluation is the result; it is written before the run ends
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": median_high(self._seconds or [0.0])}
         with replacing(self._config.run_dir / RESULT) as draft:
             draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
 
 
 def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
-    """The outcome of a variant; ``None`` unless it is trained to the end with the same options."""
+    """Return the outcome of a variant; ``None`` unless it was trained to the end with the same options."""
     from safetensors import safe_open
 
     try:

@@ -1,4 +1,4 @@
-"""The frozen model of a run: checked from its configuration alone, then loaded in the run's precision to its place."""
+"""The frozen model of a run: check it from its configuration alone, then load it in the run's precision."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FROZEN = ("model", "revision", "rope_scaling", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
-"""Options in which runs must agree to share a frozen model: model identity, placement and process layout."""
+"""Options that must be equal for runs to share a frozen model: model identity, placement and process layout."""
 
 NOT_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""Entries of ``rope_parameters`` that no scaling overrides."""
+"""Entries of the model's ``rope_parameters`` that ``rope_scaling`` keeps unless it names them."""
 
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
 
 
 def is_gguf(config: TrainConfig) -> bool:
-    """True if the frozen model is a GGUF file, which each process reads whole."""
+    """Return whether the frozen model is a GGUF file; each process reads such a file in full."""
     return gguf_file(config.model) is not None
 
 
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
-    """The gates' architecture, with the width of the model's heads where the run names none."""
+    """Return the gates' architecture; the gate dimension defaults to the model's head dimension."""
     return config.gates(head_dim_of(model))
 
 
 def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
-    """Fresh gates of the run, as its ``init`` says."""
+    """Create the gates of the run, initialised as ``config.init`` says."""
     bank = GateBank.for_model(model, gate_config(config, model))
     if config.anchors:
         bank = bank.with_anchors(config.anchors)
@@ -65,7 +65,7 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
 
 
 def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
-    """The gates of ``init_gates`` in fp32, checked against ``fresh``; ``None`` without the option."""
+    """Load the gates of ``init_gates`` in float32 and check that they match ``fresh``; ``None`` without the option."""
     if config.init_gates is None:
         return None
     known, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"
@@ -81,12 +81,12 @@ def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
 
 
 def frozen_config(path: str, config: TrainConfig) -> Any:
-    """The frozen model's configuration, as the run asks for it; ``path`` is a directory, GGUF file or Hub id."""
+    """Return the frozen model's configuration with the run's RoPE; ``path`` is a directory, GGUF file or Hub id."""
     return as_asked(base_config(path, revision=config.revision), config)
 
 
 def as_asked(shape: Any, config: TrainConfig) -> Any:
-    """A model's configuration with the RoPE of the run; refused where gates cannot be trained on it as asked."""
+    """Set the run's RoPE in a model's configuration; raises `SeergateError` if the model does not suit the run."""
     if is_gguf(config):
         quantized, memory = config.quantize != "none", config.base_memory_gb
         for name, given in (("quantize", quantized), ("shard_base", config.shard_base), ("base_memory_gb", memory)):
@@ -125,7 +125,7 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
 
 
 def within_positions(config: TrainConfig, shape: Any) -> TrainConfig:
-    """The run with packs no longer than its model has positions, by the model's configuration from `as_asked`."""
+    """Limit ``max_length`` to the number of the model's positions; ``shape`` is the configuration from `as_asked`."""
     positions = model_positions(shape.get_text_config())
     return config if positions is None else replace(config, max_length=min(config.max_length, positions))
 
@@ -135,9 +135,10 @@ class CheckedModel:
     """Facts about the frozen model that a run needs before it reads data.
 
     Attributes:
-        fingerprint: fingerprint of the weights in a directory, or revision of a Hub model.
-        why_one_sample: why a pack holds one sample only; ``None`` if it holds as many as fit.
-        gates: gates that the run begins with, unless they are fresh.
+        fingerprint: fingerprint of a local model's weights, or revision of a Hub model.
+        why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
+        gates: the gates of ``init_gates``; ``None`` if the run trains fresh gates.
+        max_length: tokens per pack, limited to the model's positions.
     """
 
     fingerprint: str | None
@@ -147,7 +148,7 @@ class CheckedModel:
 
 
 def check_model(path: str, config: TrainConfig) -> CheckedModel:
-    """Find out whether gates fit the model before any data or weight is read."""
+    """Check that gates fit the model before data or weights are read."""
     package = _PACKAGES.get(config.quantize)
     if package is not None and importlib.util.find_spec(package) is None:
         raise SeergateError(
@@ -161,9 +162,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
-    """Load the frozen model for training gates: no gradients, and if ``headless`` no LM head, which only gates that
-    learn from the model's output need.
-    """
+    """Load the frozen model without gradients; if ``headless``, without its LM head, which end-to-end gates need."""
     options = _load_options(config, world)
     if config.shard_base or config.rope_scaling:
         options["config"] = frozen_config(path, config)
@@ -173,9 +172,9 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
     model.requires_grad_(False)
     decoder: Any = decoder_of(model)
     if config.shard_base:
-        # What runs becomes the root of all layers, so that the next one can arrive while one computes.
+        # The decoder becomes the FSDP root of all layers, so that the next layer is gathered while one computes.
         fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)
-    if headless and not model.config.tie_word_embeddings:  # it is never run; a large vocabulary's takes a gigabyte
+    if headless and not model.config.tie_word_embeddings:  # an unused LM head of a large vocabulary takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     plain = config.quantize == "none" and config.base_memory_gb is None and not config.shard_base
     if headless and plain and world.device.type == "cuda" and choose(world.device) == "triton":
@@ -189,8 +188,8 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile the decoder's RMSNorms and gated MLPs, so that each reads and writes its activations once.
 
-    The methods are compiled, not the modules, whose hooks would be compiled with them and then be those of the first
-    pack for good. Nothing is compiled anew for packs of other lengths. The model runs without a graph.
+    The ``forward`` methods are compiled instead of the modules: a compiled module would keep the hooks of the first
+    pack. Packs of other lengths cause no recompilation. The model runs without an autograd graph.
     """
     for module in decoder_of(model).modules():
         norm = type(module).__name__.endswith("RMSNorm")
@@ -199,9 +198,7 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
 
 
 def accompany(model: PreTrainedModel) -> None:
-    """Run one token through a sharded model while other processes run a pack, as all take part in gathering its
-    weights. Does nothing with another model.
-    """
+    """If the model is sharded, run one token while other processes run a pack: all must join its all-gathers."""
     decoder = decoder_of(model)
     if isinstance(decoder, FSDPModule):
         with torch.no_grad():
@@ -209,12 +206,12 @@ def accompany(model: PreTrainedModel) -> None:
 
 
 def offload_folder(config: TrainConfig, world: DistributedState) -> Path:
-    """Directory of layers that do not fit in memory; of no use after the run."""
+    """Return the directory for layers that do not fit in memory; it is deleted after the run."""
     return config.run_dir / f"offload-{world.rank}"
 
 
 def base_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
-    """The precision that the frozen model computes in."""
+    """Return the dtype in which the frozen model computes."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     return torch.bfloat16 if device.type == "cuda" or config.quantize != "none" else torch.float32
@@ -228,24 +225,24 @@ def _load_options(config: TrainConfig, world: DistributedState) -> dict[str, Any
     elif config.base_memory_gb is not None:
         options |= _offloading(config, world)
     elif world.device.type != "cpu" and not config.shard_base:
-        options["device_map"] = {"": world.device}  # straight to the device, without a copy in host memory
+        options["device_map"] = {"": world.device}  # load directly to the device, without a copy in host memory
     return options
 
 
 def _sharding(shape: Any, world: DistributedState) -> dict[str, Any]:
-    """FSDP2 by transformers: each process reads its share of every tensor, and nothing else, from the files."""
+    """Return the loading options for transformers' FSDP2: each process reads only its shard of every tensor."""
     from transformers.distributed import DistributedConfig
 
     bare = skeleton(shape)
-    # Only the decoder runs: each of its parts is put together by itself. As usual, but for the last norm: with it, the
-    # LM head would be put together too, which is never run.
+    # Only the decoder runs, so each of its parts is gathered on its own. The usual plan gathers the last norm together
+    # with the LM head, which never runs.
     parts = [name for name, part in decoder_of(bare).named_children() if next(part.parameters(), None) is not None]
     shape.get_text_config().base_model_fsdp_plan = {
         "layers.*" if name == "layers" else name: "free_full_weight" for name in parts
     }
     if "lm_head" in bare.fsdp_plan:
         return {"distributed_config": DistributedConfig(fsdp_size=world.size)}
-    # A model that also sees images has no head in its plan; transformers then drops the embedding that it is tied to.
+    # The plan of a vision-language model has no LM head; transformers then drops the embedding that is tied to it.
     if not hasattr(DistributedConfig, "fsdp_plan"):
         raise SeergateError(
             f"shard_base is true; for a {type(bare).__name__} it needs a newer transformers, such as 5.23"
@@ -266,7 +263,7 @@ def _quantization(kind: str, dtype: torch.dtype) -> Any:
 
 
 def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
-    """As many layers as allowed on this process's device; the others in host memory, then on disk."""
+    """Return the loading options for offload: layers that exceed ``base_memory_gb`` go to host memory, then disk."""
     from accelerate.utils import get_max_memory
 
     assert config.base_memory_gb is not None
@@ -279,9 +276,9 @@ def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """A fingerprint of a local model's weights: the size of each file and its first and last megabyte.
+    """Hash the size and the first and last megabyte of each of a local model's weight files; ``None`` for a Hub id.
 
-    Reading all of a large model would take minutes; retrained weights differ everywhere. ``None`` for a Hub id.
+    Reading a large model in full would take minutes, and retrained weights differ everywhere.
     """
     if not is_local_model(path):
         return None

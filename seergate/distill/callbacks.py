@@ -11,17 +11,17 @@ from seergate.progress import ProgressBar, duration
 
 @dataclass(frozen=True)
 class StepLog:
-    """One optimizer step, over all processes.
+    """Figures of one optimizer step, over all processes.
 
     Attributes:
-        step: optimizer steps taken, from 1.
-        loss: mean over the packs; with ``row_mean`` it is the KL in nats.
-        kl_per_layer: nats per row, mean over KV heads and packs.
-        recall: budget in tokens -> per layer, the share of the teacher's mass that the gate's best blocks hold.
-        layers: the layers' indices in the model.
-        grad_norm: before clipping.
-        tokens, seconds: of this step alone.
-        memory_gb: most memory this process has held (GPU if there is one, else resident).
+        step: number of the step, from 1.
+        loss: mean over the packs; with ``row_mean``, the KL in nats.
+        kl_per_layer: KL of each layer in nats per row, mean over KV heads and packs.
+        recall: token budget -> for each layer, the share of the teacher's attention mass in the gate's best blocks.
+        layers: the gated layers' indices in the model.
+        grad_norm: norm of the gradient before clipping.
+        tokens, seconds: tokens and time of this step alone.
+        memory_gb: peak memory of this process so far in GB (of the GPU if there is one, else resident).
     """
 
     step: int
@@ -42,7 +42,7 @@ class StepLog:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all processes."""
+        """Tokens per second, over all processes."""
         return self.tokens / self.seconds
 
     def scalars(self) -> dict[str, float]:
@@ -64,12 +64,12 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Far:
-    """Recall of gates on the blocks between the first and the newest, by layer; see `seergate.hf.far`.
+    """KL and recall of gates on far blocks (those between the first and the newest), by layer; see `seergate.hf.far`.
 
     Attributes:
-        kl_per_layer: over these blocks alone, nats per row.
-        recall: budget in tokens -> the part of the teacher's mass there that the gate reads.
-        window: the same of a window that reads the first block and the newest ones.
+        kl_per_layer: KL over far blocks alone, in nats per row.
+        recall: token budget -> for each layer, the share of the teacher's mass on far blocks that the gate reads.
+        window: the same share for a window that reads the first block and the newest blocks.
     """
 
     kl_per_layer: list[float]
@@ -78,7 +78,7 @@ class Far:
 
     @classmethod
     def of(cls, sums: list[list[float]], budgets: tuple[int, ...]) -> Far | None:
-        """From the sums of `far_sums`, by layer; ``None`` if no row has such blocks."""
+        """Compute the figures from each layer's `far_sums`; ``None`` if a layer has no rows with far blocks."""
         if not all(count > 0 and mass > 0 for count, _, mass, *_ in sums):
             return None
         shares = [[each / mass for each in parts] for _, _, mass, *parts in sums]
@@ -89,7 +89,7 @@ class Far:
 
 @dataclass(frozen=True)
 class EvalLog:
-    """An evaluation on the held-out packs; fields as in `StepLog`, but recall is per layer **and** KV head."""
+    """An evaluation on the held-out packs. The fields are those of `StepLog`, but recall is per layer and KV head."""
 
     step: int
     kl_per_layer: list[float]
@@ -103,8 +103,8 @@ class EvalLog:
         return sum(self.kl_per_layer) / len(self.kl_per_layer)
 
     def far_text(self) -> list[str]:
-        """A line on the blocks between the first and the newest, at the first budget, and a warning if some gates read
-        no more than a window would; empty if nothing was measured.
+        """Return a line about far blocks at the first budget, and a warning line if some gates read no more there than
+        a window does. The list is empty if nothing was measured.
         """
         far = self.far
         if far is None or not far.recall:
@@ -118,7 +118,7 @@ class EvalLog:
         no_better = [
             str(layer)
             for layer, gate, other in zip(self.layers, shares, window, strict=True)
-            if gate <= other < 1 - 1e-6  # a window that reads everything says nothing
+            if gate <= other < 1 - 1e-6  # skip windows that read everything
         ]
         if no_better:
             lines.append(
@@ -128,12 +128,12 @@ class EvalLog:
         return lines
 
     def worst_layers(self, count: int = 3) -> dict[int, float]:
-        """The layers with the highest KL, and their KL, highest first."""
+        """Return the layers with the highest KL -> their KL, in descending order."""
         by_kl = sorted(zip(self.kl_per_layer, self.layers, strict=True), reverse=True)
         return {layer: kl for kl, layer in by_kl[:count]}
 
     def mean_recall(self) -> dict[int, float]:
-        """Budget -> mean over layers and KV heads."""
+        """Return the mean recall over layers and KV heads for each token budget."""
         return {budget: float(np.mean(values)) for budget, values in self.recall.items()}
 
     def scalars(self) -> dict[str, float]:
@@ -149,24 +149,24 @@ class EvalLog:
 
 
 class Callback:
-    """A listener of a run, in the main process only. A subclass overrides the events that it needs."""
+    """Base class of callbacks, which run in the main process only. A subclass overrides the events that it needs."""
 
     def on_message(self, text: str) -> None:
-        """A line of text for people."""
+        """Called with each line of text for the user."""
 
     def on_step(self, log: StepLog) -> None:
-        """An optimizer step has been taken."""
+        """Called after each optimizer step."""
 
     def on_eval(self, log: EvalLog) -> None:
-        """The held-out packs have been evaluated."""
+        """Called after each evaluation of the held-out packs."""
 
     def close(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
 
 
 class Console(Callback):
-    """A progress bar on a terminal; otherwise a line every ``logging_steps`` steps. A run that does not show its steps
-    prints its messages only, each behind its name.
+    """Shows a progress bar on a terminal, otherwise prints a line every ``logging_steps`` steps. If ``shows_steps`` is
+    false, only messages are printed. Messages are prefixed with ``name`` unless it is empty.
     """
 
     def __init__(self, steps: int, done: int, logging_steps: int, name: str, shows_steps: bool) -> None:

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: gates, optimizer, random state, place in the data. Never the base model, never a pickle.
+"""Checkpoints of a run: gates, optimizer state, random states and position in the data. No base model, no pickle.
 
-A checkpoint is written under a temporary name, flushed to the disk, and renamed; so whatever carries a checkpoint's
-name is whole, and a run killed at any moment finds the newest whole one.
+A checkpoint is written under a temporary name, flushed to disk and renamed. So every directory with a checkpoint's
+name is complete, and a run that was killed at any moment resumes from the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _DRAFT = ".draft-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on as if it had never stopped.
+    """Everything that a run needs to resume as if it had not been interrupted.
 
     Attributes:
-        step: optimizer steps taken, which is also the place in the data.
-        state: gates and moments, as `seergate.distill.engines.Engine.state` names them.
-        run: the options that shape the result and the fingerprints of model and data; a run continues only if its own
-            are equal. Revisions are the commits that they meant.
-        random: random states by device name, uint8.
-        progress: state of the training loop (best evaluation so far, tokens seen), JSON.
+        step: number of optimizer steps taken; it also determines the position in the data.
+        state: gates and AdamW moments, named as in `seergate.distill.engines.Engine.state`.
+        run: the options that determine the result, and the fingerprints of model and data. A run can resume only if
+            its own are equal. Revisions are stored as commits.
+        random: device name -> random state, uint8.
+        progress: state of the training loop, such as the best evaluation and the tokens seen, as JSON types.
     """
 
     step: int
@@ -59,7 +59,7 @@ class Checkpoint:
 
 
 def random_states() -> dict[str, Tensor]:
-    """PyTorch's random states."""
+    """Return PyTorch's random states: device name -> state, uint8."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -67,14 +67,14 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor]) -> None:
-    """Inverse of `random_states`; a device that is not here is skipped."""
+    """Restore the result of `random_states`; the state of an absent device is ignored."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available() and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
 
 
 def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write ``root/step-00000100`` in one move and remove all but the newest ``keep``."""
+    """Write a checkpoint such as ``root/step-00000100`` atomically, and delete all but the newest ``keep``."""
     root.mkdir(parents=True, exist_ok=True)
     final = root / f"step-{checkpoint.step:08d}"
     draft = root / f"{_DRAFT}{final.name}-{os.getpid()}"
@@ -89,7 +89,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     for file in draft.iterdir():
         flush(file)
     flush(draft)
-    if final.exists():  # the same step again, after going back to an older checkpoint
+    if final.exists():  # the run repeats this step after it resumed from an older checkpoint
         _discard(final)
     draft.rename(final)
     flush(root)
@@ -99,13 +99,13 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to continue from, if there is one."""
+    """Return the newest checkpoint, or ``None`` if there is none."""
     found = _finished(root)
     return found[-1] if found else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """A checkpoint's JSON part."""
+    """Read the JSON part of a checkpoint; raises `SeergateError` if it is damaged or of another format."""
     with _damage(path):
         record: dict[str, Any] = json.loads((path / "state.json").read_text())
     if record.get("format") != FORMAT:
@@ -114,7 +114,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Inverse of `save_checkpoint`."""
+    """Load a checkpoint; raises `SeergateError` if it is damaged or of another format."""
     record = read_record(path)
     with _damage(path):
         state = load_file(path / "state.safetensors")
@@ -124,7 +124,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Report a file that cannot be read."""
+    """Report an unreadable file as a `SeergateError`."""
     try:
         yield
     except (OSError, ValueError, SafetensorError) as error:
@@ -132,10 +132,10 @@ def _damage(path: Path) -> Iterator[None]:
 
 
 def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse to continue a run with options or fingerprints that would make it another."""
+    """Raise `SeergateError` if a checkpoint was made with other options or fingerprints than the run that resumes."""
     for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
-            continue  # the commit was not known: the fingerprint decides
+            continue  # the commit was unknown; the fingerprints are compared instead
         made_with, asked = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (found, wanted))
         if made_with != asked:
             raise SeergateError(
@@ -145,14 +145,14 @@ def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, An
 
 
 def clear_drafts(root: Path) -> None:
-    """Remove what a killed run left half-written or half-deleted."""
+    """Delete the half-written and half-deleted checkpoints of a killed run."""
     if root.is_dir():
         for draft in root.glob(f"{_DRAFT}*"):
             shutil.rmtree(draft)
 
 
 def remove_checkpoints(root: Path) -> None:
-    """Start over."""
+    """Delete all checkpoints and drafts."""
     clear_drafts(root)
     for path in _finished(root):
         _discard(path)
@@ -163,7 +163,7 @@ def _finished(root: Path) -> list[Path]:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint so that a kill half-way leaves no half checkpoint under its name."""
+    """Rename a checkpoint before deleting it, so that a killed process leaves no partial checkpoint under its name."""
     doomed = path.with_name(f"{_DRAFT}{path.name}-old-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)

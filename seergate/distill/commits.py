@@ -1,7 +1,7 @@
-"""Pinned Hub commits of a run. A branch moves on; a run stays at the commits that it began with.
+"""Pinned Hub commits: a run keeps reading the commits that it started with, even if a branch moves.
 
-They are looked up once, by the main process, and kept in ``commits.json``: place -> the revision that was asked for,
-and the commit that it meant.
+The main process looks them up once and stores them in ``commits.json``: model or dataset -> the requested revision
+(``asked``) and the commit that it resolved to (``commit``).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from seergate.paths import is_local_model
 
 FILE = "commits.json"
 REVISIONS = ("revision", "data_revision")
-"""Options of a run that name a revision on the Hub."""
+"""Options that name a revision on the Hub."""
 
 
 def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, Any]]:
-    """Look up the commits that a run reads.
+    """Replace the revisions of a run by commits.
 
     Args:
-        config: the run as the user asks for it. A commit that is kept already is used again if the revision is the one
-            that was asked for then, or none. With ``resume`` off, the newest commits are looked up.
-        directory: where they are kept.
+        config: configuration of the run. A stored commit is reused if the configuration names no revision, the same
+            revision as before, or that commit. Without ``resume``, all commits are looked up again.
+        directory: directory of ``commits.json``.
 
     Returns:
-        The run with commits as its revisions, as far as they are known, and the entries to `keep`.
+        The configuration with commits as its revisions, where they are known, and the entries to pass to `keep`.
     """
     kept = _read(directory / FILE) if config.resume else {}
     found: dict[str, Any] = {}
@@ -57,7 +57,7 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
 
 
 def keep(entries: dict[str, Any], directory: Path) -> None:
-    """Write the entries that `pin` has found."""
+    """Write the entries that `pin` returned to ``commits.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / FILE) as draft:
         draft.write_text(json.dumps(entries, indent=1))
@@ -74,18 +74,18 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def model_commit(config: TrainConfig) -> str | None:
-    """The commit of a run's model; ``None`` if it is on this machine, or if the library does not tell."""
+    """Return the commit of the run's model; ``None`` for a local model, or if transformers does not record it."""
     path = locate_model(config).model
-    found = base_config(path, revision=config.revision)  # a damaged model is told before the Hub is asked for data
+    found = base_config(path, revision=config.revision)  # reports a damaged model before the Hub is asked for data
     if is_local_model(path):
         return None
     return cached_commit(path, config.revision) or base_commit(found)  # newer releases of transformers
 
 
 def data_commit(config: TrainConfig) -> str | None:
-    """The commit of a run's dataset; ``None`` if it is not on the Hub.
+    """Return the commit of the run's dataset; ``None`` if it is not on the Hub or its commit is unknown.
 
-    If the Hub does not answer, the commit that was downloaded last.
+    If the Hub does not answer, return the downloaded commit; raise `SeergateError` if the revision was not downloaded.
     """
     if not may_be_on_hub(config):
         return None

@@ -1,7 +1,7 @@
-"""The configuration of a distillation run: `TrainConfig`, its presets, and the ways to override them.
+"""The configuration of a distillation run: `TrainConfig`, its presets, and overrides.
 
-The command line is made from the dataclasses by `transformers.HfArgumentParser`, and the values of presets, other YAML
-files and Python callers go through the same parser.
+`transformers.HfArgumentParser` derives the command line from the dataclasses. The values of presets, other YAML files
+and Python callers go through the same parser.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from seergate.paths import GGUF, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
-"""The model by default, which ships with seergate and needs no network."""
+"""The default model; it ships with seergate and needs no network."""
 
 RECOMMENDED = "configs/recipes/recommended.yaml"
-"""The recipe of models without a preset."""
+"""The default recipe for models without a preset."""
 
 CHAIN_SUM = "chain_sum"
-"""The built-in source of training data: problems of the tiny reasoner's task."""
+"""Name of the built-in training data: generated problems of the tiny reasoner's task."""
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-"""Experiment trackers, by the names that Hugging Face's trainers have for them."""
+"""Experiment trackers, named as in Hugging Face's trainers."""
 
 MAX_LENGTH = 32768
-"""Tokens of the paper's packs; models with fewer positions get shorter ones."""
+"""Tokens per pack in the paper; packs are shorter for models with fewer positions."""
 
 _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
@@ -44,12 +44,12 @@ _ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def _option(default: Any, help: str, **argparse_options: Any) -> Any:
-    """A field with its help."""
+    """Return a dataclass field with its help text and options for argparse."""
     return field(default=default, metadata={"help": help.replace("%", "%%"), **argparse_options})
 
 
 class _Joined(argparse.Action):
-    """Several words as one text, with commas between them."""
+    """Joins several arguments into one string, separated by commas."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
         setattr(namespace, self.dest, ",".join(values))
@@ -57,7 +57,7 @@ class _Joined(argparse.Action):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The frozen model, and where and in which precision it is kept."""
+    """Options of the frozen model, its placement and its precision."""
 
     _argument_group_name = "model"
 
@@ -93,7 +93,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions:
-    """The gates' architecture."""
+    """Options of the gates' architecture."""
 
     _argument_group_name = "gate"
 
@@ -131,7 +131,7 @@ class GateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The training data."""
+    """Options of the training data."""
 
     _argument_group_name = "data"
 
@@ -162,7 +162,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeOptions:
-    """The training recipe."""
+    """Options of the training recipe."""
 
     _argument_group_name = "recipe"
 
@@ -199,7 +199,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Checkpoints, evaluation, logging and the engine: what may change when a run continues."""
+    """Options of checkpoints, evaluation, logging and the engine. They may change when a run is resumed."""
 
     _argument_group_name = "checkpoints, evaluation, logging and engine"
 
@@ -255,11 +255,11 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
         f"two integers in {GIVENS + 1}..{NAMES}, the smaller one first",
     ),
 )
-"""Rules of options: their names, the condition on each value that is given, and the condition in words."""
+"""Rules for option values: names of the options, a predicate that each given value must meet, and its description."""
 
 
 class _Share(NamedTuple):
-    """A source of a mixture."""
+    """One source of a data mixture."""
 
     name: str
     revision: str | None
@@ -267,7 +267,7 @@ class _Share(NamedTuple):
 
 
 def _share(source: str) -> _Share | None:
-    """``NAME:SHARE``, or ``NAME@REVISION:SHARE`` on the Hub; ``None`` for a source without a share."""
+    """Parse ``NAME:SHARE``, or ``NAME@REVISION:SHARE`` for the Hub; ``None`` if the text has no share."""
     place, _, share = source.rpartition(":")
     if not place or not _SHARE.fullmatch(share):
         return None
@@ -281,7 +281,10 @@ def _share(source: str) -> _Share | None:
 class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOptions):
     """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
 
-    Every field's meaning is its ``metadata["help"]``, which is also the command line's help.
+    Each field is described by its ``metadata["help"]``, which is also the command line's help.
+
+    Raises:
+        ValueError: if an option is out of range or contradicts another one.
     """
 
     def __post_init__(self) -> None:
@@ -319,7 +322,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
              "own (org/a@REVISION:0.7)"),
         ):  # fmt: skip
             self._must(name, not clash, f"left out {where}")
-        # On a CPU no gradient comes back through bitsandbytes' 4-bit layers; on GPUs it was not tried.
+        # On a CPU, bitsandbytes' 4-bit layers pass no gradient back; GPUs were not tested.
         self._must("quantize", not through or self.quantize != "bnb-4bit", f"none, torchao-int8 or bnb-8bit {whole}")
 
     def _must(self, name: str, holds: bool, rule: str) -> None:
@@ -327,7 +330,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
             raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
 
     def gates(self, head_dim: int) -> GateConfig:
-        """The gates' architecture, as wide as the model's heads where the run names no width."""
+        """Return the gates' architecture; ``gate_dim`` defaults to the scorer's width, or else to ``head_dim``."""
         return GateConfig(
             block_size=self.block_size,
             gate_dim=scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim,
@@ -341,7 +344,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """The loss on a pack, as fields of `seergate.hf.distill_loss.DistillSpec`."""
+        """Options of the loss on a pack, as fields of `seergate.hf.distill_loss.DistillSpec`."""
         names = ("row_start", "reduction", "recall_budgets", "target", "target_budget", "row_stride")
         return {name: getattr(self, name) for name in names}
 
@@ -355,7 +358,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @property
     def sources(self) -> list[tuple[TrainConfig, float]]:
-        """The run on each of the sources that `data` mixes, and the share of each; itself, if it mixes none."""
+        """(configuration with this source alone, share) for each source of ``data``; (self, 1.0) without a mixture."""
         return [
             (replace(self, data=found.name, data_revision=found.revision), found.share)
             for found in self._shares()
@@ -363,7 +366,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         ] or [(self, 1.0)]
 
     def with_data_revisions(self, revisions: Sequence[str | None]) -> TrainConfig:
-        """The same run with each of its `sources` at a revision."""
+        """Return this configuration with one revision for each of its `sources`."""
         if not any(self._shares()):
             return replace(self, data_revision=revisions[0])
         places = zip(self.sources, revisions, strict=True)
@@ -373,7 +376,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """``rope_scaling`` as a mapping; empty if it is none, or not given."""
+        """``rope_scaling`` as a mapping; empty if it is not given or is not a JSON object."""
         try:
             found = json.loads(self.rope_scaling or "{}")
         except ValueError:
@@ -381,29 +384,29 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         return found if isinstance(found, dict) else {}
 
     def in_processes(self, number: int) -> TrainConfig:
-        """The same run, in a ``number`` of processes, with ``packs_per_step`` for ``gradient_accumulation_steps``."""
+        """Replace ``gradient_accumulation_steps`` by the equivalent ``packs_per_step`` for ``number`` processes."""
         if self.gradient_accumulation_steps is None:
             return self
         packs = self.gradient_accumulation_steps * number
         return replace(self, packs_per_step=packs, gradient_accumulation_steps=None)
 
     def most_packs(self, processes: int) -> int:
-        """The most packs of a step that one of the processes computes; others may have one less."""
+        """Maximum number of packs that one process computes in a step; other processes may compute one less."""
         return -(-self.packs_per_step // processes)
 
     def uneven(self, processes: int) -> str | None:
-        """A note if the packs of a step do not divide by the number of processes, else ``None``."""
+        """Return a note if ``packs_per_step`` is not divisible by the number of processes, else ``None``."""
         most = self.most_packs(processes)
         fewer = most * processes - self.packs_per_step
         share = "one less" if most > 1 else "none"
         return f"{self.packs_per_step} packs a step: {share} for {fewer} of {processes} processes" if fewer else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain YAML types."""
+        """Return all fields as plain YAML types."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     def result_shaping(self) -> dict[str, Any]:
-        """The fields that change the finished gates: a checkpoint can only be continued with the same ones."""
+        """Return the fields that affect the trained gates. A run resumes from a checkpoint only if they are equal."""
         free = {item.name for item in fields(RunOptions)} - {"eval_packs"}  # held-out packs are not trained on
         free |= {"output_dir", "base_memory_gb", "shard_base", "token_cache", "recipe"}
         return {name: value for name, value in self.to_dict().items() if name not in free}
@@ -414,7 +417,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
-        """Inverse of `to_dict`; takes numbers, lists and truth values as text too, as YAML reads ``1e-3``."""
+        """Inverse of `to_dict`. Numbers, lists and booleans may also be strings, since YAML reads ``1e-3`` as one."""
         _check_names(values)
         given = {name: value for name, value in values.items() if value is not None}  # None is always the default
         options = [f"--{name}={_text(value)}" for name, value in given.items()]
@@ -428,14 +431,14 @@ def _text(value: Any) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are a `SeergateError` of one sentence."""
+    """An argument parser that raises `SeergateError` instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise it."""
+        """Raise a `SeergateError` with the message."""
         raise SeergateError(f"{message} (see {self.prog} --help)" if self.prog else message)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an option that does not exist, with the nearest one that does."""
+        """Parse the arguments; the error for an unknown option suggests the most similar known one."""
         found, unknown = self.parse_known_args(args, namespace)
         for text in unknown:
             name = text.partition("=")[0]
@@ -444,14 +447,14 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def list_only(self, *names: str) -> None:
-        """Leave all other options out of the help."""
+        """List only these options in the help."""
         for action in self._actions:
             if action.dest not in names:
                 action.help = argparse.SUPPRESS
 
 
 def option_parser(**arguments: Any) -> Parser:
-    """The parser of all options, whose result has only those given; ``arguments`` are those of `ArgumentParser`."""
+    """Return a parser of all options; its result holds only given options. ``arguments`` are for `ArgumentParser`."""
     from transformers import HfArgumentParser
 
     class OptionParser(Parser, HfArgumentParser):
@@ -468,7 +471,7 @@ def option_parser(**arguments: Any) -> Parser:
         if get_origin(action.type) is tuple:
             action.type = _comma_separated(get_args(action.type)[0])
         action.default, action.required = argparse.SUPPRESS, False
-        action.option_strings = [text for text in action.option_strings if "_" not in text]  # read, but not listed
+        action.option_strings = [text for text in action.option_strings if "_" not in text]  # accepted, but not listed
     return parser
 
 
@@ -481,12 +484,12 @@ def _comma_separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, .
 
 
 def presets() -> dict[str, Path]:
-    """Preset name (lower case) -> its YAML file."""
+    """Return the presets: name in lower case -> YAML file."""
     return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """The options of training in a YAML file."""
+    """Read training options from a YAML file; raises `SeergateError` for an unknown option."""
     values = read_yaml(path)
     _check_names(values, f"{path}: ")
     return values
@@ -500,16 +503,16 @@ def _check_names(names: Iterable[str], where: str = "") -> None:
 
 
 def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Defaults of the recipe, then the preset, then ``overrides``.
+    """Return the configuration of a run: the recipe's defaults, overridden by the preset, then by ``overrides``.
 
     Args:
-        model: a directory that holds a model, a GGUF file, a preset of ``configs/`` in any case (``"Qwen3-8B"``), or a
-            Hub id. A preset's own Hub id names it too: ``"Qwen/Qwen3-8B"`` gets the preset's settings.
-        overrides: options that win over the preset's.
+        model: a model directory, a GGUF file, the name of a preset of ``configs/`` in any case (``"Qwen3-8B"``), or a
+            Hub id. The Hub id of a preset's model selects the preset, too (``"Qwen/Qwen3-8B"``).
+        overrides: options that override those of the preset.
 
     Raises:
-        SeergateError: for a model that is none of these, with the nearest preset; for an unknown option.
-        ValueError: for an option with a bad value.
+        SeergateError: if the model is none of these (the message suggests a preset), or an option is unknown.
+        ValueError: if an option is out of range.
     """
     overrides = dict(overrides or {})
     model = model or overrides.get("model") or DEFAULT_PRESET
@@ -543,7 +546,7 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
 
 
 def locate_model(config: TrainConfig) -> TrainConfig:
-    """The same run with ``model`` as something `load_base` can load: a directory or a GGUF file here, or a Hub id."""
+    """Resolve ``model`` to a name for `load_base`; raise `SeergateError` if it or ``chat_template`` does not exist."""
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise SeergateError(f"chat_template is {config.chat_template!r}; it must be a .jinja file that exists")
     path = Path(config.model)

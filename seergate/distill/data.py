@@ -1,4 +1,4 @@
-"""From a dataset to the packs of a run: tokenised, packed, split, counted."""
+"""Turns a dataset into the packs of a run: tokenise, filter, pack, and split into training and held-out packs."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT = 1
-"""Version of the token cache, raised when tokenising gives another cache for the same rows."""
+"""Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
-"""Rows per process; fewer are tokenised by this process sooner than another one has started."""
+"""Rows per worker process; starting a worker takes longer than tokenising fewer rows."""
 
 
 @dataclass(frozen=True)
 class DataReport:
-    """Counts of a dataset's rows by outcome, of samples, which are the rows that can be trained on, and of packs.
+    """Counts of a dataset's rows, samples (the rows that can be trained on) and packs.
 
     Attributes:
-        truncated: samples cut to the length of a pack.
-        dropped: samples left out because they are longer than a pack.
-        duplicates: samples left out because an equal one came before.
-        too_short: samples left out because they fit in two blocks: no row has two past blocks to choose from.
-        malformed: reason -> rows left out for it.
-        think_added, no_reasoning, earlier_reasoning, unanswered: rows with these notes of `TrainingText`.
-        efficiency: share of the packs' capacity that holds tokens.
-        mixed: source -> rows of it, where several are mixed.
+        tokens, longest: tokens of all samples, and of the longest sample.
+        truncated, dropped: samples longer than a pack, which are truncated to its length or left out.
+        duplicates: samples left out because they equal an earlier one.
+        too_short: samples left out because they fit in two blocks, so no token has two past blocks to choose from.
+        malformed: reason -> number of rows left out for it.
+        think_added, no_reasoning, earlier_reasoning, unanswered: number of rows with this note of `TrainingText`.
+        efficiency: share of the packs' capacity that is filled with tokens.
+        mixed: source -> number of its rows; empty without a mixture.
     """
 
     rows: int
@@ -65,7 +65,7 @@ class DataReport:
     mixed: dict[str, int] = field(default_factory=dict)
 
     def summary(self) -> str:
-        """Two or three lines for the console."""
+        """Return the counts as two to four lines for the console."""
         lines = [
             f"data: {self.samples:,} samples of {self.rows:,} rows, {self.tokens:,} tokens, longest {self.longest:,}",
             f"packs: {self.packs:,} to train on, {self.held_out:,} held out, {self.efficiency:.1%} full",
@@ -88,12 +88,12 @@ class DataReport:
 
 
 class Samples:
-    """The tokens of a dataset's samples, read from its file when they are asked for.
+    """The tokens of a dataset's samples, read from the Arrow file on access.
 
     Args:
-        tokens: as `tokenised` returns them.
-        rows: the rows that are samples.
-        lengths: tokens of each sample to use; kept as int64.
+        tokens: result of `tokenised`.
+        rows: row number of each sample.
+        lengths: number of tokens to use of each sample; stored as int64.
     """
 
     def __init__(self, tokens: Dataset, rows: list[int], lengths: list[int]) -> None:
@@ -104,7 +104,7 @@ class Samples:
         return len(self._rows)
 
     def __getitem__(self, sample: int) -> np.ndarray:
-        """The tokens of a sample, int32."""
+        """Return the tokens of a sample, int32 ``[length]``."""
         ids = self._tokens[self._rows[sample]]["ids"][: self.lengths[sample]]
         return np.asarray(ids, dtype=np.int32)
 
@@ -114,9 +114,9 @@ class TrainingData:
     """The packs of a run.
 
     Attributes:
-        train: per pack to train on, its samples.
-        held_out: per pack to evaluate on, its samples.
-        fingerprint: changes whenever the packs would; the same on every machine.
+        train: sample numbers of each training pack.
+        held_out: sample numbers of each held-out pack.
+        fingerprint: hash of the seed, the number of held-out packs and the samples; the same on every machine.
     """
 
     samples: Samples
@@ -126,7 +126,7 @@ class TrainingData:
     fingerprint: str
 
     def batch(self, samples: list[int]) -> tuple[Tensor, Tensor]:
-        """The ids and ``cu_seqlens`` of a pack (`packed`)."""
+        """Return the ids and ``cu_seqlens`` of a pack; see `packed`."""
         return packed([self.samples[i] for i in samples])
 
 
@@ -136,11 +136,11 @@ def prepare_data(
     one_sample: bool = False,
     files: list[list[str]] | None = None,
 ) -> TrainingData:
-    """Read, tokenise (or find tokenised) and pack a run's data. Every process gets the same result.
+    """Read and pack a run's data, tokenising it unless it is cached. Every process gets the same result.
 
     Args:
         one_sample: put one sample in each pack instead of as many as fit.
-        files: result of `token_files` in another process; used if this one sees the files.
+        files: result of `token_files` in another process; ignored if this process does not see the files.
     """
     if files is None or not all(Path(file).is_file() for part in files for file in part):
         files = token_files(config, tokenizer)
@@ -148,7 +148,7 @@ def prepare_data(
     counts: dict[str, Any] = {"rows": len(tokens), "truncated": 0, "dropped": 0, "duplicates": 0}
     malformed: Counter[str] = Counter()
     notes: Counter[str] = Counter()
-    first: dict[str, tuple[int, int]] = {}  # digest of the tokens -> row and length of the first sample that has them
+    first: dict[str, tuple[int, int]] = {}  # digest of the tokens -> row and length of the first sample with them
     about = tokens.select_columns(["length", "digest", "problem", "notes"])[:]
     for row, (length, digest, problem, noted) in enumerate(zip(*about.values(), strict=True)):
         notes.update(noted)
@@ -164,7 +164,7 @@ def prepare_data(
     long = config.max_length if config.over_length == "drop" else float("inf")
     kept = {digest: place for digest, place in first.items() if place[1] <= long}
     samples = Samples(tokens, [r for r, _ in kept.values()], [min(n, config.max_length) for _, n in kept.values()])
-    # The gate distributes a row over its past blocks: until there are two, every gate is right and none learns.
+    # A gate distributes a row's attention over its past blocks; with fewer than two, there is nothing to learn.
     usable = np.flatnonzero(samples.lengths > 2 * config.block_size)
     too_short = len(samples) - len(usable)
     if not len(usable):
@@ -174,7 +174,7 @@ def prepare_data(
     lengths = samples.lengths[usable]
     chosen_together = [[i] for i in range(len(usable))] if one_sample else pack(lengths, config.max_length)
     packs = [usable[chosen].tolist() for chosen in chosen_together]
-    # A dataset of a few packs still trains: at most a tenth of them is held out.
+    # At most a tenth of the packs is held out, so that a small dataset can still be trained on.
     held = set(
         random.Random(f"held-out/{config.seed}").sample(range(len(packs)), min(config.eval_packs, len(packs) // 10))
     )
@@ -195,12 +195,12 @@ def prepare_data(
 
 
 def token_files(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
-    """The Arrow files of the tokens of each source, which are made unless they are there (`tokenised`)."""
+    """Return the Arrow files with the tokens of each source; files that are missing are created (`tokenised`)."""
     return [[file["filename"] for file in tokenised(one, tokenizer).cache_files] for one, _ in config.sources]
 
 
 def _mixed(config: TrainConfig, files: list[list[str]]) -> tuple[Dataset, dict[str, int]]:
-    """The rows of all sources, drawn by their shares until one source is used up, and the number of each source."""
+    """Draw rows from all sources by their shares until one is exhausted; count the rows of each unless it is alone."""
     from datasets import Dataset, concatenate_datasets, interleave_datasets
 
     parts = [concatenate_datasets([Dataset.from_file(file) for file in part]) for part in files]
@@ -214,11 +214,11 @@ def _mixed(config: TrainConfig, files: list[list[str]]) -> tuple[Dataset, dict[s
 
 
 def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The rows of a source as tokens, a row for a row, from `datasets`' Arrow cache if they are there.
+    """Tokenise each row of a source, or read the result from the Arrow cache of `datasets`.
 
     Returns:
-        The columns ``ids``, their number as ``length``, a ``digest`` of them, the ``problem`` of a row without tokens,
-        and its ``notes`` (`TrainingText`).
+        One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
+        the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
     """
     from datasets import Features, Sequence, Value
 
@@ -245,13 +245,13 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         ),
         num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
         cache_file_name=str(cache / f"{name}.arrow"),
-        new_fingerprint=name,  # `datasets` would hash the tokenizer, whose state changes with its use
+        new_fingerprint=name,  # `datasets` would hash the tokenizer, but using a tokenizer changes its state
         desc="tokenising",
     )
 
 
 def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
-    """A batch of rows as the columns that `tokenised` returns."""
+    """Tokenise a batch of rows; returns the columns of `tokenised`."""
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     texts: dict[int, TrainingText] = {}
     problems = [""] * len(rows)
@@ -278,10 +278,10 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
 
 
 def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Counter[str]]:
-    """The questions in the rows of a dataset.
+    """Return the questions in the rows of a dataset.
 
     Returns:
-        Number of the row -> the turns before its last answer; and reason -> rows that ask nothing.
+        Row number -> the turns before the row's last answer; and reason -> number of rows without a question.
     """
     rows = open_source(config, token_cache(config))
     asked: dict[int, list[dict[str, str]]] = {}
@@ -295,7 +295,7 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
 
 
 def _parsed(row: dict[str, Any]) -> Any:
-    """The contents of a row, of which those of files and streams are kept as JSON text."""
+    """Return the contents of a row; rows of files and streams are stored as JSON text and parsed here."""
     if tuple(row) != RAW:
         return row
     if row["problem"]:
@@ -307,7 +307,7 @@ def _parsed(row: dict[str, Any]) -> Any:
 
 
 def token_cache(config: TrainConfig) -> Path:
-    """The directory of tokenised data."""
+    """Return the directory of tokenised data."""
     if config.token_cache:
         return Path(config.token_cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
@@ -321,7 +321,7 @@ def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> s
 
 
 def _identity(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest of all that decides what a text's tokens are."""
+    """Hash everything that determines how a tokenizer encodes text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     words = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     special = json.dumps({k: str(v) for k, v in tokenizer.special_tokens_map.items()}, sort_keys=True)

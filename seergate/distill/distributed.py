@@ -1,8 +1,8 @@
-"""The processes of a run: who launched them, who this one is, and the few collectives they need.
+"""The processes of a run: connecting them, the rank of this process, and the few collectives that they need.
 
-`python`, `torchrun`, `accelerate launch` and the `deepspeed` launcher all describe the processes by the same
-environment variables; only the engine differs. accelerate's `PartialState`, which reads them too, is not used: it is a
-singleton that several runs in one process cannot undo, and it replaces none of the checks made here.
+`python`, `torchrun`, `accelerate launch` and the `deepspeed` launcher describe the processes by the same environment
+variables; only the engine differs. accelerate's `PartialState` reads them, too, but is not used: it is a singleton
+that several runs in one process cannot reset, and it replaces none of the checks made here.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from seergate.errors import SeergateError, first_line, sentence
 T = TypeVar("T")
 
 PATIENCE_HOURS = 24.0
-"""Time limit of a collective before the first step, which is long: one process may tokenise a large dataset meanwhile.
-The libraries' own 10 to 30 minutes would end such a run. A process that has died is not waited for: the launchers then
-end all."""
+"""Timeout in hours of a collective before the first step. It is long because one process may tokenise a large dataset
+meanwhile; the libraries' defaults of 10 to 30 minutes would end such a run. If a process dies, the launcher ends all
+others at once."""
 
 STEP_HOURS = 0.5
-"""Time limit in a step, where the others are late by a pack at most: a link that hangs must end the run."""
+"""Timeout in hours within a step. Processes differ by at most a pack there, so a longer wait means a broken link."""
 
 PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
-"""The environment variable that sets another number of hours for both."""
+"""Environment variable that overrides both timeouts, in hours."""
 
 _MISTAKES = (ValueError, OSError, torch.OutOfMemoryError)
-"""Errors shown as one sentence; others keep their traceback."""
+"""Errors that are reported as one sentence; other errors keep their traceback."""
 
 
 class CommonError(SeergateError):
-    """Every process of a run raises it with the same text: the main process reports it, the others are silent.
+    """An error that all processes of a run raise with the same text; only the main process prints it.
 
-    Any other error is of one process, which reports it with its number.
+    Any other error belongs to one process, which prints it with its rank.
     """
 
     is_common = True
 
 
 def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
-    """Time that a process waits for the others."""
+    """Return the timeout of collectives; raises `SeergateError` if `PATIENCE_VARIABLE` is not a positive number."""
     given = os.environ.get(PATIENCE_VARIABLE) or str(default_hours)
     try:
         hours = float(given)
@@ -61,7 +61,7 @@ def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
 
 @dataclass(frozen=True)
 class DistributedState:
-    """This process's place in the distributed run: ``rank`` of ``size``, and ``local_rank`` of its machine."""
+    """This process's ``rank`` among the ``size`` processes of a run, and its ``local_rank`` on this machine."""
 
     rank: int
     size: int
@@ -70,26 +70,26 @@ class DistributedState:
 
     @property
     def is_main(self) -> bool:
-        """True if this process writes and prints."""
+        """Whether this is the main process, which writes files and prints."""
         return self.rank == 0
 
     @property
     def local_size(self) -> int:
-        """Processes on this machine."""
+        """Number of processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
     def barrier(self) -> None:
-        """Wait for every process."""
+        """Wait until all processes reach this call."""
         self.sum(torch.zeros(1))
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all processes, in place."""
+        """Sum a tensor over all processes, in place."""
         if self.size > 1:
             _connected(lambda: dist.all_reduce(x))
         return x
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """Run a function in the main process, and broadcast its result; if it fails, all processes do."""
+        """Run a function in the main process and return its result in all processes; if it fails, all raise."""
         made: Any = None
         with self.fail_together():
             if self.is_main:
@@ -97,9 +97,9 @@ class DistributedState:
         return self._everyones(made)[0]  # type: ignore[no-any-return]
 
     def in_turn(self, make: Callable[[], T]) -> T:
-        """Run ``make`` in every process: the main one first, then one of every other machine, then the rest.
+        """Run ``make`` in every process: first in the main one, then in one per other machine, then in the rest.
 
-        So what the first ones download or compute is in the cache of the others.
+        So the later processes find in the cache what the earlier ones have downloaded or computed.
         """
         turns = (self.is_main, self.local_rank == 0 and not self.is_main, self.local_rank != 0 and not self.is_main)
         made: list[T] = []
@@ -111,12 +111,12 @@ class DistributedState:
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Run a part of the work in every process; if it fails in one, raise in all of them.
+        """Raise an error in all processes if the body of the ``with`` block fails in one of them.
 
-        The part itself must not communicate with other processes. A process without others raises the original error.
+        The body must not communicate with other processes. A single process raises the original error.
 
         Raises:
-            CommonError: in every process, with what the failed ones said and which they are.
+            CommonError: in every process, with the messages and ranks of the failed processes.
         """
         if self.size == 1:
             yield
@@ -137,28 +137,28 @@ class DistributedState:
             raise CommonError("; ".join(f"[rank {rank}] {text}" if rank else text for rank, text in told)) from failure
 
     def must_agree(self, value: str, complaint: str) -> None:
-        """Raise a `CommonError` with the complaint in every process, unless all have found the same value."""
+        """Raise a `CommonError` with the message ``complaint`` in every process unless ``value`` is equal in all."""
         if len(set(self._everyones(value))) > 1:
             raise CommonError(complaint)
 
     def _everyones(self, own: T) -> list[T]:
-        """The object that each process has, in order of their numbers."""
+        """Gather an object from each process, in order of rank."""
         found = [own] * self.size
         if self.size > 1:
             _connected(lambda: dist.all_gather_object(found, own))
         return found
 
     def leave(self) -> None:
-        """Close the connections, all processes at the same time.
+        """Close the connections; all processes must call this at the same time.
 
-        After an error, which may be of one process alone, see `end_in_company` instead.
+        After an error, which may affect one process only, use `end_in_company` instead.
         """
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def init_distributed(*, alone: bool = False) -> DistributedState:
-    """Connect to the other processes, if there are any; ``alone`` makes a group of this process by itself."""
+    """Connect to the other processes, if any; with ``alone``, also make a process group for a single process."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     cuda = torch.cuda.is_available()
@@ -171,9 +171,8 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
     if cuda:
         torch.cuda.set_device(device)
     if (alone or size > 1) and not dist.is_initialized():
-        # Objects, and all that is said before the first step, go through gloo: waiting in NCCL would keep cores and
-        # GPUs busy. Its communicators are made at the first sum over packs, after data was tokenised in forked
-        # processes, which InfiniBand may not survive.
+        # Objects and all messages before the first step use gloo, since waiting in NCCL keeps cores and GPUs busy.
+        # NCCL connects at the first sum over packs: forking workers to tokenise could break an InfiniBand connection.
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
             dist.init_process_group(backend, timeout=patience())
@@ -181,20 +180,20 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
             raise SeergateError(f"the processes of this run could not be connected: {first_line(error)}") from error
     world = DistributedState(rank, size, local_rank, device)
     if device.type == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))  # not one per core for each process
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))  # the processes share the cores
     return world
 
 
 def expect_steps(group: dist.ProcessGroup | None = None) -> None:
-    """From now on a process waits for the others of a group, by default all, as long as a step may take."""
+    """Set the timeout of a process group, by default that of all processes, to the timeout within a step."""
     if dist.is_initialized():
         dist.distributed_c10d._set_pg_timeout(patience(STEP_HOURS), group)
 
 
 def end_in_company(code: int) -> None:
-    """End this process at once if it is connected to others, for which the launcher ends them, too.
+    """Exit at once if this process is connected to others; the launcher then ends the others, too.
 
-    The others may have ended, or be waiting: with NCCL, closing the connections could take as long as a step may.
+    Closing the connections could wait for processes that have ended; with NCCL, for the whole timeout of a step.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         sys.stdout.flush()
@@ -203,10 +202,10 @@ def end_in_company(code: int) -> None:
 
 
 def _connected(talk: Callable[[], object]) -> None:
-    """Connect to the other processes."""
+    """Run a collective, and report a lost connection as a `SeergateError`."""
     try:
         talk()
-    except RuntimeError as error:  # what all backends raise
+    except RuntimeError as error:  # raised by all backends
         raise SeergateError(
             "the connection to the other processes is lost; one of them has failed, and says why, or has not "
             f"answered in time, which {PATIENCE_VARIABLE} sets ({first_line(error)})"

@@ -1,8 +1,8 @@
-"""Ways to take an optimizer step on the same gates: one process, several with averaged gradients, DeepSpeed ZeRO-2.
+"""Engines, which take the optimizer steps: PyTorch in one process or several, or DeepSpeed ZeRO.
 
-All compute the same update: the gradient is the mean over the packs of the global batch, clipped by its global norm,
-and AdamW runs in float32. An engine is given losses and never sees the frozen model. Its state is the same three
-tensors per parameter whichever it is, so that a checkpoint of one can be continued by another, or by another number of
+All engines compute the same update: the gradient is the mean over the packs of the global batch, clipped by its global
+norm, and AdamW runs in float32. An engine receives losses and never sees the frozen model. The state of every engine
+consists of the same three tensors per parameter, so that a run can resume with another engine or another number of
 processes.
 """
 
@@ -34,7 +34,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Engine(ABC):
-    """Interface of the training loop to an engine; its ``name`` is printed before the first step."""
+    """Interface of the training loop to an engine. Its ``name`` is printed before the first step."""
 
     name: str
 
@@ -44,25 +44,25 @@ class Engine(ABC):
 
     @abstractmethod
     def skip(self) -> None:
-        """Take part in the last pack of a step without a loss, where other processes have one pack more."""
+        """Take part in the last pack of a step without a loss, because other processes have one pack more."""
 
     @abstractmethod
     def update(self, lr: float) -> float:
-        """Take the step; returns the gradient's norm before clipping."""
+        """Take an optimizer step with learning rate ``lr``; returns the gradient's norm before clipping."""
 
     @abstractmethod
     def state(self) -> dict[str, Tensor]:
-        """The gates and AdamW's moments, in full (not sharded) and in float32 on the CPU: ``gates.<parameter>``,
-        ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. Every process calls it and gets everything.
+        """Return the gates and AdamW's moments as float32 tensors on the CPU, not sharded: ``gates.<parameter>``,
+        ``exp_avg.<parameter>``, ``exp_avg_sq.<parameter>``. All processes must call it; each gets the whole state.
         """
 
     @abstractmethod
     def load(self, state: dict[str, Tensor], step: int) -> None:
-        """Continue from a `state` after so many steps."""
+        """Restore a `state` that was saved after ``step`` optimizer steps."""
 
 
 def check_engine(config: TrainConfig, world_size: int) -> None:
-    """Refuse an engine that could not be made, before long work."""
+    """Raise `SeergateError` early if `make_engine` would fail for the options or the installed packages."""
     if config.shard_base:
         if world_size == 1:
             raise SeergateError("shard_base is true; it needs several processes, as torchrun or deepspeed start them")
@@ -77,7 +77,7 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
 
 
 def make_engine(bank: GateBank, config: TrainConfig, world: DistributedState) -> Engine:
-    """The engine a run asks for, which `check_engine` has accepted."""
+    """Create the engine of a run; `check_engine` must have accepted the options."""
     if not config.deepspeed:
         return PlainEngine(bank, config, world)
     with world.fail_together():
@@ -86,14 +86,14 @@ def make_engine(bank: GateBank, config: TrainConfig, world: DistributedState) ->
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW as in the paper."""
+    """Return AdamW with the paper's betas and epsilon and the run's learning rate and weight decay."""
     return torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=BETAS, eps=EPS, weight_decay=config.weight_decay
     )
 
 
 class PlainEngine(Engine):
-    """PyTorch alone; with several processes, gradients are summed in one all-reduce per step."""
+    """Plain PyTorch. With several processes, the gradients are summed by one all-reduce per step."""
 
     name = "PyTorch"
 
@@ -106,7 +106,7 @@ class PlainEngine(Engine):
         (loss / self._config.packs_per_step).backward()
 
     def skip(self) -> None:
-        pass  # processes meet in `update` only
+        pass  # processes communicate only in `update`
 
     def update(self, lr: float) -> float:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._named.values()]
@@ -140,7 +140,7 @@ class PlainEngine(Engine):
 
 
 class _GateModule(nn.Module):
-    """The gates as DeepSpeed's model, whose forward returns a loss that has been computed before."""
+    """The gates as a model for DeepSpeed. Its forward returns a loss that was computed before."""
 
     def __init__(self, bank: GateBank) -> None:
         super().__init__()
@@ -163,21 +163,21 @@ class DeepSpeedEngine(Engine):
         self._engine, *_ = deepspeed.initialize(
             model=_GateModule(bank), optimizer=make_optimizer(list(self._named.values()), config), config=values
         )
-        expect_steps(self._engine.data_parallel_group)  # DeepSpeed makes it with a default of its own
+        expect_steps(self._engine.data_parallel_group)  # DeepSpeed creates the group with its own timeout
         self._micro_batches = values["gradient_accumulation_steps"]
-        # DeepSpeed divides by all micro-batches, of which some processes may have one without a pack.
+        # DeepSpeed divides by the number of all micro-batches, but some of them may have no pack.
         self._scale = values["train_batch_size"] / config.packs_per_step
         self._pending = 0
 
     def accumulate(self, loss: Tensor) -> None:
-        self._engine.backward(self._engine(loss) * self._scale)  # divides by the number of micro-batches
+        self._engine.backward(self._engine(loss) * self._scale)  # `backward` divides by the number of micro-batches
         self._pending += 1
         if self._pending < self._micro_batches:
-            self._engine.step()  # only counts; the last micro-batch's step is `update`
+            self._engine.step()  # only counts the micro-batch; `update` calls it for the last one
 
     def skip(self) -> None:
-        # DeepSpeed reduces gradients at each micro-batch, with all processes: here zeros. They come from the same
-        # autograd function as a pack's, as DeepSpeed reduces them in the order in which backward yields them.
+        # DeepSpeed reduces gradients over all processes at each micro-batch; this process contributes zeros. They come
+        # from the same autograd function as a pack's, as DeepSpeed reduces them in the order of backward.
         parameters = [p for p in self._named.values() if p.requires_grad]
         zeros = [torch.zeros_like(p) for p in parameters]
         self.accumulate(StoredGradients.apply(zeros[0].new_zeros(()), len(zeros), *zeros, *parameters))
@@ -201,7 +201,7 @@ class DeepSpeedEngine(Engine):
     def load(self, state: dict[str, Tensor], step: int) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        # AdamW and DeepSpeed make their state at the first step: here at a step that changes nothing.
+        # AdamW and DeepSpeed create their state in the first step; a step with learning rate 0 changes no gates.
         for _ in range(self._micro_batches):
             self.skip()
         self.update(lr=0.0)
@@ -215,7 +215,7 @@ class DeepSpeedEngine(Engine):
 
 
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration file with what follows from the run filled in."""
+    """Read DeepSpeed's configuration file and add the run's values; raise `SeergateError` if they contradict it."""
     assert config.deepspeed is not None
     try:
         values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text())
@@ -250,13 +250,13 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
                 f"{config.deepspeed} sets {name} to {values[name]}; this run needs {value} (or 'auto')"
             )
         values[name] = value
-    # It would wait for the device at each pack, for a speed that nobody reads here.
+    # DeepSpeed's throughput timer, which is not used here, would synchronise with the device at each pack.
     values.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     return values
 
 
 def bucket_bytes(config: TrainConfig, processes: int) -> int:
-    """Bytes of DeepSpeed's buffer for gradients on their way; 0 without DeepSpeed."""
+    """Return the bytes of DeepSpeed's buffer for reducing gradients; 0 without DeepSpeed."""
     if not config.deepspeed:
         return 0
     zero = deepspeed_config(config, processes)["zero_optimization"]
@@ -264,8 +264,8 @@ def bucket_bytes(config: TrainConfig, processes: int) -> int:
 
 
 def prepare_deepspeed() -> None:
-    """Set what DeepSpeed reads from the environment: its accelerator, as it takes CUDA for granted, and the place of a
-    process that no launcher has started.
+    """Set the environment variables that DeepSpeed reads: the accelerator, which it assumes to be CUDA, and the rank
+    and address of a process that was started without a launcher.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -279,13 +279,14 @@ def prepare_deepspeed() -> None:
 
 
 BUILD_SECONDS = 600.0
-"""Seconds without a change of any file after which the build of a C++ extension counts as killed."""
+"""Seconds without a change to any file after which the build of a C++ extension is considered killed."""
 
 
 def wait_for_builds() -> None:
-    """Wait until no other process compiles one of DeepSpeed's extensions, as it does when it starts.
+    """Wait until no other process is compiling one of DeepSpeed's extensions, which happens when DeepSpeed starts.
 
-    A process that is killed while it compiles leaves its lock, and PyTorch would wait for it for ever.
+    Raises:
+        SeergateError: if a killed build has left its lock, for which PyTorch would wait forever.
     """
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from torch.utils.cpp_extension import get_default_build_root

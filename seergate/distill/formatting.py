@@ -1,8 +1,8 @@
-"""Turns one row of a dataset into one training text, with its reasoning intact.
+"""Turns a row of a dataset into a training text and keeps its reasoning intact.
 
-The frozen model must see what it would have written: a chat in its own markup whose last assistant turn holds the
-whole reasoning behind exactly one opening think tag. Several models' chat templates delete reasoning, and some data
-lacks the opening tag because the prompt it was generated from already held it; both are mended here, or refused.
+The frozen model must see text as it would have generated it: a chat in its own markup, in which the last assistant
+turn has the whole reasoning after exactly one opening think tag. The chat templates of several models delete
+reasoning, and some data lacks the opening tag because it was part of the prompt. Both are repaired here, or refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 TEMPLATES = Path(__file__).parent / "templates"
 _TRAINING = {"<｜Assistant｜>": "r1-distill.jinja", "<|im_start|>": "chatml.jinja"}
-"""Markup that a model's own template writes -> the training template with the same markup."""
+"""Markup in a model's own chat template -> the training template with the same markup."""
 
 _PROBE_REASONING = "one and one are two"
 _PROBE = [
@@ -31,18 +31,18 @@ _PROBE = [
 
 
 class MalformedRow(ValueError):
-    """A row that cannot be trained on; the message is the reason it is counted under."""
+    """Raised for a row that cannot be trained on; rows are counted by the message."""
 
 
 class TrainingText(NamedTuple):
     """The text of a row.
 
     Attributes:
-        is_chat: whether a chat template made it, which writes all special tokens itself.
-        notes: kinds of repairs and omissions. ``think_added``: it had the end of a reasoning without its beginning,
-            and got an opening tag. ``no_reasoning``: it has none. ``earlier_reasoning``: it lost the reasoning of its
-            earlier assistant turns, which no template keeps. ``unanswered``: it lost its last turns, which no
-            assistant turn follows.
+        is_chat: whether the text comes from a chat template, which writes all special tokens itself.
+        notes: repairs and omissions. ``think_added``: an opening think tag was added because the answer has only the
+            closing one. ``no_reasoning``: the last answer has no reasoning. ``earlier_reasoning``: the reasoning of
+            earlier assistant turns was removed, as in chat templates. ``unanswered``: the turns after the last
+            assistant turn were removed.
     """
 
     text: str
@@ -54,10 +54,10 @@ NOTES = ("think_added", "no_reasoning", "earlier_reasoning", "unanswered")
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None = None) -> str:
-    """A chat template that keeps the reasoning of the last assistant turn.
+    """Return a chat template that keeps the reasoning of the last assistant turn, checked with a probe conversation.
 
-    Tried in turn: the file ``override``; the tokenizer's own; for the markup of DeepSeek-R1 and for ChatML, those in
-    ``templates/``. The returned template keeps the reasoning of a probe conversation, behind one think tag.
+    This is the file ``override`` if given, else the tokenizer's own template, or else, for the markup of DeepSeek-R1
+    and for ChatML, the one in ``templates/``. Raises `SeergateError` if none of them keeps the reasoning.
     """
     if override is not None:
         try:
@@ -109,11 +109,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 
 
 class Formatter:
-    """Turns rows into texts.
+    """Turns rows into training texts.
 
     Args:
-        column: the column to read; by default ``messages``, or ``prompt`` and ``completion``, or ``text``.
-        chat_template: path of a `.jinja` file instead of the tokenizer's own template.
+        column: column to read; by default ``messages``, or ``prompt`` and ``completion``, or ``text``.
+        chat_template: path of a `.jinja` file to use instead of the tokenizer's own template.
     """
 
     def __init__(
@@ -123,11 +123,11 @@ class Formatter:
 
     @cached_property
     def template(self) -> str:
-        """The template in use; found on first need, since a dataset of plain text needs none."""
+        """The chat template; determined on first access, since a dataset of plain text needs none."""
         return training_template(self.tokenizer, self._override)
 
     def text(self, row: Any) -> TrainingText:
-        """The training text of a row; `MalformedRow`, with the reason, if the row cannot be used."""
+        """Return the training text of a row; raises `MalformedRow` with the reason if the row cannot be used."""
         content = self._content(row)
         if isinstance(content, str):
             if not content.strip():
@@ -137,7 +137,7 @@ class Formatter:
             made = self._chat(content)
         try:
             made.text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair: JSON can say it, no tokenizer can read it
+        except UnicodeEncodeError as error:  # half of a surrogate pair: valid in JSON, but no tokenizer accepts it
             raise MalformedRow("invalid unicode") from error
         return made
 
@@ -177,7 +177,7 @@ class Formatter:
             raise MalformedRow("several think tags")
         earlier_reasoning = False
         for message in messages[:-1]:
-            if message["role"] == "assistant":  # the model never sees the reasoning of earlier turns again
+            if message["role"] == "assistant":  # in use, a model does not see the reasoning of earlier turns
                 thought, end, said = message["content"].rpartition(CLOSE)
                 message["content"] = said.lstrip()
                 earlier_reasoning |= bool(end and thought.replace(OPEN, "").strip())
@@ -194,7 +194,7 @@ class Formatter:
 
 
 def question(row: Any) -> list[dict[str, str]]:
-    """The turns of a row before its last answer, which a model can be asked instead."""
+    """Return the turns of a row before its last answer, for a model to answer; raises `MalformedRow` without any."""
     if not isinstance(row, Mapping):
         raise MalformedRow("not a record")
     turns = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), None)

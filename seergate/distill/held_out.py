@@ -1,4 +1,4 @@
-"""Divides texts into rows to train on and texts that are held out, for `seergate tune`."""
+"""Divides texts into training rows and held-out texts, for `seergate tune`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LEAST, MOST = 8, 200
-"""Minimum and maximum number of held-out texts, which are a tenth of all."""
+"""Minimum and maximum number of held-out texts; between these limits, a tenth of all texts is held out."""
 
 ROWS = 2000
 """Maximum number of texts that are read."""
 
 FILLED = 0.8
-"""Share of the context that a window fills on average: facts are added to it, and code has more tokens than prose."""
+"""Share of a pack that a window fills on average; the rest is for added facts and for code, which has more tokens."""
 
 ROWS_OF_TEXT = (".jsonl", ".ndjson")
 
 
 class Divided(NamedTuple):
-    """Rows to train on, as `seergate train` takes them, texts that are held out, and the faults of all other rows."""
+    """Training rows in the format of `seergate train`, held-out texts, and the error messages of malformed rows."""
 
     rows: list[dict[str, Any]]
     held_out: list[str]
@@ -38,13 +38,13 @@ class Divided(NamedTuple):
 
 
 def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> Divided:
-    """Read texts and divide them.
+    """Read texts and divide them into training rows and held-out texts.
 
     Args:
-        data: a ``.jsonl`` file of rows; or a text file or directory of them, whose windows then refer back
-            (`long_text`); by default what `texts_here` finds.
-        config: the run that will train; windows are about as long as its packs.
-        length: tokens that a held-out text has at least.
+        data: a ``.jsonl`` file of rows; or a text file or a directory of text files, of which windows are made that
+            refer back (`long_text`). By default, the files that `texts_here` finds.
+        config: configuration of the training run; windows are about as long as its packs.
+        length: minimum number of tokens of a held-out text.
     """
     if data is not None and Path(data).suffix in ROWS_OF_TEXT:
         rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))
@@ -60,7 +60,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
 
 
 def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """The rows of a file, the text that the model sees of each, and the mistakes in others."""
+    """Return the rows of a file, the training text of each, and the error messages of malformed rows."""
     rows, seen, malformed = list[dict[str, Any]](), list[str](), list[str]()
     try:
         with path.open(encoding="utf-8-sig") as lines:
@@ -76,7 +76,7 @@ def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[
 
 
 def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[str]:
-    """Windows of texts, in an order that is drawn, which on average fit into the context with facts added."""
+    """Return windows of texts in random order; with added facts, they fit on average in ``context`` tokens."""
     every = list(texts(texts_here() if data is None else [Path(data)]))
     sample = "".join(text[len(text) // 2 :][:10_000] for text in rng.sample(every, min(50, len(every))))
     if not sample.strip():
@@ -88,7 +88,7 @@ def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase,
 
 
 def _held_out(every: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> set[int]:
-    """The numbers of the texts that are not to be trained on: long ones, spread evenly."""
+    """Return the numbers of the held-out texts: texts of at least ``length`` tokens, evenly spread."""
     long = [number for number, text in enumerate(every) if len(_ids(tokenizer, text)) >= length]
     if len(every) < 2 * LEAST or len(long) < LEAST:
         raise SeergateError(

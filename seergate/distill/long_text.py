@@ -1,8 +1,8 @@
-"""Texts whose ends refer far back, to train gates on.
+"""Training texts that refer far back.
 
-Windows of text files: of six, one stays as it is, four get facts that are stated in the first half and repeated in the
-second, and one ends with passages of itself, quoted word for word. The model attends to far blocks there, and gates
-learn to find them. No fact is worded as in RULER, whose wording the task `needle` asks for.
+The texts are windows of text files. Of every six, one is unchanged, four get facts that are stated in the first half
+and repeated in the second, and one ends with verbatim quotes of its own passages. There the model attends to far
+blocks, and gates learn to find them. The facts are not worded as in RULER, since the task `needle` tests that wording.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 SUFFIXES = (".txt", ".md", ".rst", ".pod", ".py")
-"""Suffixes of the files that are read, also followed by ``.gz``."""
+"""Suffixes of the files that are read; ``.gz`` may follow."""
 
 NOT_FOR_TRAINING = {"pydoc_data", "site-packages", "dist-packages", "test", "__pycache__"}
-"""Directories of Python's library that are left out: the text of the task `needle`, and parts that some installations
-lack.
-"""
+"""Directories of Python's library that are not read: the text of the task `needle`, and optional parts."""
 
 _NAMES = """
 amber anchor basil cedar copper dahlia ember falcon fjord garnet harbor hazel indigo jasper kelp lantern lotus
@@ -36,18 +34,18 @@ FACTS = (
     ('{name} = "{value}"', 'print({name})  # "{value}"'),
     ("In the register, {name} has the entry {value}.", "The entry of {name} in the register is {value}."),
 )
-"""Pairs of a statement of a fact and its repetition."""
+"""Wordings of a fact: the statement and its repetition."""
 
 
 def texts_here() -> list[Path]:
-    """Files and directories of text that this machine has: Python's library and installed packages' documentation."""
+    """Return local files and directories of text: Python's library and the documentation of installed packages."""
     library = Path(sysconfig.get_path("stdlib"))
     found = [path for path in sorted(library.iterdir()) if path.name not in NOT_FOR_TRAINING]
     return [path for path in (*found, Path("/usr/share/doc")) if path.exists()]
 
 
 def texts(paths: Sequence[Path]) -> Iterator[str]:
-    """The text of each file, in the order of the paths."""
+    """Yield the text of each file, in the order of the paths."""
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             plain = file.name.removesuffix(".gz")
@@ -57,7 +55,7 @@ def texts(paths: Sequence[Path]) -> Iterator[str]:
 
 
 def windows(text: str, size: int) -> Iterator[str]:
-    """Parts of ``size`` characters that begin and end between words; a rest is left out."""
+    """Yield parts of at least ``size`` characters that begin and end between words; the remainder is dropped."""
     part, length = list[str](), 0
     for found in re.finditer(r"\S+\s*", text):
         part.append(found[0])
@@ -68,7 +66,7 @@ def windows(text: str, size: int) -> Iterator[str]:
 
 
 def value(rng: random.Random) -> str:
-    """A random value: digits, two words, or letters and digits."""
+    """Return a random value: digits, two words, or letters and digits."""
     kind = rng.random()
     if kind < 0.5:
         return "".join(rng.choices("0123456789", k=rng.randint(4, 7)))
@@ -78,8 +76,8 @@ def value(rng: random.Random) -> str:
 
 
 def with_facts(text: str, rng: random.Random) -> str:
-    """The text's first 64 %, with facts in the first half and repetitions of them in the second, as long as the text:
-    of 16,000 characters, 24 facts that are repeated 90 times; fewer in shorter texts.
+    """Return the first 64 % of a text, with facts in the first half and repetitions in the second, about as long as
+    the text. A text of 16,000 characters gets 24 facts and 90 repetitions, shorter texts fewer.
     """
     filler = text[: int(0.64 * len(text))]
     count = min(24, max(4, len(text) // 660))
@@ -95,7 +93,7 @@ def with_facts(text: str, rng: random.Random) -> str:
 
 
 def with_quotes(text: str, rng: random.Random) -> str:
-    """The first 70 % of the text, then passages of it up to the whole length."""
+    """Return the first 70 % of a text, followed by quotes from it up to the length of the text."""
     first, size = text[: int(0.7 * len(text))], len(text)
     parts, length = [first], len(first)
     while length < size:
@@ -107,7 +105,7 @@ def with_quotes(text: str, rng: random.Random) -> str:
 
 
 def referring_back(parts: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """The windows, of six one with quotes and four with facts."""
+    """Yield the windows; of every six, four get facts, one gets quotes and one is unchanged."""
     kinds = (with_facts, with_facts, None, with_facts, with_facts, with_quotes)
     for number, part in enumerate(parts):
         kind = kinds[number % len(kinds)]

@@ -1,7 +1,7 @@
-"""Estimated bytes of a run, from shapes alone. The formulas follow the code; a test holds them to its allocations.
+"""Estimates a run's memory in bytes from shapes alone. A test compares the formulas with the code's allocations.
 
-Letters: T tokens of a pack, u bytes per number of the frozen model, h its hidden size, I its MLP's width, H query
-heads, K KV heads, D head dimension, E gate dimension.
+Symbols: T tokens of a pack, u bytes per element of the frozen model, h its hidden size, I the width of its MLP, H
+query heads, K KV heads, D head dimension, E gate dimension.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ if TYPE_CHECKING:
 
 FLOAT32 = 4
 BYTES_PER_WEIGHT = {"bnb-4bit": 0.5 + 4 / 64, "bnb-8bit": 1.0, "torchao-int8": 1.0}
-"""Bytes of a quantised linear layer; nf4 has a float32 scale per 64 weights, the others one per row (not counted)."""
+"""Bytes per weight of quantised linear layers; nf4 has a float32 scale per 64 weights (other scales: not counted)."""
 
 WORKING_BYTES = 150_000_000
-"""On a processor, resident memory above the tensors: what the allocator keeps, and libraries while they compute. In a
-step of one or two layers of Qwen3-8B's width 0.12 to 0.18 GB, from 2k to 32k tokens (two threads)."""
+"""Resident memory on a CPU beyond the tensors: held by the allocator, and used by libraries while they compute. In a
+step of one or two layers of Qwen3-8B's width: 0.12 to 0.18 GB, from 2k to 32k tokens (two threads)."""
 
 CONTEXT_BYTES, FRAGMENTS = 1_000_000_000, 0.07
-"""Bytes of a GPU's memory for CUDA's context, NCCL and cuBLAS, and the share of it that the allocator cannot use for
-the next tensor. Assumed, not measured."""
+"""GPU memory for CUDA's context, NCCL and cuBLAS in bytes, and the share of GPU memory that is lost to fragmentation.
+Both are assumed, not measured."""
 
 TILE_COPIES = 7.4
-"""Intermediate results of the query branch per output, all in float32: measured, as its autograd graph decides it."""
+"""Size of the query branch's intermediate results relative to its output, in float32 (measured)."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per process while a pack is in the works.
+    """Memory per process during a step, in bytes.
 
     Attributes:
-        base: the frozen model on the device, without its LM head. On a processor, weights that need no conversion stay
-            memory-mapped (embedding included).
+        base: the frozen model on the device, without its LM head. On a CPU, weights that need no conversion stay
+            memory-mapped, and the embedding is not counted.
         base_elsewhere: layers of the frozen model in host memory, on disk, or in other processes.
-        gathered: layers of a sharded frozen model that are put together: one computes, the next one arrives.
-        gradients: accumulated over packs, and of the current pack.
-        moments: AdamW's two; with DeepSpeed this process's share, with its own copies of gates and gradients.
-        buckets: DeepSpeed's buffer for gradients on their way.
+        gathered: gathered layers of a sharded frozen model: one that computes, and the next one.
+        gradients: gradients accumulated over packs, and those of the current pack.
+        moments: AdamW's two moments; with DeepSpeed, this process's shard and its copies of gates and gradients.
+        buckets: DeepSpeed's buffer for reducing gradients.
         activations: peak activations of the frozen model, the teacher and the gate of one layer.
-        loading: further bytes while the model is loaded: the LM head, and on a processor a file to convert.
+        loading: additional memory while the model is loaded: the LM head, and on a CPU a file to convert.
     """
 
     base: int
@@ -70,7 +70,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """On the device: the larger of loading and training."""
+        """Peak memory on the device: the larger of loading and training."""
         training = self.gathered + self.gates + self.gradients + self.moments + self.buckets + self.activations
         return self.base + max(self.loading, training)
 
@@ -78,18 +78,18 @@ class Memory:
 def estimate_memory(
     model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device, processes: int
 ) -> Memory:
-    """The bytes of a run.
+    """Estimate the memory of a run.
 
     Args:
         model, bank: the frozen model and its gates, without weights.
-        processes: how many share the optimizer's state under DeepSpeed, and a sharded frozen model.
+        processes: number of processes that share DeepSpeed's optimizer state and a sharded frozen model.
     """
     decoder: Any = decoder_of(model)
     width, layers = base_dtype(config, device).itemsize, [_bytes(layer, config, device) for layer in decoder.layers]
     embedding = width * (_numbers(decoder) - _numbers(decoder.layers))
     base, loading = sum(layers) + embedding, width * (_numbers(model) - _numbers(decoder))
     if config.base_memory_gb is not None:
-        loading = 0  # each layer goes to its place as it is read
+        loading = 0  # each layer is read directly to its device
     elif config.shard_base:
         loading = -(-loading // processes)
     elif device.type == "cpu" and config.quantize == "none":
@@ -103,7 +103,7 @@ def estimate_memory(
         here = min(base, int(config.base_memory_gb * 1e9))
     if config.shard_base:
         here = -(-base // processes)
-        tied = text_config(model).tie_word_embeddings  # then the embedding stays together, for a head that never runs
+        tied = text_config(model).tie_word_embeddings  # a tied embedding stays gathered
         gathered = embedding + 2 * max(layers) if tied else max(embedding, 2 * max(layers))
     gates = FLOAT32 * sum(p.numel() for p in bank.parameters())
     shared = 4 * gates // processes if config.deepspeed else 2 * gates
@@ -124,8 +124,8 @@ def estimate_memory(
 def decide_sharding(
     model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device, processes: int, room: int
 ) -> TrainConfig:
-    """The run with ``shard_base`` decided where it is left open: true if a copy for each process, with ``room`` bytes,
-    does not fit. The other arguments are those of `estimate_memory`.
+    """Set ``shard_base`` if it is ``None``: true if a full copy of the frozen model does not fit in the ``room`` bytes
+    of each process. The other arguments are those of `estimate_memory`.
     """
     if config.shard_base is not None:
         return config
@@ -137,15 +137,15 @@ def decide_sharding(
 
 
 def capacity(device: torch.device, processes: int) -> int:
-    """Bytes for each process; those on a processor share its memory."""
+    """Return the memory of each process in bytes; processes on a CPU share the host memory."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // processes
 
 
 def overhead(device: torch.device, memory: int) -> int:
-    """Bytes of a device's memory that are not for tensors: assumed on a GPU; on a processor those of Python and the
-    libraries of training, which are nearly all that this process has held so far.
+    """Return the bytes of a device's memory that are not available for tensors. On a GPU, they are assumed; on a CPU,
+    they are this process's peak so far (Python and the training libraries) plus `WORKING_BYTES`.
     """
     if device.type != "cpu":
         return CONTEXT_BYTES + int(FRAGMENTS * memory)
@@ -157,7 +157,7 @@ def overhead(device: torch.device, memory: int) -> int:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far: on a GPU, or resident."""
+    """Return the peak memory of this process so far in bytes: of tensors on a GPU, or else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -165,28 +165,28 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:
-    """The most that the forward holds at once, beside weights: in the gate's loss, attention or MLP of a layer."""
+    """Return the peak activations of a layer's forward pass in bytes: in the gate's loss, attention or MLP."""
     base, geometry, u = text_config(model), bank.geometry, base_dtype(config, device).itemsize
     h, tokens = base.hidden_size, config.max_length
     counted = tokens - int(tokens * config.row_start)
     tile = min(tile_rows(device), counted)
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim * FLOAT32
-    streams = 3 if base.num_hidden_layers > 1 else 2  # embeddings, the layer's input, what the norm makes of it
+    streams = 3 if base.num_hidden_layers > 1 else 2  # embeddings, the layer's input and its norm's output
     rope = 2 * geometry.head_dim * u
     # q and k before and after RoPE, v
     inputs = tokens * ((streams * h + 2 * queries + 3 * keys) * u + rope)
-    # the gate's queries and their gradient; at one time a tile of the query branch, at another a chunk of scores
+    # a chunk of the teacher's scores; it is not held at the same time as a recomputed tile of the query branch
     chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
-    # what attention returned: the output, and what the loss needs of it
+    # the attention's output and its log-sum-exp, which the loss needs
     held = tokens * (queries * u + geometry.num_heads * FLOAT32)
     branch = int(tile * (queries * (u + FLOAT32) + TILE_COPIES * gate))
-    # the only tile of the query branch keeps what its gradients need
+    # the gate's queries and their gradient; a single tile of the query branch keeps its autograd graph
     gate_loss = inputs + held + 2 * tokens * gate + (branch + chunk if tile == counted else max(branch, chunk))
-    # what attention returns, and where the pack's sequences are put together
+    # the attention's output, and the buffer in which the outputs of the pack's sequences are joined
     attention = inputs + 2 * tokens * queries * u
-    # the two inputs of the MLP's product and the product itself; in a mixture, those of each chosen expert, and what
-    # goes into it and comes out of it
+    # the two factors of the gated MLP and their product; in a mixture of experts, those of each chosen expert, with
+    # the expert's input and output
     chosen = getattr(base, "num_experts_per_tok", None) or 0
     width = (getattr(base, "moe_intermediate_size", None) or base.intermediate_size) * max(1, chosen)
     mlp = tokens * (((streams + 1 + 2 * chosen) * h + 3 * width) * u + rope)
@@ -198,7 +198,7 @@ def _numbers(module: nn.Module) -> int:
 
 
 def _bytes(layer: nn.Module, config: TrainConfig, device: torch.device) -> int:
-    """A layer's weights; quantisers pack its linear maps."""
+    """Return the bytes of a layer's weights; quantisation applies to its linear layers only."""
     width = base_dtype(config, device).itemsize
     linear = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
     return int(BYTES_PER_WEIGHT.get(config.quantize, width) * linear + width * (_numbers(layer) - linear))

@@ -1,4 +1,4 @@
-"""Estimate of a run before any weight is loaded: bytes per component, fit, tokens per second, time."""
+"""Estimates a run before any weights are loaded: memory per component, whether it fits, tokens per second, time."""
 
 from __future__ import annotations
 
@@ -30,31 +30,31 @@ if TYPE_CHECKING:
 GB = 1e9
 
 PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)": 989}
-"""The maker's peak rates of dense bf16 matrix products with float32 sums, in TFLOP/s, by GPU."""
+"""GPU -> the manufacturer's peak rate of dense bf16 matrix products with float32 accumulation, in TFLOP/s."""
 
 MOST_PROCESSES = 128
-"""Maximum number of processes that a plan proposes to shard a frozen model over."""
+"""Maximum number of processes over which a plan proposes to shard a frozen model."""
 
 ASSUMED_SHARE = 0.3
-"""Share of the peak rate that is assumed, and printed as an assumption, where nothing was measured."""
+"""Share of the peak rate that is assumed if no speed was measured; it is printed as an assumption."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's needs.
+    """Estimated memory, time and disk space of a run.
 
     Attributes:
         shape: one line about the model and its gates.
-        memory: bytes per process.
-        libraries: bytes that are not for tensors, see `overhead`.
-        capacity: bytes of the device's memory.
-        remedies: options that would make it fit, with the bytes they would need; empty if it fits.
-        step_flop: floating-point operations of an optimizer step's matrix products, all processes together.
-        step_seconds: time of an optimizer step; ``None`` if nothing was measured or given.
-        sample_tokens: length of the samples that the time is for.
+        memory: memory of tensors per process, in bytes.
+        libraries: memory that is not available for tensors, in bytes; see `overhead`.
+        capacity: memory of the device, in bytes.
+        remedies: option that makes the run fit -> bytes that the run then needs; empty if it fits already.
+        step_flop: floating-point operations of an optimizer step's matrix products, over all processes.
+        step_seconds, timing: time of an optimizer step (``None`` if neither measured nor given), and its origin.
+        sample_tokens: sample length that the time is estimated for.
         pack_tokens: tokens of a pack of such samples.
-        why_one_sample: why a pack holds one of them only; ``None`` if it holds as many as fit.
-        checkpoint: bytes of one checkpoint.
+        why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
+        checkpoint: size of a checkpoint, in bytes.
     """
 
     config: TrainConfig
@@ -75,24 +75,24 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
+        """Total memory on the device, in bytes."""
         return self.memory.total + self.libraries
 
     @property
     def fits(self) -> bool:
-        """True if the total fits into the memory of a process."""
+        """Whether the run fits in the memory of a process."""
         return self.total <= self.capacity
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of an optimizer step, all processes together."""
+        """Tokens of an optimizer step, over all processes."""
         return self.config.packs_per_step * self.pack_tokens
 
     @property
     def assumed_seconds(self) -> dict[str, float]:
-        """Time of an optimizer step on GPUs that are not here, if each sustains `ASSUMED_SHARE` of its peak.
+        """GPU of `PEAK_TFLOPS` -> seconds of an optimizer step if it sustains `ASSUMED_SHARE` of its peak rate.
 
-        Empty if a time was measured or given, and for models that do not compute in 16 bits on a GPU.
+        Empty if a time was measured or given, or if the model does not compute in 16 bits on a GPU.
         """
         if self.step_seconds is not None or self.device.type != "cuda":
             return {}
@@ -102,7 +102,7 @@ class Plan:
         return {name: flop / (ASSUMED_SHARE * peak * 1e12) for name, peak in PEAK_TFLOPS.items()}
 
     def text(self) -> str:
-        """The plan for people."""
+        """Format the plan for the console."""
         c, m, where = self.config, self.memory, self.device.type
         kept = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
         share = f", 1/{self.processes}" if c.shard_base else ""
@@ -156,7 +156,7 @@ class Plan:
         return "\n".join(lines)
 
     def _pace(self, step_seconds: float) -> str:
-        """Tokens per second and hours of the run, from the time of a step."""
+        """Format the tokens per second and the hours of the run, given the time of a step."""
         speed = self.step_tokens / step_seconds
         hours = self.config.max_steps * step_seconds / 3600
         device_hours = hours * self.processes
@@ -174,14 +174,18 @@ def make_plan(
     tflops: float | None = None,
     measure: bool = True,
 ) -> Plan:
-    """Work out what a run needs from its configuration and the model's.
+    """Estimate a run from its configuration and the model's.
 
     Args:
-        memory_gb: memory of the device that will do it; by default what this machine has.
+        memory_gb: memory of the target device in GB; by default that of this machine.
         device: ``"cpu"`` or ``"cuda"``; by default ``"cuda"`` if this machine has it or ``memory_gb`` is given.
-        sample_tokens: typical length of a sample, for the time; by default a sample fills its pack, which is slowest.
-        tflops: sustained rate of one device in TFLOP/s, instead of measuring it.
-        measure: time one layer on this machine, if it is of the device's kind.
+        sample_tokens: sample length that the time is estimated for; by default that of a pack, the slowest case.
+        tflops: sustained rate of one device in TFLOP/s, to be used instead of a measurement.
+        measure: whether to time one layer, if this machine has such a device.
+
+    Raises:
+        SeergateError: if the model or an option is not supported, or ``"cuda"`` has neither a GPU nor ``memory_gb``.
+        ValueError: if a number is not positive.
     """
     numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}
     for name, value in numbers.items():
@@ -250,8 +254,8 @@ def make_plan(
 def _remedies(
     config: TrainConfig, memory: Memory, processes: int, room: int, estimate: Callable[..., Memory]
 ) -> dict[str, int]:
-    """Options with which a run fits in ``room`` bytes, least costly first, and the bytes with each; empty if it fits
-    already.
+    """Return the options that make a run fit in ``room`` bytes, least costly first, and the bytes with each; empty if
+    it fits already.
     """
     if memory.total <= room:
         return {}
@@ -276,7 +280,7 @@ def _remedies(
 
 
 def architecture(config: TrainConfig) -> PretrainedConfig:
-    """The model's shape: of its directory, or of its preset without asking the Hub, or from the Hub."""
+    """Return the model's configuration: from its directory, from its preset (without the Hub), or from the Hub."""
     from transformers import AutoConfig
 
     located = locate_model(config)

@@ -1,8 +1,8 @@
 """Sources of training rows: generated problems, local files, or the Hub.
 
-All become a `datasets.Dataset`, which keeps them in an Arrow file. JSON is read line by line here rather than by
-`datasets`, which refuses a whole file for one row of another shape; one bad line must cost one line. Such rows, and
-those of tables and streams, are kept as JSON text in the columns of `RAW`.
+Each source becomes a `datasets.Dataset` in an Arrow file. JSON is read line by line here, because `datasets` refuses a
+whole file if one row has other fields; here, a bad line costs one line only. The rows of JSON files, tables and
+streams are stored as JSON text in the columns `RAW`.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 TRAINING_SEEDS = 1_000_000
-"""Training problems are drawn with seeds from here on, evaluation problems with smaller ones."""
+"""Smallest seed of training problems; evaluation problems have smaller seeds."""
 
 CHAIN_SUM_PROBLEMS = 2000
-"""Number of problems that `chain_sum` draws without a limit."""
+"""Number of problems of `chain_sum` if ``data_limit`` is not given."""
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".arrow": "arrow"}
 
 HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)")
-"""Names of files and folders that hold evaluation data."""
+"""Pattern of names of files and folders with evaluation data."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
-"""Pattern of a commit of the Hub."""
+"""Pattern of a commit hash on the Hub."""
 
 RAW = ("json", "problem")
-"""Columns of rows that are kept as JSON text: the text, or why there is none."""
+"""Columns of rows that are stored as JSON text: the text, and the reason if there is none."""
 
 
 def open_source(config: TrainConfig, cache: Path) -> Dataset:
-    """Find the data that a run asks for; a dataset on the Hub at ``data_revision``. Rows that have to be copied are
-    kept in the directory ``cache``, and found again.
+    """Open the dataset of a run; a Hub dataset is read at ``data_revision``. Rows that must be copied are cached in
+    the directory ``cache``. Raises `SeergateError` if the data is missing or cannot be read.
     """
     if config.data == CHAIN_SUM:
         count, (low, high) = config.data_limit or CHAIN_SUM_PROBLEMS, config.chain_sum_variables
@@ -63,14 +63,14 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
 
 
 def may_be_on_hub(config: TrainConfig) -> bool:
-    """True if ``data`` names neither what every installation has nor a file."""
+    """Return whether ``data`` may be a Hub id: it is neither `CHAIN_SUM` nor a local file or directory."""
     path = Path(config.data).expanduser()
     names_a_file = path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~"))
     return not (config.data == CHAIN_SUM or names_a_file or path.exists())
 
 
 def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: Path, **arguments: Any) -> Dataset:
-    """The rows (columns of `RAW`) that a generator yields, in an Arrow file named by its name and arguments."""
+    """Store the rows (columns `RAW`) of a generator in an Arrow file, named by the generator and its arguments."""
     from datasets import Dataset, Features, Value
     from datasets.exceptions import DatasetGenerationError
 
@@ -93,7 +93,7 @@ def _not_empty(
 
 
 def no_rows(source: str) -> str:
-    """Error message of an empty dataset."""
+    """Return the error message for an empty dataset."""
     return f"the dataset {source!r} has nothing to train on: it has no rows"
 
 
@@ -112,7 +112,7 @@ def _problems(count: int, low: int, high: int, seed: int) -> Iterator[dict[str, 
 
 def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
     split = config.data_split
-    if (path / "dataset_dict.json").is_file():  # a folder per split
+    if (path / "dataset_dict.json").is_file():  # one folder per split
         splits = sorted(folder.parent.name for folder in path.glob("*/dataset_info.json"))
         if split not in splits:
             raise SeergateError(f"data_split is {split!r}; {path} has {', '.join(splits) or 'none'}")
@@ -138,7 +138,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
 
 
 def _file_rows(files: tuple[tuple[str, int, int], ...], limit: int | None) -> Iterator[dict[str, str]]:
-    paths = [Path(name) for name, *_ in files]  # size and time only tell the copy of a changed file from this one
+    paths = [Path(name) for name, *_ in files]  # size and time only distinguish the cached copies of a changed file
     read = (_json_rows(path) if path.suffix in JSON_SUFFIXES else _table_rows(path) for path in paths)
     return itertools.islice(itertools.chain.from_iterable(read), limit)
 
@@ -185,7 +185,7 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
         builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
         found, wanted = str(builder.hash), config.data_revision
         if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
-            # If the Hub fails, `datasets` takes the newest downloaded commit, whichever it is.
+            # If the Hub does not answer, `datasets` uses the newest downloaded commit, which may be another one.
             raise SeergateError(
                 f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and the "
                 f"commit that was downloaded last is {found}; try again later, or set data_revision to that"
@@ -208,10 +208,10 @@ def _streamed_rows(
 
 
 def streamed(rows: Any, name: str) -> Iterator[dict[str, str]]:
-    """Rows that are streamed over the network, with one error for its many failures.
+    """Yield rows that are streamed over the network, as columns `RAW`.
 
     Raises:
-        SeergateError: in the middle of an iteration, with the number of rows that could be read.
+        SeergateError: if streaming fails, with the number of rows read so far.
     """
     read = 0
     try:
@@ -222,6 +222,6 @@ def streamed(rows: Any, name: str) -> Iterator[dict[str, str]]:
 
 
 def unloadable(config: TrainConfig) -> str:
-    """The beginning of an error message about a dataset of the Hub."""
+    """Return the start of an error message about a dataset on the Hub."""
     revision = f" at revision {config.data_revision!r}" if config.data_revision else ""
     return f"the dataset {config.data!r} cannot be loaded from the Hub{revision}"

@@ -1,8 +1,8 @@
-"""Measured distillation speed of this machine, on one layer with random weights.
+"""Measures the distillation speed of this machine on one layer with random weights.
 
-The cost of a layer has three parts: one per token (projections, MLP, norms, the gate's branches), one per pair of a
-query and a key it sees (attention), and one per such pair of the rows that count in the loss (the teacher's targets
-and the gate's loss). Each is measured by itself, on the code that trains; a run's time is then a sum over its samples.
+The time of a layer has three parts: one per token (projections, MLP, norms, the gate's branches), one per pair of a
+query and a visible key (attention), and one per such pair whose query counts in the loss (the teacher's targets and
+the gate's loss). Each part is measured separately with the training code; a run's time is a sum over its samples.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 LAYER_TOKENS = {"cpu": 4096, "cuda": 8192}
 PAIR_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Lengths to measure at: long enough for full speed, short enough for a processor to be done in seconds. There a large
-tensor (above 32 MB with glibc) costs more per element than a small one, as its memory comes from the system anew each
-time: about a sixth of the time of a layer of Qwen3-8B, which 512 tokens would not show."""
+"""Sequence lengths of the measurement: long enough for full speed, short enough to take seconds on a CPU. On a CPU, a
+tensor above 32 MB (with glibc) costs more per element, because its memory is requested from the system each time:
+about a sixth of the time of a layer of Qwen3-8B, which a measurement with 512 tokens would miss."""
 
 ENOUGH_SECONDS = 5.0
-"""A call that takes longer is measured once: the overhead of a first call is small then."""
+"""Time limit of a measurement. A longer first call is the only one; its warm-up overhead is then small."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of one layer on one process.
+    """Time of one layer in one process, in seconds.
 
     Attributes:
-        per_token: cost per token, whatever the length.
-        per_pair: attention of all heads, per query and key.
-        per_loss_pair: targets and loss of all KV heads, per key and query that would count in the loss without a
-            stride.
-        block_size: tokens per block of the gates; a row needs one past block.
+        per_token: time per token, independent of the length.
+        per_pair: attention of all heads, per pair of a query and a key.
+        per_loss_pair: targets and loss of all KV heads, per pair whose query counts in the loss (without stride).
+        block_size: tokens per block of the gates; only rows with a past block count.
+        row_start: see `TrainConfig`.
     """
 
     per_token: float
@@ -59,30 +59,30 @@ class Speed:
     row_start: float
 
     def layer_seconds(self, samples: list[int], *, gated: bool = True) -> float:
-        """Time of one layer for a pack of samples of these lengths."""
+        """Return the time of one layer for a pack of samples of these lengths."""
         counted = sum(loss_pairs(n, self.block_size, self.row_start) for n in samples) if gated else 0.0
         return self.per_token * sum(samples) + self.per_pair * sum(map(pairs, samples)) + self.per_loss_pair * counted
 
 
 def pairs(length: int) -> float:
-    """Queries and keys of a causal sequence."""
+    """Return the number of pairs of a query and a visible key in a causal sequence."""
     return length * (length + 1) / 2
 
 
 def loss_pairs(length: int, block_size: int, row_start: float) -> float:
-    """Queries and keys of the rows that count in the loss."""
+    """Return the number of pairs of a query that counts in the loss and a visible key, without ``row_stride``."""
     return pairs(length) - pairs(min(length, max(int(length * row_start), block_size)))
 
 
 def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, samples: list[int]) -> float:
-    """Floating-point operations of a pack's matrix products, from shapes and the lengths of its samples alone."""
+    """Return the floating-point operations of a pack's matrix products, from shapes and sample lengths alone."""
     geometry = bank.geometry
     layers: Any = decoder_of(model).layers
     weights = sum(int(m.weight.numel()) for m in layers.modules() if isinstance(m, nn.Linear))
     chosen = getattr(text_config(model), "num_experts_per_tok", None) or 0
     experts = [p for m in layers.modules() if hasattr(m, "num_experts") for p in m.parameters(recurse=False)]
-    weights += sum(chosen * p[0].numel() for p in experts if p.ndim == 3)  # one tensor for all: [experts, in, out]
-    weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, again for its gradient, and the gradient
+    weights += sum(chosen * p[0].numel() for p in experts if p.ndim == 3)  # all experts: [experts, in, out]
+    weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, recomputation, gradient
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = sum(map(pairs, samples)) * 4 * queries * len(list(attention_modules(model)))
@@ -91,7 +91,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, sampl
 
 
 def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> Speed:
-    """Time one layer of a model's geometry; only the model's configuration is read."""
+    """Time one layer with the shapes of a model; only the model's configuration is used, not its weights."""
     with torch.random.fork_rng(devices=[]):
         layer = _one_layer(model.config, base_dtype(config, device), device)
         bank = GateBank.for_model(layer, gate_config(config, layer)).to(device)
@@ -110,7 +110,7 @@ def measure_speed(model: PreTrainedModel, config: TrainConfig, device: torch.dev
 
 
 def _one_layer(config: PretrainedConfig, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """The model cut down to one gated layer and a few words."""
+    """Build the model with one gated layer, a vocabulary of 16 tokens and random weights."""
     from transformers import AutoModelForCausalLM
 
     cut: Any = copy.deepcopy(config.get_text_config())
@@ -124,8 +124,8 @@ def _one_layer(config: PretrainedConfig, dtype: torch.dtype, device: torch.devic
 
 
 def _sample(bank: GateBank, config: TrainConfig, device: torch.device) -> tuple[ModelGeometry, Tensor, Tensor, Tensor]:
-    """The geometry, queries, keys ``[T, heads, head dimension]`` and ``cu_seqlens`` of one random sequence. On a
-    processor, which takes the groups of heads one after the other, it has only one.
+    """Return the geometry, queries, keys ``[T, heads, head dimension]`` and ``cu_seqlens`` of one random sequence. On
+    a CPU, which processes KV heads one after another, it has one KV head and its group of query heads.
     """
     length, heads = min(PAIR_TOKENS.get(device.type, 16384), config.max_length), bank.geometry
     if device.type == "cpu":
@@ -146,7 +146,7 @@ def _attention(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
 def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> float:
     (heads, q, k, cu_seqlens), size = _sample(bank, config, device), config.block_size
     budgets = tuple(budget for budget in config.recall_budgets if budget >= size)
-    lse = torch.zeros(q.shape[:2], device=device)  # comes with the attention's output; its values cost nothing
+    lse = torch.zeros(q.shape[:2], device=device)  # computed by the attention; its values do not affect the time
     rules: dict[str, Any] = {"row_start": config.row_start, "recall_budgets": budgets, "lse": lse}
     groups = bank.geometry.num_kv_heads // heads.num_kv_heads
     share = groups / loss_pairs(len(q), size, config.row_start)
@@ -170,7 +170,7 @@ def _gate_loss(bank: GateBank, config: TrainConfig, device: torch.device) -> flo
 
 
 def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Least time of three calls, after an uncounted first one: another program can only make it slower."""
+    """Return the shortest time of three calls after a warm-up call; other programs can only slow a call down."""
     times: list[float] = []
     while len(times) <= 3 and sum(times) < ENOUGH_SECONDS:
         times.append(timed(run, device))

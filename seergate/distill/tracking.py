@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Tracker(Callback, ABC):
-    """Keeps the numbers of every step and evaluation, and the recall of every evaluation as a picture."""
+    """Logs the scalars of every step and evaluation, and a heat map of the recall of every evaluation."""
 
     @abstractmethod
     def numbers(self, values: dict[str, float], step: int) -> None:
-        """Keep numbers, by name."""
+        """Log scalars: name -> value."""
 
     @abstractmethod
     def picture(self, name: str, image: Image, step: int) -> None:
-        """Keep a picture."""
+        """Log an image."""
 
     def on_step(self, log: StepLog) -> None:
         self.numbers(log.scalars(), log.step)
@@ -41,7 +41,7 @@ class Tracker(Callback, ABC):
 
 
 class TensorBoard(Tracker):
-    """Files in the run's directory; a run that continues overwrites the steps that it repeats."""
+    """Writes event files to the run's directory; a resumed run overwrites the steps that it repeats."""
 
     def __init__(self, config: TrainConfig, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -51,7 +51,7 @@ class TensorBoard(Tracker):
     def numbers(self, values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # a run that is killed continues from its checkpoint, and must not lack the steps before
+        self._writer.flush()  # if the run is killed, the steps before its checkpoint must be on disk
 
     def picture(self, name: str, image: Image, step: int) -> None:
         self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
@@ -61,8 +61,8 @@ class TensorBoard(Tracker):
 
 
 class WandbLike(Tracker):
-    """A service with the interface of Weights & Biases, which Trackio has too. It knows a run that continues by its
-    directory, and appends.
+    """Logs to Weights & Biases or to Trackio, which has the same interface. The run's name depends on its directory,
+    so that a resumed run is appended to the earlier one.
     """
 
     def __init__(self, service: str, config: TrainConfig) -> None:
@@ -84,20 +84,20 @@ class WandbLike(Tracker):
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a run whose numbers could not be kept, before long work."""
+    """Raise `SeergateError` early if a tracker of ``config.report_to`` is not installed."""
     for name in config.report_to:
         if name != "none" and importlib.util.find_spec(name) is None:
             raise SeergateError(f"report_to names {name}, which is not installed; run: pip install {name}")
 
 
 def open_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
-    """The trackers of ``config.report_to``, for a run that begins or continues at ``first_step``, counted from 1."""
+    """Create the trackers of ``config.report_to`` for a run that starts or resumes at ``first_step`` (from 1)."""
     names = [name for name in config.report_to if name != "none"]
     return [TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config) for name in names]
 
 
 def heat_map(shares: np.ndarray, layers: tuple[int, ...], title: str) -> Image:
-    """A table of shares ``[layers, KV heads]`` in 0..1 as a picture, shaded from the smallest to the largest."""
+    """Draw shares ``[layers, KV heads]`` in 0..1 as a heat map, shaded from the smallest to the largest."""
     from PIL import Image, ImageDraw
 
     left, top, wide, high = 60, 36, 34, 16
@@ -120,4 +120,4 @@ def heat_map(shares: np.ndarray, layers: tuple[int, ...], title: str) -> Image:
 
 
 _DARK_TO_LIGHT = ((13, 180, 253), (8, 50, 250), (91, 120, 170))
-"""Red, green and blue at the smallest, the middle and the largest share."""
+"""Levels of red, green and blue at the smallest, the middle and the largest share."""

@@ -1,14 +1,14 @@
-"""The training loop: frozen model in, adapter directory out.
+"""The training loop, which distils gates from a frozen model and writes an adapter directory.
 
-What a run leaves in its output directory:
+Contents of a run's output directory:
 
-* ``gate_config.json``, ``gate_model.safetensors``, ``README.md``: the finished adapter
+* ``gate_config.json``, ``gate_model.safetensors``, ``README.md``: the trained adapter
 * ``best/``: the adapter with the lowest KL on the held-out packs
-* ``train_config.yaml``, ``data.json``: what was asked for, with the Hub's commits that this meant, and what the data
-  turned out to be
-* ``commits.json``: those commits, looked up once
-* ``checkpoints/step-00000100/``: to continue from
-* ``tensorboard/``, where ``report_to`` names it
+* ``train_config.yaml``: the options, with Hub revisions replaced by commits
+* ``data.json``: counts of rows, samples and packs (`DataReport`)
+* ``commits.json``: the pinned commits (`seergate.distill.commits`)
+* ``checkpoints/step-00000100/``: checkpoints to resume from
+* ``tensorboard/``: event files, if ``report_to`` names it
 """
 
 from __future__ import annotations
@@ -75,17 +75,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
-"""Signals that a cluster sends before it kills a process; the run saves a checkpoint and ends."""
+"""Signals that a cluster sends before it kills a process; a run then saves a checkpoint and stops."""
 
 RECIPE_TOKENS = 800 * 16 * 32768
-"""Training tokens of the gates of SeerAttention-R (section 4.1): steps, packs, tokens of a pack."""
+"""Training tokens of SeerAttention-R's gates (section 4.1): steps x packs per step x tokens per pack."""
 
 NON_FINITE_LIMIT = 20
-"""Packs without a finite loss and gradient that a run leaves out; with one more, something is wrong with the run."""
+"""Maximum number of packs that a run may leave out because their loss or gradient is not finite."""
 
 
 class Stopped(CommonError):
-    """Raised after a stop signal, of this number, once the run has saved a checkpoint."""
+    """Raised when a run has saved a checkpoint after a stop signal; ``signal`` is the number of the signal."""
 
     def __init__(self, text: str, signal: int) -> None:
         super().__init__(text)
@@ -93,7 +93,7 @@ class Stopped(CommonError):
 
 
 def scheduled_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up to ``learning_rate``, then a cosine down to ``min_lr`` at the last step; steps count from 0."""
+    """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
@@ -101,10 +101,10 @@ def scheduled_rate(config: TrainConfig, step: int) -> float:
 
 
 def prepare_run(config: TrainConfig) -> DataReport:
-    """Look up commits, download model and data, tokenise and pack: what a run does before it needs a GPU.
+    """Do the work of a run that needs no GPU: pin commits, download model and data, tokenise and pack.
 
-    The run itself then finds all of it, offline too, on every machine that shares the Hub's cache, ``token_cache`` and
-    ``output_dir``. A run that has begun there goes on as before.
+    Afterwards the run can start offline on every machine that shares the Hub's cache, ``token_cache`` and
+    ``output_dir``. An interrupted run in ``output_dir`` can still be resumed. Raises `SeergateError` as a run does.
     """
     alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, alone, (), shows_steps=False)
@@ -116,14 +116,13 @@ def prepare_run(config: TrainConfig) -> DataReport:
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
-    """Distil gates in runs that learn from one frozen model, which computes a pack once for all of them;
-    returns the adapters' directories.
+    """Train several runs with one frozen model, which computes each pack once for all of them.
 
-    Each ends with what it would have ended with alone.
+    Each run gives the same result as on its own. Returns the directories of the adapters.
 
     Args:
-        runs: name -> the run and its listeners. Only the first prints its progress; messages of the others begin with
-            their names.
+        runs: name -> configuration and callbacks of the run. Only the first run shows its steps; every message begins
+            with the name of its run.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
@@ -147,16 +146,16 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         datasets.disable_progress_bars()
     members: list[_Run] = []
     try:
-        with offline(world.local_rank != 0):  # `in_turn`: the machine's first process has asked
+        with offline(world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
             for name, (config, callbacks) in runs.items():
                 config = config.in_processes(world.size)
-                if through_model:  # a model that gates are trained through is whole in every process
+                if through_model:  # gradients flow through the model, which cannot be sharded
                     config = replace(config, shard_base=False)
                 members.append(_Run(name, config, world, callbacks, shows_steps=not members))
                 members[-1].begin()
             for run in members:
                 run.gather()
-            # They share the model, so it is sharded if the gates of one run leave no room for a copy.
+            # The runs share the model, so it is sharded if one of them has no memory for a full copy.
             sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
             base = None
             for run in members:
@@ -179,13 +178,13 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     finally:
         for run in members:
             run.close()
-        if world.size == 1:  # with others never after an error: see `end_in_company`
+        if world.size == 1:  # several processes must not wait for each other after an error: see `end_in_company`
             world.leave()
 
 
 def _train(runs: list[_Run], requested: set[int]) -> None:
-    """Train all runs, each of which may begin and end at another step, until a signal is ``requested``. Runs that
-    learn from the same packs share the frozen model's forward.
+    """Train all runs until they end or a signal is ``requested``. Runs may start and end at different steps. Runs that
+    train on the same packs share the frozen model's forward pass.
     """
     world = runs[0].world
     for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
@@ -215,7 +214,7 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
 
 
 def _sharing(runs: list[_Run]) -> list[list[_Run]]:
-    """Groups of runs whose packs hold the same samples."""
+    """Group runs that train on the same packs."""
     groups: dict[tuple[str, int, int], list[_Run]] = {}
     for run in runs:
         key = run.data.fingerprint, run.config.max_length, run.config.packs_per_step
@@ -226,11 +225,12 @@ def _sharing(runs: list[_Run]) -> list[list[_Run]]:
 def _distill(
     runs: list[_Run], packs: list[list[int]], first_number: int, *, held_out: bool = False
 ) -> dict[_Run, list[DistillOutput]]:
-    """Run this process's share of the packs through the frozen model, once for all runs, and add up their gradients.
+    """Run this process's share of the packs through the frozen model, once for all runs, and accumulate gradients.
 
     Args:
-        packs: the samples of each pack, over all processes.
-        first_number: number of the first pack; with a row stride it decides which rows count.
+        packs: sample numbers of each pack, over all processes.
+        first_number: number of the first pack; with a row stride, it determines which rows count.
+        held_out: evaluate only, without gradients.
     """
     world, base = runs[0].world, runs[0].base
     outputs: dict[_Run, list[DistillOutput]] = {run: [] for run in runs}
@@ -254,7 +254,7 @@ def _distill(
 
 @dataclass
 class _Progress:
-    """State of a run that is saved in checkpoints beside gates, moments and random states."""
+    """State of the training loop that is saved in checkpoints."""
 
     tokens: int = 0
     best_kl: float | None = None
@@ -268,10 +268,11 @@ class Averages:
     """Averages over the packs of all processes.
 
     Attributes:
-        tokens: tokens of all packs together, not an average.
-        non_finite: packs that are left out of all averages.
-        kl_per_layer: nats per row.
-        recall: budget in tokens -> per layer, per KV head, the share of the teacher's mass in the gate's best blocks.
+        tokens: total number of tokens of the packs.
+        non_finite: number of packs that are left out because their loss is not finite.
+        kl_per_layer: KL of each layer in nats per row.
+        recall: token budget -> for each layer and KV head, the share of the teacher's mass in the gate's best blocks.
+        stop: whether any process was asked to stop.
     """
 
     loss: float
@@ -283,13 +284,13 @@ class Averages:
 
     @classmethod
     def over(cls, run: _Run, outputs: list[DistillOutput], packs: int, stop: bool = False) -> Averages:
-        """Average over ``packs``, of which this process has these outputs: one all-reduce of one float64 vector."""
+        """Average over ``packs`` packs, given this process's outputs, with one all-reduce of a float64 vector."""
         layers, heads, budgets = len(run.bank), run.bank.geometry.num_kv_heads, run.config.recall_budgets
         numbers = 4 + layers * (1 + len(budgets) * heads)
         sums = torch.zeros(numbers, dtype=torch.float64, device=run.world.device)
         sums[0] = stop
         for output in outputs:
-            counted = sums.new_full((), output.tokens)  # filled on the device: a copy from the host would wait for it
+            counted = sums.new_full((), output.tokens)  # filled on the device: a copy from the host would synchronise
             parts = (sums.new_zeros(2), output.loss, counted, output.kl_per_layer, output.recall)
             pack = torch.cat([x.to(sums).reshape(-1) for x in parts])
             finite = output.loss.isfinite()
@@ -305,7 +306,7 @@ class Averages:
 
 
 class _Run:
-    """One of the runs of `run_together`: begun, its data gathered, prepared, trained step by step, finished."""
+    """A run of `run_together`. Its stages: `begin`, `gather`, `prepare`, steps of training, `finish`, `close`."""
 
     def __init__(
         self,
@@ -323,7 +324,7 @@ class _Run:
         self.progress = _Progress()
 
     def begin(self) -> None:
-        """Refuse a run that cannot be made, or contradicts the checkpoint that it would continue, before long work."""
+        """Raise `SeergateError` early if the run cannot start or contradicts the checkpoint it would resume from."""
         world, root = self.world, self.dir / "checkpoints"
         with world.fail_together():
             check_engine(self.config, world.size)
@@ -339,7 +340,7 @@ class _Run:
             self.check_checkpoint()
 
     def prepare(self, base: PreTrainedModel | None, sharded: bool, headless: bool) -> PreTrainedModel:
-        """Make gates and engine, resume, open the listeners; returns the frozen model, loaded if it is not given."""
+        """Create gates and engine, resume, and open the callbacks; returns the frozen model, loaded if ``None``."""
         self.sharded = sharded
         config, world = self.config, self.world
         world.from_main(lambda: config.save(self.dir / "train_config.yaml"))
@@ -354,7 +355,7 @@ class _Run:
         if self.model.gates is not None:
             bank.load_state_dict(self.model.gates.state_dict())
             bank.licence = dict(self.model.gates.licence)
-        # The name the user gave, not where it was found: the adapter must load on other machines.
+        # The name given by the user instead of the resolved path, so that the adapter loads on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.base = bank, base
         self.engine = make_engine(bank, config, world)
@@ -369,7 +370,7 @@ class _Run:
         return base
 
     def check(self) -> None:
-        """Look up commits and check the model."""
+        """Pin commits and check the model."""
         world = self.world
         with world.fail_together():
             if self.dir.exists() and not self.dir.is_dir():
@@ -385,7 +386,7 @@ class _Run:
         )
 
     def gather(self) -> None:
-        """Read, tokenise and pack the data."""
+        """Write the commits and the data report; read, tokenise and pack the data."""
         world, config = self.world, self.config
         world.from_main(lambda: commits.keep(self.commits, self.dir))
         tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=config.revision))
@@ -399,7 +400,7 @@ class _Run:
         world.from_main(lambda: (self.dir / "data.json").write_text(report))
 
     def finish(self) -> None:
-        """Write the adapter, and upload it if asked to. A failure costs the upload and nothing else."""
+        """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
         self._export(self.dir)
         self.world.barrier()
         repo = self.config.push_to_hub
@@ -409,7 +410,7 @@ class _Run:
             self._say(note)
         try:
             address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
-        except Exception as error:  # whatever a network or a server can do, the run must end with a sentence
+        except Exception as error:  # network and server errors of any type end the run with one sentence
             raise SeergateError(
                 f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "
                 "same command uploads them without training again"
@@ -417,13 +418,13 @@ class _Run:
         self._say(f"uploaded: {address}")
 
     def close(self) -> None:
-        """Close the listeners, and delete offloaded layers."""
+        """Close the callbacks and delete offloaded layers."""
         for callback in self.callbacks:
             callback.close()
         shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
     def needs_sharding(self) -> bool:
-        """True if a sharded model is asked for, or a copy for each process does not fit beside this run's gates."""
+        """Return whether to shard the frozen model: on request, or if each process has no memory for a full copy."""
         bare = skeleton(frozen_config(self.model_path, self.config))
         bank = GateBank.for_model(bare, gate_config(self.config, bare))
         device, size = self.world.device, self.world.size
@@ -432,17 +433,17 @@ class _Run:
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
 
     def check_checkpoint(self) -> None:
-        """Refuse a run that contradicts the newest checkpoint of its directory, which it would continue."""
+        """Raise `SeergateError` if the run contradicts the checkpoint from which it would resume."""
         if self.config.resume and (newest := newest_checkpoint(self.dir / "checkpoints")):
             found = read_record(newest)["run"]
-            # Whether the data changed is only known once it is prepared; `_resume` compares that too.
+            # The data is not prepared yet; `_resume` compares its fingerprint.
             later = {"data_fingerprint"}
-            if self.config.gradient_accumulation_steps is not None:  # the processes, and so the packs, are not known
+            if self.config.gradient_accumulation_steps is not None:  # the number of processes is not known yet
                 later |= {"packs_per_step", "gradient_accumulation_steps"}
             check_same_run(newest, found, {**self._shaping(), **{name: found.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
-        """Options and fingerprints that shape the result, besides the data: a checkpoint continues with equal ones."""
+        """Return the options and fingerprints, except the data's, that must be equal to resume from a checkpoint."""
         scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
         seen = {"model_fingerprint": self.model.fingerprint, "init_gates_fingerprint": self._gates_fingerprint()}
         return {**self.config.result_shaping(), **scale, **seen}
@@ -452,7 +453,7 @@ class _Run:
 
     def _resume(self) -> int:
         root = self.dir / "checkpoints"
-        # Old checkpoints go only now: had this run been refused, they would still be of use.
+        # Old checkpoints are deleted only now, since a run that is refused must leave them intact.
         clear = clear_drafts if self.config.resume else remove_checkpoints
         self.world.from_main(lambda: clear(root))
         newest = newest_checkpoint(root)
@@ -467,7 +468,7 @@ class _Run:
         return checkpoint.step
 
     def _introduction(self) -> Iterator[str]:
-        """Messages before the first step."""
+        """Yield the messages to show before the first step."""
         config, world = self.config, self.world
         yield self.data.report.summary()
         if uneven := config.uneven(world.size):
@@ -501,26 +502,26 @@ class _Run:
 
     @contextmanager
     def own_random(self) -> Iterator[None]:
-        """Restore the run's random states, and keep what follows them: other runs draw in between."""
+        """Use the run's own random states in the ``with`` block, since other runs draw random numbers in between."""
         set_random_states(self.random)
         yield
         self.random = random_states()
 
     def packs(self, step: int) -> list[list[int]]:
-        """The packs of a step, over all processes: the samples of each."""
+        """Return the sample numbers of each pack of a step, over all processes."""
         train, config = self.data.train, self.config
         return [train[number] for number in packs_of_step(len(train), config.seed, step, config.packs_per_step)]
 
     def spec(self, number: int, held_out: bool) -> DistillSpec:
-        """The loss of the gates on the pack of this number."""
+        """Return the options of the gates' loss on a pack; ``number`` shifts the rows that count with a stride."""
         options = self.config.loss_options
         if held_out and self.config.eval_row_start is not None:
             options["row_start"] = self.config.eval_row_start
         return DistillSpec(self.bank, **options, row_shift=number, far=held_out)
 
     def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
-        """Take an optimizer step with the gradients of its packs, and report it, with its time from ``started`` on;
-        true if any process was asked to end.
+        """Take an optimizer step with the accumulated gradients, and report it with the time since ``started``.
+        Returns whether any process was asked to stop.
         """
         config, progress = self.config, self.progress
         means = Averages.over(self, outputs, config.packs_per_step, stop)
@@ -533,7 +534,7 @@ class _Run:
             if progress.non_finite > NON_FINITE_LIMIT:
                 raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
             self._say(text)
-        # A step without any gradient would still move the gates, by momentum.
+        # AdamW's momentum would move the gates even if no pack gave a gradient.
         lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
         norm = self.engine.update(lr)
         if not math.isfinite(norm):
@@ -557,12 +558,12 @@ class _Run:
         return means.stop
 
     def evaluates(self, step: int) -> bool:
-        """True if the held-out packs are evaluated after a step."""
+        """Return whether the held-out packs are evaluated after a step."""
         every, done = self.config.eval_steps, step + 1
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
     def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
-        """Report an evaluation, given the outputs of this process's packs, and export the best gates so far."""
+        """Report an evaluation, given this process's outputs, and export the gates if they are the best so far."""
         numbers = 3 + 2 * len(self.config.recall_budgets)
         far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
         for output in outputs:
@@ -578,17 +579,17 @@ class _Run:
             self._export(self.dir / "best")
 
     def save(self, step: int, stop: bool) -> None:
-        """Write a checkpoint after a step, if it is time or the run ends."""
+        """Write a checkpoint after a step if ``save_steps`` requires one, or if the run ends or stops."""
         every, done = self.config.save_steps, step + 1
         if not (stop or done == self.config.max_steps or (every and done % every == 0)):
             return
-        state = self.engine.state()  # every process takes part
+        state = self.engine.state()  # all processes must call it
         checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
         root, keep = self.dir / "checkpoints", self.config.save_total_limit
         self.world.from_main(lambda: save_checkpoint(root, checkpoint, keep))
 
     def _export(self, directory: Path) -> None:
-        """Write the adapter, in the frozen model's precision."""
+        """Write the adapter in the dtype of the frozen model."""
         if not self.world.is_main:
             return
         skip = {"output_dir", "token_cache", "chat_template"}
@@ -607,7 +608,7 @@ class _Run:
 
 
 def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
-    """A warning about a loss that has no kernel for GPUs, with its cost; ``None`` if it has one."""
+    """Return a warning, with the cost, if the loss has no GPU kernel; ``None`` if it has one."""
     if is_retention(config.scorer):
         return None
     geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
@@ -623,9 +624,9 @@ def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
 
 @contextmanager
 def _stop_requests() -> Iterator[set[int]]:
-    """The numbers of the `STOP_SIGNALS` that this process receives meanwhile."""
+    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block."""
     received: set[int] = set()
-    if threading.current_thread() is not threading.main_thread():  # no other may set handlers
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield received
         return
     numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]

@@ -1,1 +1,1 @@
-"""Attaching to transformers' models: hooks, forward contexts, loading of models and gates, distillation losses."""
+"""The link to transformers' models: hooks, forward contexts, loading of models and gates, distillation losses."""

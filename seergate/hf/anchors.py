@@ -1,8 +1,8 @@
-"""Which layers choose blocks for the layers above them (`DecodeConfig.anchors`), found by measuring on texts.
+"""Finds the layers that choose blocks for the layers above them (`DecodeConfig.anchors`) by measuring on texts.
 
-The model reads a text once, densely. At some of its tokens each layer chooses blocks as it would at a decode step, and
-the choice of every layer below is held against its attention. The anchors are then those under which the layers
-together recall most, by dynamic programming.
+The model reads each text once, densely. At sampled tokens, each layer selects blocks as in a decode step, and the
+recall of its attention is measured with its own selection and with that of each lower layer. Dynamic programming then
+finds the anchors with the highest mean recall.
 
 Shape suffixes: see `seergate.methods.base`.
 """
@@ -33,12 +33,13 @@ from seergate.models import families
 
 @dataclass(frozen=True)
 class SharedRecall:
-    """How well layers would do with the choices of others.
+    """Recall of each layer's attention with the block selections of other layers.
 
     Attributes:
-        layers: the layers, ascending: those with full attention that are not dense, from the first that can choose on.
-        recall: float64 ``[L, L]``: in row a and column l, the share of layer l's attention on the blocks that layer a
-            chose, mean over rows and heads; minus infinity where a cannot choose for l.
+        layers: the layers in ascending order: full-attention layers that are not dense, from the first that selects.
+        recall: float64 ``[L, L]``: entry (a, l) is the share of layer l's attention on the blocks that layer a
+            selected, mean over rows and heads; minus infinity if layer a cannot select for layer l.
+        rows: number of tokens at which the layers selected.
     """
 
     layers: tuple[int, ...]
@@ -46,19 +47,19 @@ class SharedRecall:
     rows: int
 
     def anchors(self, count: int) -> tuple[int, ...]:
-        """The anchors with the highest mean recall.
+        """Return the anchors with the highest mean recall.
 
         Args:
-            count: how many, 1 to the number of layers; the lowest layer is one of them.
+            count: number of anchors, 1 to the number of layers; the lowest layer is always one of them.
 
         Raises:
-            SeergateError: if so few cannot choose for all layers.
+            SeergateError: if ``count`` anchors cannot select for all layers.
         """
         check_count("count", count, 1, len(self.layers))
         table = self.recall.tolist()
         size = len(table)
         served = [[0.0] * a + list(accumulate(row[a:], initial=0.0)) for a, row in enumerate(table)]
-        # best[n][end]: the highest sum over the layers before `end` with n anchors, and the last of these anchors
+        # best[n][end]: the highest sum over the layers before `end` with n anchors, and minus the last anchor
         best = [{0: (0.0, 0)}]
         for _ in range(count):
             known = best[-1]
@@ -81,7 +82,7 @@ class SharedRecall:
         return tuple(reversed(found))
 
     def mean(self, anchors: Sequence[int]) -> float:
-        """Mean recall of the layers if each of them reads what the nearest of these anchors at or below it chose."""
+        """Return the mean recall of the layers if each reads the selection of the nearest anchor at or below it."""
         places = [self.layers.index(anchor) for anchor in anchors]
         own = [nearest_anchor(place, places) for place in range(len(self.layers))]
         return float(self.recall[own, range(len(own))].mean())
@@ -92,13 +93,13 @@ class SharedRecall:
 def shared_recall(
     model: PreTrainedModel, method: SelectingMethod, texts: Iterable[Tensor], rows: int = 64
 ) -> SharedRecall:
-    """Measure how well each layer would do with the choices of the layers below it.
+    """Measure the recall of each layer's attention with the selections of the layers below it.
 
     Args:
-        model: in eval mode, nothing attached.
-        method: chooses blocks in each layer; anchors of its own are left aside.
-        texts: token ids ``[S]`` of each text; a text whose tokens all read everything under the method does not count.
-        rows: tokens of each text at which layers choose, spread evenly over those that leave blocks out.
+        model: a model in eval mode with no method attached.
+        method: the method that selects blocks; its own anchors are ignored.
+        texts: token ids ``[S]`` of each text; texts so short that the method reads every token are skipped.
+        rows: number of tokens of each text at which layers select, evenly spaced over those that do not read all.
 
     Raises:
         SeergateError: if the method does not fit the model, or no text is long enough.
@@ -155,7 +156,7 @@ def shared_recall(
 
 
 def _steps(call: TeacherCall, lengths_R: Tensor) -> tuple[Step, Step]:
-    """A layer's whole text as a prompt, and the decode steps of the tokens at which rows of these lengths end."""
+    """Return a prefill step of a layer's whole text, and decode steps of the last token of each prefix length."""
     q_pre, k_pre, last_R = call.q_pre_BHSD, call.k_pre_BKSD, lengths_R - 1
     assert q_pre is not None and k_pre is not None
     rows, tokens = len(lengths_R), call.query_BHSD.shape[2]

@@ -1,8 +1,8 @@
-"""attach / detach: let a method decode in the gated layers of a live model, and undo it; all else stays as it is.
+"""Attaches a method to the gated layers of a loaded model, and detaches it again.
 
-Per gated attention module: its own copy of the configuration names our attention function (the model's configuration,
-which decides how masks are made, stays as it is), hooks catch pre-RoPE q and k, and a pre-hook makes the context
-(`seergate.hf.call`).
+Each gated attention module gets its own copy of the configuration, which names seergate's attention function. The
+model's configuration, which determines the masks, is unchanged. Hooks capture q and k before RoPE, and a pre-hook
+creates the forward context (`seergate.hf.call`).
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ Counts = TypeVar("Counts", bound=DecodeStats)
 
 
 class Handle(Attachment):
-    """A method attached to a model. Detach it, or use `attached` as a context manager.
+    """A method attached to a model; `detach` undoes it. `attached` is the same as a context manager. Errors: `attach`.
 
     Args:
         model: a causal language model of a supported family.
         method: the method to decode with.
-        correction: the correction of sparse steps' errors (`Lossless`, `Rectify`); the method's own if ``None``.
-        measure_recall: also compute, at each decode step, how much of dense attention's probability was read (slow).
-        storage: where keys and values are kept: in pages (`Paging`; ``reason_cache`` does so by itself) or in slow
-            memory (`Offload`); in buffers where the model computes if ``None``.
+        correction: correction of the errors of sparse steps (`Lossless`, `Rectify`); the method's own if ``None``.
+        measure_recall: also compute at each decode step the share of dense attention's probability that is read; slow.
+        storage: storage of the KV cache: pages (`Paging`, the default of ``reason_cache``) or slow memory (`Offload`);
+            contiguous buffers on the model's device if ``None``.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Handle(Attachment):
         return f"<Handle: {self.method!r}, {state}, {len(self.stats_.layers)} layers of {type(self.model).__name__}>"
 
     def summary(self) -> str:
-        """Summary of the method and of what it has read and held so far, in a few lines for people."""
+        """Return a readable summary of the method, the tokens it has read so far and its memory."""
         found, lines = self.stats(), [repr(self)]
         if found["steps"]:
             layers = zip(found["layers"], found["density_per_layer"], strict=True)
@@ -128,8 +128,8 @@ class Handle(Attachment):
 
     @contextmanager
     def disable(self) -> Iterator[None]:
-        """Use the plain model in a ``with`` block, and count nothing. A cache that was filled in the block is
-        refused after it. A cache that an evicting method has filled is refused in the block.
+        """Use the plain model in a ``with`` block, without counting statistics. A KV cache that was filled in the
+        block is refused after it, and one that an evicting method has filled is refused in the block.
         """
         if self.disabled:
             yield
@@ -145,9 +145,9 @@ class Handle(Attachment):
                 self.correction.install()
 
     def stats(self) -> dict[str, Any]:
-        """Figures of decoding since the handle was made or reset (`DecodeStats.summary`), and figures of its
-        correction. Before the first decode step ``steps`` is 0 and ``density`` is ``None``: prompts are read densely
-        and not counted.
+        """Return the statistics of decoding since the handle was created or reset (`DecodeStats.summary`), and of its
+        correction and storage. Prefill is dense and not counted, so before the first decode step ``steps`` is 0 and
+        ``density`` is ``None``.
         """
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
@@ -156,7 +156,7 @@ class Handle(Attachment):
         """Save the model, and its gates in ``gates/``; replaces ``model.save_pretrained`` while gates are attached.
 
         Args:
-            save_directory: directory of the model; ``attach(model, save_directory + "/gates")`` takes the gates.
+            save_directory: directory of the model; ``attach(model, save_directory + "/gates")`` loads the gates.
             *args, **options: arguments of the model's own ``save_pretrained``.
         """
         gates: GateBank = self.method.bank  # type: ignore[attr-defined]
@@ -165,16 +165,16 @@ class Handle(Attachment):
 
     @contextmanager
     def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
-        """Record in a Parquet file which blocks each decode step in a ``with`` block reads (`seergate.decode.trace`).
+        """Write the blocks that decode steps in a ``with`` block read to a Parquet file (`seergate.decode.trace`).
 
         Args:
             path: path of the file.
-            every: write every so many steps of each layer.
-            attention: also write the method's scores and the true attention of all blocks (slow).
+            every: record only every ``every``-th decode step of each layer.
+            attention: also record the method's scores and the true attention of all blocks (slow).
 
         Raises:
-            SeergateError: if the file cannot be written, a trace is being written already, or ``attention`` is asked
-                for of a method that selects no blocks.
+            SeergateError: if the file cannot be written, another trace is being written, or ``attention`` is true and
+                the method selects no blocks.
         """
         if self.trace is not None:
             raise SeergateError("this handle writes a trace already")
@@ -191,19 +191,19 @@ class Handle(Attachment):
                 self.trace = None
 
     def count_with(self, make: Callable[[list[int]], Counts]) -> Counts:
-        """Count decode steps with statistics of another kind from now on, which ``make`` makes of the gated layers."""
+        """Replace the statistics by those that ``make`` creates for the gated layers, and return them."""
         self.stats_ = counts = make(list(self.stats_.layers))
         return counts
 
     def reset_stats(self) -> None:
-        """Reset the counters."""
+        """Reset the statistics of decoding, correction and storage."""
         self.stats_ = self.stats_.anew()
         if self.correction is not None:
             self.correction.reset()
         self.storage.reset()
 
     def detach(self) -> None:
-        """Give the model back as it was. May be called again without effect."""
+        """Restore the model to its original state. Further calls have no effect."""
         if self.correction is not None:
             self.correction.remove()
             self.correction = None
@@ -229,23 +229,23 @@ def attach(
     storage: KVBackend | None = None,
     **options: Any,
 ) -> Handle:
-    """Let a method decide what the model's decode steps attend to; ``generate`` itself stays the stock one.
+    """Attach a method that determines which tokens the model's decode steps attend to; ``generate`` is unchanged.
 
     Args:
         model: a causal language model of a supported family.
-        method: gates, or the directory or Hub repository ``org/name`` that holds them; a method; or a method's name,
-            with its options as keywords.
-        config: how to decode with gates. Its fields may be given as keywords instead, with the gates' own defaults for
-            the others (``compat="published"`` for imported gates). A ``config`` takes only its ``compat`` from them.
+        method: gates, or their directory or Hub repository ``org/name``; a method; or a method's name, with its
+            options as keywords.
+        config: decode options for gates. Its fields may be given as keywords instead; the others then have the gates'
+            own defaults (``compat="published"`` for imported gates). A ``config`` takes only ``compat`` from gates.
         correction, measure_recall, storage: see `Handle`.
-        **options: for a method given by name, or fields of `DecodeConfig` for gates.
+        **options: options of the named method, or fields of `DecodeConfig` for gates.
 
     Returns:
-        The handle; ``detach()`` undoes it.
+        The handle; its ``detach()`` restores the model.
 
     Raises:
-        SeergateError: for an unsupported model, an unknown method or option, or gates of another model.
-        ValueError: for a value out of range.
+        SeergateError: if the model is not supported, a method or option is unknown, or the gates are of another model.
+        ValueError: if an option is out of range.
     """
     return Handle(
         model,
@@ -263,7 +263,7 @@ def attached(
     config: DecodeConfig | None = None,
     **options: Any,
 ) -> Iterator[Handle]:
-    """`attach`, with the same arguments, for the duration of a ``with`` block."""
+    """Attach a method for the duration of a ``with`` block; arguments and errors are those of `attach`."""
     handle = attach(model, method, config, **options)
     try:
         yield handle
@@ -272,10 +272,10 @@ def attached(
 
 
 def handle_of(model: PreTrainedModel) -> Handle:
-    """The handle that is attached to a model, for instance by `seergate.load`.
+    """Return the handle of the method that is attached to a model, for example by `seergate.load`.
 
     Raises:
-        SeergateError: if none is.
+        SeergateError: if no method is attached.
     """
     handle = getattr(families.decoder_of(model), _HANDLE, None)
     if handle is None:
@@ -284,7 +284,7 @@ def handle_of(model: PreTrainedModel) -> Handle:
 
 
 def tags_of_method(method: Method) -> dict[str, str]:
-    """A method's tags in the table of `seergate.decode.compatibility`."""
+    """Return a method's tags for the table of `seergate.decode.compatibility`: tag -> name for error messages."""
     kinds = {"selecting": SelectingMethod, "evicting": CompressingMethod}
     tags = {next((tag for tag, kind in kinds.items() if isinstance(method, kind)), "dense"): repr(method.name)}
     if method.splits_groups:
@@ -293,7 +293,7 @@ def tags_of_method(method: Method) -> dict[str, str]:
 
 
 def tags_of_correction(correction: Correction | None, method: Method) -> dict[str, str]:
-    """A correction's tags in the table of `seergate.decode.compatibility`."""
+    """Return a correction's tags; see `tags_of_method`."""
     if correction is None:
         return {}
     if isinstance(correction, Lossless):
@@ -305,7 +305,7 @@ def tags_of_correction(correction: Correction | None, method: Method) -> dict[st
 
 
 def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
-    """A model's tags in the table of `seergate.decode.compatibility`."""
+    """Return a model's tags; see `tags_of_method`."""
     config, tags = families.text_config(model), dict[str, str]()
     kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):

@@ -1,4 +1,4 @@
-"""GateBank: gates with the operations that need a model: making, distilling, loading, saving and sharing them."""
+"""GateBank: gates with the operations that need a model: creating, distilling, loading, saving and uploading them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,18 @@ if TYPE_CHECKING:
 
 
 class GateBank(Gates):
-    """The gates of one model: made for it, distilled against it, loaded, saved and shared.
+    """The gates of one model, usually created by `for_model` or `from_pretrained`.
 
-    Usually made by `for_model` or `from_pretrained`. Its parameters are all there is to train; the base model is never
-    part of it.
+    Only the gates are parameters of this module; the base model is not part of it.
     """
 
     @classmethod
     def for_model(cls, model: PreTrainedModel, config: GateConfig | None = None) -> GateBank:
-        """Fresh gates for a model: linear weights Normal(0, 0.02), norm weights 1, on the CPU in fp32.
+        """Create fresh gates for a model on the CPU in float32: linear weights Normal(0, 0.02), norm weights 1.
 
         Args:
-            model: a causal language model of a supported family; its weights are not touched.
-            config: the gates' architecture; by default the paper's, with the gate as wide as the model's heads.
+            model: a causal language model of a supported family; it is not changed.
+            config: the gates' architecture; by default the paper's, with the model's head dimension as ``gate_dim``.
 
         Raises:
             SeergateError: if the family is not supported, with the reason.
@@ -49,9 +48,9 @@ class GateBank(Gates):
             raise SeergateError(f"config is a {type(config).__name__}; it must be a GateConfig")
         geometry = gate_geometry(model, config)
         if geometry.base_revision is None and geometry.base_model is not None and is_hub_id(geometry.base_model):
-            # some releases of transformers do not remember which commit they loaded
+            # some releases of transformers do not record the commit that they loaded
             geometry = replace(geometry, base_revision=only_commit(geometry.base_model))
-        with torch.device("cpu"):  # whatever the default device is
+        with torch.device("cpu"):  # independent of the default device
             return cls(config, geometry)
 
     @classmethod
@@ -67,13 +66,13 @@ class GateBank(Gates):
 
         Args:
             pretrained_model_name_or_path: directory, or Hub repository ``org/name``.
-            dtype: convert the gates; by default they stay as they were saved.
-            device: put them there; by default on the CPU.
+            dtype: dtype to convert the gates to; by default, that of the file.
+            device: device of the gates; by default, the CPU.
             **hub: ``revision``, ``subfolder``, ``token``, ``cache_dir``, ``local_files_only``, ``force_download``, as
                 in `huggingface_hub`.
 
         Raises:
-            SeergateError: if it is missing, damaged, or a tensor is missing, left over or of the wrong shape.
+            SeergateError: if the source is missing or damaged, or a tensor is missing, unexpected or of wrong shape.
         """
         source = str(pretrained_model_name_or_path)
         bank = load_gates(cls, source, **hub).to(device=device, dtype=dtype)
@@ -91,13 +90,13 @@ class GateBank(Gates):
         """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`.
 
         Args:
-            save_directory: made if need be. An adapter that is there is replaced.
-            push_to_hub: whether to upload it as well.
-            repo_id: where to; by default the directory's name, in one's own namespace.
+            save_directory: directory to write to; created if missing. An adapter in it is replaced.
+            push_to_hub: also upload the adapter.
+            repo_id: repository to upload to; by default the directory's name, in the user's namespace.
             **push_options: further arguments of `push_to_hub`.
 
         Raises:
-            SeergateError: if it cannot be written or uploaded.
+            SeergateError: if the adapter cannot be written or uploaded, or ``repo_id`` is given without an upload.
         """
         idle = [*(["repo_id"] if repo_id is not None else []), *push_options]
         if idle and not push_to_hub:
@@ -113,7 +112,7 @@ class GateBank(Gates):
         """Upload the adapter in one commit and return the address of that commit, or of the pull request.
 
         Args:
-            repo_id: ``org/name``, or ``name`` in one's own namespace; made if need be.
+            repo_id: ``org/name``, or ``name`` in the user's namespace; created if missing.
             **options: ``private``, ``token``, ``revision``, ``subfolder``, ``commit_message``,
                 ``commit_description``, ``create_pr``, ``card``, as in `seergate.gates.push_adapter`.
 
@@ -135,32 +134,31 @@ class GateBank(Gates):
         row_stride: int = 1,
         row_shift: int = 0,
     ) -> Tensor:
-        """Distillation loss of the gates against the model's own attention; ``.backward()`` gives their gradients.
+        """Return the distillation loss of the gates against the model's attention; ``.backward()`` adds gradients.
 
-        The frozen model runs once, without its LM head. The gradients are computed on the way, layer by layer.
-        Gates of ``trim_kv`` learn from the model's output instead (`seergate.hf.retention_loss`), with its LM head: it
-        runs once more, with a graph.
+        The frozen model runs once, without its LM head; the gradients are computed layer by layer in its forward pass.
+        Gates of ``trim_kv`` learn from the model's output instead (`seergate.hf.retention_loss`): the model runs with
+        its LM head, and a second time with an autograd graph.
 
         Args:
-            model: the base model.
-            input_ids: ``[1, T]`` or ``[T]``, a pack of sequences.
-            cu_seqlens: int32 ``[n + 1]``, where each sequence begins and the last one ends; one sequence if ``None``.
+            model: the base model, in eval mode.
+            input_ids: ``[1, T]`` or ``[T]``, int32 or int64, a pack of sequences.
+            cu_seqlens: int32 ``[n + 1]``, the offset of each sequence, then ``T``; one sequence if ``None``.
             row_start: rows of each sequence before ``int(length * row_start)`` do not count.
             reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
-                ``"published"``, the published weighting summed over layers (`ops.gate_kl`), times 10 as there.
-            target: the distribution over blocks that is learned: ``"max"``, ``"sum"`` or ``"selected"``
-                (`ops.scorer_kl`).
-            target_budget: for ``"selected"``, the tokens that the gates may pick; for ``trim_kv``, which needs it, the
-                tokens that a KV head may hold.
-            row_stride, row_shift: only every ``row_stride``-th of the rows that count, from number
-                ``row_shift % row_stride`` on; another one for each pack shows the gates all places in a block.
+                ``"published"``, the weighting of the published code, summed over layers and times 10 (`ops.gate_kl`).
+            target: distribution over blocks to learn: ``"max"``, ``"sum"`` or ``"selected"`` (`ops.scorer_kl`).
+            target_budget: for ``"selected"``, the token budget of the gates' selection; for ``trim_kv``, which needs
+                it, the maximum number of tokens of a KV head.
+            row_stride, row_shift: count only every ``row_stride``-th of these rows, starting with number
+                ``row_shift % row_stride``; a different shift for each pack covers all positions in a block.
 
         Returns:
-            A scalar.
+            The loss, a scalar.
 
         Raises:
-            SeergateError: if the gates do not fit the model.
-            ValueError: for ids that the model does not have, or a malformed pack.
+            SeergateError: if the gates do not fit the model, or it is in training mode.
+            ValueError: if an id is not in the vocabulary, or the pack or an option is invalid.
         """
         check_gates(model, self)
         if not isinstance(input_ids, Tensor):

@@ -1,6 +1,6 @@
-"""Measures the context length from which sparse steps are faster than dense ones on a machine (``dense_below``).
+"""Measures the context length above which sparse decode steps are faster than dense ones (``dense_below``).
 
-A dense and a sparse step of one layer are timed on random keys and values, each length twice the one before.
+A dense and a sparse step of one layer are timed on random keys and values at lengths that double.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.models import families
 
 MOST_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-"""Bytes of all copies of keys and values, which are read in turn so that short ones do not stay in the processor's
-cache.
-"""
+"""Total bytes of the copies of keys and values, which are read in turn so that short ones leave the CPU cache."""
 SECONDS, ROUNDS = 0.2, 25
-"""Limits of the rounds at one length: seconds, after which no round but the first three begins, and number of rounds.
-"""
+"""Limits of the measurement at one length: time in seconds (at least three rounds are run), and number of rounds."""
 
 Times = Sequence[tuple[int, float, float]]
-"""Ascending lengths in tokens, each with the seconds of a dense and of a sparse step."""
+"""(length in tokens, seconds of a dense step, seconds of a sparse step), in ascending order of length."""
 
 
 def break_even(times: Times) -> int:
-    """The longest context at which a dense step is faster; 0 if there is none. The difference is interpolated between
-    the longest measured length at which dense is faster and the next one, and not extrapolated.
+    """Return the longest context in tokens at which a dense step is faster; 0 if there is none. The times are linearly
+    interpolated after the longest measured length at which dense is faster; they are not extrapolated.
     """
     lost = [i for i, (_, dense, sparse) in enumerate(times) if sparse >= dense]
     if not lost:
@@ -50,11 +47,10 @@ def break_even(times: Times) -> int:
 
 @torch.no_grad()
 def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
-    """Times of steps of one row in the first layer in which the method selects; empty if it selects in none.
+    """Time decode steps of one row in the first layer in which the method selects; empty if it selects in none.
 
-    Lengths begin just above the method's token budget, each twice the one before, and end at the model's longest
-    context or at `MOST_BYTES`. A sparse step is the method's scores, its choice and the attention; what both kinds of
-    steps do is left out.
+    Lengths start at 5/4 of the longest row that the budget covers, double, and end at the model's maximum context or
+    at `MOST_BYTES`. A sparse step is scoring, selection and attention; work that dense steps share is left out.
     """
     for layer, attention in families.full_attention_modules(model):
         spec = layer_spec(model, layer, attention)
@@ -75,7 +71,7 @@ def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
     if most < first:
         return []
     lengths = [first << i for i in range(40) if first << i < most]
-    chance = torch.Generator(device).manual_seed(0)  # not what the caller's tokens are drawn with
+    chance = torch.Generator(device).manual_seed(0)  # leaves the caller's random state unchanged
     some = torch.randn(2, 1 << 16, generator=chance, device=device).to(spec.dtype)
     pool = some.repeat(1, -(-most * heads * dim // some.shape[1]))
     q = torch.randn(1, spec.num_heads, 1, dim, generator=chance, device=device).to(spec.dtype)
@@ -90,9 +86,7 @@ def layer_times(model: PreTrainedModel, method: SelectingMethod) -> Times:
 def _medians(
     method: SelectingMethod, spec: LayerSpec, q: Tensor, keys: Tensor, values: Tensor, options: dict[str, Any]
 ) -> tuple[float, float]:
-    """Median seconds of a dense and of a sparse step, run alternately on copies of keys and values ``[copies, 1, K, S,
-    D]``.
-    """
+    """Median seconds of a dense and a sparse step, run alternately on ``keys``, ``values [copies, 1, K, S, D]``."""
     copies, length, state = len(keys), keys.shape[3], method.new_state(spec)
     assert isinstance(state, SelectingState)
     for start, end in ((0, length - 1), (length - 1, length)):
@@ -123,7 +117,7 @@ def _medians(
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, including the work that it queues on a GPU."""
+    """Return the seconds of a call, including the work that it launches on a GPU."""
     wait = torch.cuda.synchronize if device.type == "cuda" else int
     wait()
     start = time.perf_counter()

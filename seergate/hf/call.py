@@ -1,7 +1,7 @@
-"""Hooks from the model into gated layers: an attention module's pre-hook makes the `ForwardContext`.
+"""Hooks of gated layers: the pre-hook of each attention module creates the `ForwardContext`.
 
-The pre-hook finds the cache layer, tells which tokens are real and the mode of the pass, puts the context into the
-layer for `GatedLayer.update`, and gives the registered attention function what it is to run.
+The pre-hook finds the cache layer and determines the real (not padding) tokens and the mode of the forward pass. It
+stores the context in the layer for `GatedLayer.update`, and passes a `GatedAttention` to the attention function.
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """
@@ -55,24 +55,24 @@ LABELS = (
 def seergate_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function of modules whose configuration names ``"seergate"``.
+    """Attention function of the modules whose configuration names ``"seergate"``.
 
-    The module's pre-hook has put the `GatedAttention` to be run into the keyword arguments.
+    It calls the `GatedAttention` that the module's pre-hook added to the keyword arguments.
 
     Args:
         query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
 
     Returns:
-        Output ``[B, S, H, D]`` and attention weights or ``None``.
+        Output ``[B, S, H, D]``, and attention weights or ``None``.
     """
     call: Callable[..., tuple[Tensor, Tensor | None]] = kwargs.pop(CALL_KEYWORD)
     return call(module, query, key, value, attention_mask, **kwargs)
 
 
 def dense_function(implementation: str) -> DenseAttention:
-    """The attention that the model would have used, as a function of the module and its inputs.
+    """Return the model's original attention as a function of the module and its inputs.
 
-    Some implementations look their own name up in the module's configuration, so they are shown it while they run.
+    Some implementations read their own name from the module's configuration, so it is set there while they run.
     """
 
     def dense(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -88,7 +88,7 @@ def dense_function(implementation: str) -> DenseAttention:
 
 
 def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
-    """The facts about a layer from which a method makes its state for one row."""
+    """Return the `LayerSpec` of a layer for one row, from which a method creates its state."""
     config = families.text_config(model)
     heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
     rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
@@ -97,12 +97,12 @@ def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
 
 
 def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """The hidden states ``[B, S, W]`` that an attention module is called with."""
+    """Return the hidden states ``[B, S, W]`` from the arguments of an attention module."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
 class QKHook:
-    """Catches the RoPE inputs of one attention module, as ``[B, heads, S, D]`` views without a copy."""
+    """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy."""
 
     def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
         module: Any = attention
@@ -122,12 +122,12 @@ class QKHook:
             ]
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call; they are released."""
+        """Return and release the queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call."""
         caught, self._caught = self._caught, {}
         return caught["q"], caught["k"]
 
     def remove(self) -> None:
-        """Stop catching."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -146,8 +146,8 @@ class QKHook:
 
 
 class AttentionSwap:
-    """Puts one attention module's own configuration on our attention function, with a pre-hook of the form
-    ``(module, args, kwargs) -> (args, kwargs)``; `undo` restores both.
+    """Gives one attention module its own configuration, which names our attention function, and a pre-hook
+    ``(module, args, kwargs) -> (args, kwargs)``. `undo` removes both.
     """
 
     def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
@@ -160,30 +160,30 @@ class AttentionSwap:
 
     @property
     def implementation(self) -> str:
-        """The attention that the model would have used."""
+        """Name of the model's original attention implementation."""
         config: Any = self._config
         return str(config._attn_implementation)
 
     def undo(self) -> None:
-        """Take everything back."""
+        """Remove the pre-hook and restore the module's configuration."""
         self._handle.remove()
         self._attention.config = self._config
 
 
 class SingleThreadGuard:
-    """Refuses a second thread while a decoder's forward pass runs: the hooks would mix up the tensors of both."""
+    """Refuses a second thread while the decoder's forward pass runs, since the hooks would mix up their tensors."""
 
     def __init__(self, decoder: nn.Module, passes: ForwardModes) -> None:
         self._passes, self._thread = passes, get_ident()
-        # A forward hook with always_call would see the end of a pass, but torch.compile would compile for each handle.
+        # A forward hook with always_call would see the end of a pass, but torch.compile would recompile per handle.
         self._hook = decoder.register_forward_pre_hook(self._enter)
 
     def remove(self) -> None:
-        """Guard no more."""
+        """Remove the hook."""
         self._hook.remove()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        if is_compiling():  # a graph is one call
+        if is_compiling():  # a compiled graph runs as one call
             return
         thread = get_ident()
         before, self._thread = self._thread, thread
@@ -193,7 +193,7 @@ class SingleThreadGuard:
 
 
 def _runs(thread: int, module: nn.Module) -> bool:
-    """True if a thread is inside of a call of the module."""
+    """Return whether a thread is inside a call of the module."""
     frame = sys._current_frames().get(thread)
     while frame is not None and frame.f_locals.get("self") is not module:
         frame = frame.f_back
@@ -201,7 +201,7 @@ def _runs(thread: int, module: nn.Module) -> bool:
 
 
 class Attachment:
-    """A method attached to a model, as its layers see it; `seergate.hf.attach.Handle` is what a user sees."""
+    """A method attached to a model: the part that layers use. `seergate.hf.attach.Handle` is the public subclass."""
 
     def __init__(self, model: PreTrainedModel, method: Method, storage: KVBackend, measure_recall: bool) -> None:
         layers = [layer for layer, _ in families.full_attention_modules(model)]
@@ -218,12 +218,12 @@ class Attachment:
 
     @property
     def compiles(self) -> bool:
-        """True if steps may be compiled: no trace, recall or correction asks for numbers on the host."""
+        """Whether decode steps may be compiled: no trace, recall, other statistics or correction needs host values."""
         asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
         return not asked and self.correction is None
 
     def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Warn once of a pass with labels, since its loss is dense attention's."""
+        """Warn once of a forward pass with labels, since its loss is computed with dense attention."""
         if kwargs.get("labels") is not None and not self.disabled and self.method.name != "dense":
             warnings.warn(LABELS.format(self.method.name), stacklevel=2)
             self.labels_hook.remove()
@@ -239,12 +239,12 @@ class LayerBinding:
         self.swap = AttentionSwap(attention, self.before_forward)
 
     def remove(self) -> None:
-        """Take everything back."""
+        """Remove all hooks and restore the module's configuration."""
         self.swap.undo()
         self.qk_hook.remove()
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Make the forward context, for the cache layer that stores the new tokens and for the attention function."""
+        """Create the forward context for the cache layer, which stores the new tokens, and the attention function."""
         cache, dense = cache_of(kwargs), dense_function(self.swap.implementation)
         if paged := cache is not None and not isinstance(cache, Cache):
             warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
@@ -270,20 +270,20 @@ class LayerBinding:
         return args, {**kwargs, CALL_KEYWORD: attention}
 
     def _is_compiled(self, layer: Any, new: int) -> bool:
-        """True in a compiled step, in which numbers that change from step to step are not available on the host."""
+        """Return whether this is a compiled decode step, in which values that change are not available on the host."""
         if not is_compiling() or new > 1 or not isinstance(layer, GatedLayer) or layer.counts is None:
             return False
         return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
 
     def cache_layer(self, cache: Cache, new: int = 1) -> GatedLayer:
-        """This layer of the cache that ``new`` tokens come to, replaced by a `GatedLayer` if it is still empty."""
+        """Return this layer of a cache that gets ``new`` tokens; an empty layer is replaced by a `GatedLayer`."""
         if getattr(cache, "offloading", False):
             raise SeergateError(
                 "this cache offloads its layers, which seergate does not support; leave it out, and attach with "
                 "storage=seergate.Offload(...)"
             )
         layers, method = cache.layers, self.handle.method
-        while len(layers) <= self.layer:  # a cache without a configuration makes its layers as they are needed
+        while len(layers) <= self.layer:  # a cache without a configuration creates its layers on demand
             layers.append(cache.layer_class_to_replicate())
         found = layers[self.layer]
         if self._is_compiled(found, new):
@@ -297,7 +297,7 @@ class LayerBinding:
         return found
 
     def _new_layer(self, cache: Cache) -> GatedLayer:
-        """The gated layer that replaces an empty layer of a cache."""
+        """Create the gated layer that replaces an empty layer of a cache."""
         found, handle = cache.layers[self.layer], self.handle
         if isinstance(found, GatedLayer):
             static_length = found.static_length
@@ -327,32 +327,32 @@ class LayerBinding:
 
 
 def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A forward without a cache has nothing to decode from: plain dense attention."""
+    """Run the model's original attention for a forward pass without a KV cache, and release the captured q and k."""
     qk_hook.take()
     return dense(module, *args, **kwargs)
 
 
 def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
-    """Which of the new tokens are real, by the mask that transformers made for this layer.
+    """Determine which new tokens are real (not padding) from transformers' mask for this layer.
 
     Args:
-        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, of which the last
+        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, in which the last
             query row sees every real token.
         new: number of new slots.
         slots: number of slots before them.
 
     Returns:
-        Bool ``[B, new]``, or ``None`` if all are real.
+        Bool ``[B, new]``, or ``None`` if all new tokens are real.
     """
     if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
-        return None  # reading the mask would make the host wait; a token that is being decoded is real
+        return None  # reading the mask would synchronise with the device, and a decoded token is real
     real = visible_slots(mask)
     real = real[:, slots : slots + new] if mask.ndim == 4 else real[:, -new:]
     return None if bool(real.all()) else real
 
 
 def visible_slots(mask: Tensor) -> Tensor:
-    """Visible slots of a mask, bool ``[B, T]``; see `valid_tokens` for its forms."""
+    """Return the slots that a mask shows, bool ``[B, T]``; see `valid_tokens` for the forms of masks."""
     row = mask if mask.ndim == 2 else mask[:, 0, -1]
     if row.dtype == torch.bool:
         return row
@@ -360,7 +360,7 @@ def visible_slots(mask: Tensor) -> Tensor:
 
 
 def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
-    """Refuse a masked decoded token if the method evicts, as such a method uses the query of every token."""
+    """Raise `SeergateError` if a decoded token is masked and the method evicts, since it uses every token's query."""
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
     for row, real in enumerate(valid[:, 0].tolist()):
@@ -372,25 +372,25 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
 
 
 def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> None:
-    """Forget tokens that a later mask hides.
+    """Remove tokens from the cache layer that the mask of a later forward pass hides.
 
     Args:
         mask: see `valid_tokens`.
-        new: number of new slots; a single decoded token hides nothing that was read before.
+        new: number of new slots; for a single decoded token, nothing is removed.
 
     Raises:
-        SeergateError: if the row has later tokens that stay visible, or the layer cannot take back tokens of one row.
+        SeergateError: if the row has later tokens that stay visible, or the layer cannot remove tokens of one row.
     """
     slots = layer.rows.slots
     if new == 1 or not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):
-        return  # nothing was there before, or the mask is of the new tokens only
+        return  # the cache is empty, or the mask covers only the new tokens
     known = layer.rows.real_slots()
     hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
     if not hidden.any():
         return
     real = known & ~hidden
     after = real.sum(1)
-    later = (known.cumsum(1) * real).amax(1) > after  # the place of the last token that stays
+    later = (known.cumsum(1) * real).amax(1) > after  # number of tokens up to the last one that stays
     row = int((later if later.any() else hidden.any(1)).int().argmax())
     held = f"the attention_mask hides tokens of row {row} that the cache holds"
     if later.any():

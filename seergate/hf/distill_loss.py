@@ -1,4 +1,4 @@
-"""The base class of the distillation losses of gates on a pack."""
+"""Base class of the gates' distillation losses on a pack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from seergate.hf.teacher_pass import TeacherCall
 
 PUBLISHED_SCALE = 10.0
-"""Factor of the published code's loss (``gate_loss_scale``), by which gradient clipping begins at smaller gradients.
-"""
+"""Factor of the published code's loss (``gate_loss_scale``); it makes gradient clipping start at smaller gradients."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,14 @@ class DistillOutput:
     """Loss and statistics of the gates on one pack.
 
     Attributes:
-        loss: scalar; ``.backward()`` adds the gates' gradients. NaN if it or a gradient is not finite; then it adds
-            zeros.
-        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head, whatever the reduction; of Fast KVzip's gates
-            per token and KV head; of TRIM-KV's, which learn from the model's output, their loss, for all layers.
-        recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that the gate's best
-            blocks hold; of retention gates see `ops.retention_kl`.
-        tokens: tokens of the pack.
-        far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; with ``DistillSpec.far``.
+        loss: scalar; ``.backward()`` adds the gates' gradients. If the loss or a gradient is not finite, the loss is
+            NaN and ``.backward()`` adds zeros.
+        kl_per_layer: ``[layers]``, mean KL in nats per row and KV head for every reduction. For Fast KVzip, it is per
+            token and KV head; for TRIM-KV, it is the loss on the model's output, repeated for all layers.
+        recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that is in the gate's
+            best blocks; for retention gates see `ops.retention_kl`.
+        tokens: number of tokens of the pack.
+        far: ``[layers, 3 + 2 * budgets]``, see `seergate.hf.far.far_sums`; ``None`` without ``DistillSpec.far``.
     """
 
     loss: Tensor
@@ -52,13 +51,13 @@ class DistillSpec:
     """Gates and the options of their distillation loss.
 
     Attributes:
-        bank: the gates; on the model's device, and for this model (`seergate.models.families.check_gates`).
-        row_start, reduction: see `ops.gate_kl`. ``"row_mean"`` is averaged over layers, ``"published"`` summed and
-            multiplied by `PUBLISHED_SCALE`.
-        recall_budgets: token budgets to report recall at.
+        bank: gates of the model, on its device (`seergate.models.families.check_gates`).
+        row_start, reduction: see `ops.gate_kl`. Losses of layers are averaged for ``"row_mean"``; for ``"published"``
+            they are summed and multiplied by `PUBLISHED_SCALE`.
+        recall_budgets: token budgets for which recall is reported.
         target, target_budget: see `ops.scorer_kl`.
         row_stride, row_shift: see `ops.gate_kl`.
-        far: whether gates of blocks are compared outside the first block and the newest one, too.
+        far: also measure KL and recall of block scorers on far blocks (`seergate.hf.far`).
     """
 
     bank: Gates
@@ -73,23 +72,23 @@ class DistillSpec:
 
 
 class DistillLoss(ABC):
-    """The loss of gates on one pack, accumulated layer by layer in the frozen model's forward.
+    """The loss of gates on one pack, accumulated layer by layer in the frozen model's forward pass.
 
     Attributes:
-        gate_of: each layer that a gate learns from -> the layer of that gate; ascending.
+        gate_of: layer that a gate learns from -> layer of that gate, in ascending order.
         losses, stats: loss and statistics of each of these layers so far.
-        gradients: gradients of the gates' parameters.
+        gradients: gradients of the gates' parameters so far.
     """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
         self.spec, self.bank, self.model = spec, spec.bank, model
-        self.cu_seqlens = cu_seqlens  # in host memory, where ops read it for free
+        self.cu_seqlens = cu_seqlens  # in host memory, where ops read it without synchronising
         self.tokens = int(cu_seqlens[-1])
         self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
         self.gate_of = {layer: layer for layer in self.bank.geometry.layers}
-        self.wants_gradients = torch.is_grad_enabled()  # the caller's wish; the model itself runs without a graph
+        self.wants_gradients = torch.is_grad_enabled()  # as the caller set it; the model runs without a graph
         self.losses: list[Tensor] = []
         self.stats: list[GateKLStats] = []
         self.far: list[Tensor] = []
@@ -97,10 +96,10 @@ class DistillLoss(ABC):
 
     @abstractmethod
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """Process one of the layers of `gate_of` during the frozen model's forward."""
+        """Add the loss of one layer of `gate_of`; ``lse_TH`` is the log-sum-exp of its attention scores."""
 
     def result(self) -> DistillOutput:
-        """The result, once the forward pass has ended."""
+        """Return the result after the forward pass."""
         home = self.losses[0].device
         readers = [len(list(group)) for _, group in groupby(self.gate_of.values())]  # layers of each gate
         kls = torch.stack([stats.kl_per_head.float().mean().to(home) for stats in self.stats])
@@ -113,41 +112,41 @@ class DistillLoss(ABC):
         return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, far)
 
     def trainable(self, gates: nn.Module) -> list[nn.Parameter]:
-        """The parameters of gates that get gradients: none if the caller wants none."""
+        """Return the parameters of gates that get gradients; empty if gradients are disabled."""
         return [p for p in gates.parameters() if p.requires_grad and self.wants_gradients]
 
     def add(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
-        """Add a loss that has a graph, and its gradients."""
+        """Add a loss, and its gradients for ``parameters`` from its autograd graph."""
         if parameters:
             self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
         self.losses.append(loss.detach())
 
     def total(self, share: float) -> Tensor:
-        """The losses of all layers as one, times ``share``, with the gradients tied to it."""
-        home = self.losses[0].device  # the layers of a split model report from several devices
+        """Return the sum of the layers' losses times ``share``, connected to the stored gradients."""
+        home = self.losses[0].device  # layers may be on several devices
         total = torch.stack([loss.float().to(home) for loss in self.losses]).sum() * share
         parameters = list(self.gradients)
         stored = [self.gradients[p] * share for p in parameters]
         finite = torch.stack([total.isfinite(), *(x.isfinite().all().to(home) for x in stored)]).all()
         total = torch.where(finite, total, torch.nan)
         if parameters:
-            # Decided on the device: nobody waits for it.
+            # Computed on the device, without synchronising.
             stored = [torch.where(finite.to(x.device), x, torch.zeros_like(x)) for x in stored]
             total = StoredGradients.apply(total, len(stored), *stored, *parameters)
         return total
 
 
 class StoredGradients(torch.autograd.Function):
-    """Returns a scalar whose gradients are known already; backward only scales them."""
+    """Connects a scalar to gradients that are known already; backward only scales them."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int, *tensors: Tensor) -> Tensor:
-        """``tensors``: ``count`` gradients, then the parameters they belong to."""
+        """Return ``value``; ``tensors`` are ``count`` gradients, then their parameters."""
         ctx.save_for_backward(*tensors[:count])
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        """Gradients for the parameters; none for the stored gradients themselves."""
+        """Return the scaled gradients for the parameters, and ``None`` for all other inputs."""
         stored = ctx.saved_tensors
         return (None, None, *(None for _ in stored), *(gradient * scale for gradient in stored))

@@ -1,7 +1,7 @@
-"""Recall of a gate beyond the first and the newest block, compared with that of a recent window.
+"""Recall of a gate on far blocks (those between the first and the newest), compared with that of a recent window.
 
-The first tokens and the newest get most of a model's attention, so a gate that has learned nothing else looks well by
-its KL and recall over all blocks.
+Most of a model's attention goes to the first and the newest tokens. So a gate that has learned only these has a good
+KL and recall over all blocks.
 
 Shape suffixes: R sampled rows of a segment, S its tokens, N its blocks, H query heads, K KV heads, G heads of a group.
 """
@@ -15,10 +15,10 @@ from seergate.gates.scorer import Scorer
 from seergate.hf.teacher_pass import TeacherCall
 
 ROWS = 256
-"""Rows of a pack that are sampled, evenly spaced."""
+"""Number of rows of a pack that are sampled, evenly spaced."""
 
 CHUNK_BYTES = 64 * 2**20
-"""Size of the scores of a chunk of rows."""
+"""Maximum size in bytes of the attention scores of a chunk of rows."""
 
 
 @torch.no_grad()
@@ -34,21 +34,21 @@ def far_sums(
     target: str,
     budgets: tuple[int, ...],
 ) -> Tensor:
-    """Sums over sampled rows and KV heads, in one layer.
+    """Sum the KL and the recall on far blocks over sampled rows and KV heads of one layer.
 
-    Far blocks are a row's past blocks except the first (or all sinks) and the newest. A window reads the first block
-    and the newest ones, the row's own included.
+    Far blocks are a row's past blocks except the first one (or all sink blocks) and the newest one. A window reads the
+    first block and the newest blocks, including the row's own.
 
     Args:
-        call, lse_TH: the layer's attention.
-        qs, ks: the gate's queries ``[T, I, E']`` and keys ``[sum M_i, J, E]``, as `ops.scorer_kl` takes them.
-        cu_seqlens, target: see `ops.scorer_kl`; ``"selected"`` is compared with ``"sum"``.
-        counted: rows of the pack that count, ascending; of others there are no queries.
-        budgets: budgets in tokens, a row's own block included.
+        call, lse_TH: the layer's attention inputs and the log-sum-exp of its scores.
+        qs, ks: the gate's queries ``[T, I, E']`` and keys ``[sum M_i, J, E]``, as in `ops.scorer_kl`.
+        cu_seqlens, target: see `ops.scorer_kl`; ``"selected"`` is replaced by ``"sum"``.
+        counted: rows of the pack that count, in ascending order; other rows of ``qs`` are undefined.
+        budgets: token budgets, which include the row's own block.
 
     Returns:
-        Float64 ``[3 + 2 * budgets]``: how many were summed; the KL over far blocks alone; the target's share on far
-        blocks; by budget, that share in the blocks that the gate reads; the same of a window.
+        Float64 ``[3 + 2 * budgets]``: number of summed rows and KV heads; KL over far blocks alone; the target's mass
+        on far blocks; for each budget, the part of that mass that the gate reads, then the part that a window reads.
     """
     sums = torch.zeros(3 + 2 * len(budgets), dtype=torch.float64, device=qs.device)
     ends, entry, block_size, sink_blocks = cu_seqlens.tolist(), 0, gate.config.block_size, gate.config.sink_blocks
@@ -70,7 +70,7 @@ def far_sums(
 def _log_targets(
     call: TeacherCall, lse_TH: Tensor, rows: Tensor, start: int, padded: int, block_size: int, target: str
 ) -> Tensor:
-    """Log of what the target gives each block before it is normalised, ``[K, R, N]``."""
+    """Return the log of each block's unnormalised target, ``[K, R, N]``."""
     end = min(start + padded, call.key_BKSD.shape[2])
     k_KSD = call.key_BKSD[0, :, start:end].float()
     q_KGRD = call.query_BHSD[0][:, rows].float().unflatten(0, (len(k_KSD), -1))
@@ -88,14 +88,14 @@ def _log_targets(
 def _compared(
     u_KRN: Tensor, logits_KRN: Tensor, own_R: Tensor, block_size: int, sink_blocks: int, budgets: tuple[int, ...]
 ) -> Tensor:
-    """The sums of these rows; ``own_R`` is the block that a row lies in."""
+    """Return the sums of `far_sums` for a chunk of rows; ``own_R`` holds the number of each row's own block."""
     block_N = torch.arange(u_KRN.shape[-1], device=u_KRN.device)
     past_RN = block_N < own_R[:, None]
     far_RN = (block_N >= max(1, sink_blocks)) & (block_N < own_R[:, None] - 1)
     log_p, log_pi = (x.masked_fill(~far_RN, -torch.inf).log_softmax(-1) for x in (u_KRN, logits_KRN))
-    kl = torch.where(far_RN, log_p.exp() * (log_p - log_pi), 0.0).nan_to_num(0.0)  # a block without mass adds nothing
+    kl = torch.where(far_RN, log_p.exp() * (log_p - log_pi), 0.0).nan_to_num(0.0)  # 0 log 0 = 0
     mass_KRN = u_KRN.masked_fill(~past_RN, -torch.inf).softmax(-1) * far_RN
-    wanted_KRN = logits_KRN.masked_fill(block_N < sink_blocks, torch.inf)  # sinks are read whatever the gate says
+    wanted_KRN = logits_KRN.masked_fill(block_N < sink_blocks, torch.inf)  # sink blocks are always read
     best_KRN = wanted_KRN.masked_fill(~past_RN, -torch.inf).argsort(dim=-1, descending=True, stable=True)
     read, window = [], []
     for budget in budgets:

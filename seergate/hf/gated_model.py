@@ -27,8 +27,8 @@ MODEL_OPTIONS = {
     *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
     *("use_kernels", "use_safetensors", "variant", "weights_only"),
 }
-"""Options of `AutoModelForCausalLM.from_pretrained` that are no fields of the model's configuration. Nothing of
-transformers lists them."""
+"""Options of `AutoModelForCausalLM.from_pretrained` that are not fields of the model's configuration; transformers has
+no list of them."""
 
 
 def load(
@@ -46,27 +46,27 @@ def load(
     storage: KVBackend | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load the gates, the base model they name at the revision they were trained for, and put them together.
+    """Load gates and their base model at the revision that the gates were trained for, and attach the gates.
 
     Args:
         gates: adapter directory or Hub repository.
-        config: how to decode; instead, its fields may be given as keywords (``token_budget=4096``), which overrule the
+        config: decode options. Its fields may be given as keywords instead (``token_budget=4096``), which override the
             gates' own defaults. A ``config`` takes no defaults from the gates, except for ``compat="gates"``.
-        base_model: directory, GGUF file or Hub id to use instead of the one the adapter names.
+        base_model: directory, GGUF file or Hub id of the base model; by default, the one that the adapter names.
         revision, subfolder: revision and directory of the adapter.
         token, cache_dir, local_files_only: for adapter and base model, as in `huggingface_hub`.
-        force_download: download the adapter even if it was downloaded before.
+        force_download: download the adapter even if it is cached.
         correction, storage: see `seergate.attach`.
-        **options: fields of `DecodeConfig`, for retention gates the options of their method, and ``device_map``,
+        **options: fields of `DecodeConfig`, or for retention gates the options of their method; and ``device_map``,
             ``dtype``, ``quantization_config``, ... for `AutoModelForCausalLM.from_pretrained`.
 
     Returns:
-        An ordinary transformers model whose ``generate`` decodes sparsely. ``seergate.handle_of(model)`` has its
-        statistics and detaches.
+        A transformers model whose ``generate`` decodes sparsely. ``seergate.handle_of(model)`` returns its handle,
+        with the statistics and ``detach()``.
 
     Raises:
-        SeergateError: if gates or base model are missing or do not fit.
-        ValueError: for a decode option out of range.
+        SeergateError: if gates or base model are missing or do not match, or an option is unknown.
+        ValueError: if a decode option is out of range.
     """
     if "gguf_file" in options:
         raise SeergateError(f"gguf_file is {options['gguf_file']!r}; name the whole path of the file as base_model=")
@@ -88,7 +88,7 @@ def load(
 
 
 def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
-    """Compare the gates with the base model's configuration, ``options`` applied, before its weights are read."""
+    """Raise `SeergateError` if gates do not match a base model's configuration; ``options`` are for `base_config`."""
     problems = bank.geometry.mismatches(gate_geometry(skeleton(base_config(name, **options)), bank.config))
     if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
@@ -97,7 +97,7 @@ def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> 
 def _base_of(
     bank: GateBank, gates: str | os.PathLike[str], override: str | os.PathLike[str] | None
 ) -> tuple[str | os.PathLike[str], str | None]:
-    """The base model and the revision to load it at."""
+    """Return the base model and the revision to load."""
     named, pinned = bank.geometry.base_model, bank.geometry.base_revision
     if override is not None:
         return override, pinned if str(override) == named else None

@@ -23,7 +23,7 @@ _OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
-    """The configuration of a base model; arguments as in `load_base`."""
+    """Load the configuration of a base model; arguments and errors are those of `load_base`."""
     from transformers import AutoConfig
 
     config = _reading("base model", name, AutoConfig.from_pretrained, **options)
@@ -33,7 +33,7 @@ def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
 
 
 def skeleton(config: Any) -> PreTrainedModel:
-    """A configuration's model on the meta device, without memory for its weights; its RoPE frequencies are real."""
+    """Build a model on the meta device, without memory for weights; its RoPE frequencies are real tensors."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -55,8 +55,11 @@ def load_base(
 
     Args:
         name: directory, GGUF file, Hub id, or a model that ships with seergate (``"checkpoints/tiny-reasoner"``).
-        device: move it there; for more than one device pass ``device_map``.
+        device: device to move the model to; for several devices, pass ``device_map`` instead.
         **options: for `AutoModelForCausalLM.from_pretrained`, such as ``revision``, ``dtype`` or ``token``.
+
+    Raises:
+        SeergateError: if the model is missing, cannot be loaded, or does not fit on the device.
     """
     import transformers
 
@@ -69,10 +72,10 @@ def load_base(
     model: PreTrainedModel = _reading("base model", name, read, **options).eval()
     if file is not None:
         model.config.name_or_path = file
-        if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its marks forbid `save_pretrained`
+        if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its marks prevent `save_pretrained`
             quantizer.remove_quantization_config(model)
     if is_hub_id(str(name)) and base_commit(model.config) is None:
-        # Some releases of transformers do not remember the commit; gates made for this model name it.
+        # Some releases of transformers do not record the commit, which is stored with the gates of this model.
         commit = cached_commit(str(name), options.get("revision"), options.get("cache_dir"))
         model.config._commit_hash = commit
     if device is None:
@@ -84,7 +87,7 @@ def load_base(
 
 
 def download_weights(name: str, revision: str | None = None) -> None:
-    """Download the files that `load_base` will read. If they are here, the Hub is not asked."""
+    """Download the weights that `load_base` reads, unless they are cached; raises `SeergateError` if that fails."""
     if not is_hub_id(name) or _weights_here(name, revision):
         return
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
@@ -100,12 +103,12 @@ def download_weights(name: str, revision: str | None = None) -> None:
 
 
 def _weights_here(name: str, revision: str | None) -> bool:
-    """True if all files of a model's weights are in the cache."""
+    """Return whether all files of a model's weights are cached."""
     from huggingface_hub import try_to_load_from_cache
 
     def found(file: str) -> str | None:
         path = try_to_load_from_cache(name, file, revision=revision)
-        return path if isinstance(path, str) else None  # another object marks a file that the repository lacks
+        return path if isinstance(path, str) else None  # a sentinel marks files that the repository lacks
 
     for whole, index in ((_WEIGHTS, _INDEX), (_OLD_WEIGHTS, _OLD_INDEX)):
         if found(whole):
@@ -116,12 +119,12 @@ def _weights_here(name: str, revision: str | None) -> bool:
 
 
 def _shards(index: str) -> list[str]:
-    """The files that an index names; names of shards differ between models."""
+    """Return the files named by an index, since the names of shards differ between models."""
     return sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:
-    """Load a base model's tokenizer; arguments as in `load_base`."""
+    """Load a base model's tokenizer; arguments and errors are those of `load_base`."""
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = _reading("tokenizer of", name, AutoTokenizer.from_pretrained, **options)
@@ -129,7 +132,7 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
 
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
-    """Call a ``from_pretrained``, with errors in one sentence."""
+    """Call a ``from_pretrained`` and report its errors as a `SeergateError` of one sentence."""
     file = gguf_file(name)
     here = directory_here(name) if file is None else file.parent
     if here is None and not is_hub_id(str(name)):

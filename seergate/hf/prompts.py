@@ -1,7 +1,7 @@
-"""Watches `generate`: when it reads a prompt, and where the prompt of assisted decoding ends.
+"""Detects when `generate` prefills a prompt, and where the prompt of assisted decoding ends.
 
-Prompts and drafted tokens both reach a cache as several tokens at once, and a prompt may come in chunks. Assisted
-decoding passes the first drafted tokens along with the prompt.
+This is needed because prompts and drafted tokens both reach a cache as several tokens at once. A prompt may also come
+in chunks, and assisted decoding passes the first drafted tokens together with the prompt.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ NO_CACHE = (
     "leave use_cache out"
 )
 TOO_LONG = "the prompt has {:,} tokens and the model {:,} positions; what it writes about more is of no use"
-_METHOD = "_prefill"  # of transformers' generation loops
-_DRAFTER = "_get_candidate_generator"  # makes what drafts during one assisted `generate`, and is dropped at its end
+_METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
+_DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
 
 
 class PromptReader:
-    """Stands in for a model's `_prefill`, which reads a prompt, and for what makes drafters of assisted decoding."""
+    """Wraps two methods of a model: `_prefill`, and the one that creates the drafter of assisted decoding."""
 
     def __init__(self, model: PreTrainedModel, passes: ForwardModes) -> None:
         self.model, self.passes = generating(model), passes
@@ -36,14 +36,14 @@ class PromptReader:
             setattr(self.model, _DRAFTER, self._make_drafter)
 
     def remove(self) -> None:
-        """Give the model its own methods back. May be called again without effect."""
+        """Restore the model's own methods. Further calls have no effect."""
         if vars(self.model).get(_METHOD) is self:
             delattr(self.model, _METHOD)
         if vars(self.model).get(_DRAFTER) == self._make_drafter:
             delattr(self.model, _DRAFTER)
 
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Read a prompt."""
+        """Run the model's `_prefill` in prefill mode, and warn of a missing cache or a prompt that is too long."""
         cache = model_kwargs.get(CACHE)
         if cache is None and not model_kwargs.get("use_cache", True):
             warnings.warn(NO_CACHE, stacklevel=2)
@@ -51,7 +51,7 @@ class PromptReader:
         positions = model_positions(text_config(self.model))
         if positions is not None and input_ids.shape[1] > positions:
             warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
-        one_token = input_ids.shape[1] in (1, known + 1)  # with or without those that the cache has
+        one_token = input_ids.shape[1] in (1, known + 1)  # ids may include those of the cached tokens
         with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
             read = getattr(type(self.model), _METHOD)
             return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -60,12 +60,12 @@ class PromptReader:
         drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)
         cache = kwargs["model_kwargs"].get(CACHE)
         if cache is not None:
-            # Of a cache that is filled, assisted decoding passes all ids again.
+            # If the cache is not empty, assisted decoding passes all ids again.
             self.passes.drafting(drafter, cache, int(cache.get_seq_length()) + kwargs["input_ids"].shape[1])
         return drafter
 
 
 def generating(model: Any) -> Any:
-    """The model whose own methods `generate` runs: the model inside of a PEFT or compiled wrapper."""
+    """Return the model whose methods `generate` calls: the model inside a PEFT or compiled wrapper."""
     model = getattr(model, "_orig_mod", model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model

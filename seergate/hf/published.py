@@ -1,4 +1,4 @@
-"""The format of the published SeerAttention-R gates: `config.json` with `seerattn_*`, and `attn_gate_weights.pth`.
+"""The published format of SeerAttention-R gates: `config.json` with `seerattn_*`, and `attn_gate_weights.pth`.
 
 Source: microsoft/SeerAttention at aba03e3, `seer_attn/decode_sparse` and `distillation_decode.py`.
 """
@@ -52,7 +52,7 @@ G = TypeVar("G", bound=Gates)
 
 
 def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
-    """Read gates from a directory or from the Hub (`seergate.gates.fetch`): an adapter, or the published format."""
+    """Read gates in either format from a directory or the Hub (`seergate.gates.fetch`), as an instance of ``kind``."""
     files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
     directory = fetch(str(source), patterns=files, **hub)
     if (directory / adapter_files.CONFIG_FILE).is_file() or not _is_published(directory):
@@ -63,10 +63,10 @@ def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
 def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str]) -> G:
     """Read gates in the published format.
 
-    The file of the weights is a pickle: it is read with PyTorch's weights-only unpickler, and only after a look at the
-    archive around it. Each layer must have 2 tensors, or 4 with q/k norm, and none may be left over. The gates ask for
-    ``compat="published"``, so that they decode as the published code does. ``source`` is the user's name for the
-    directory.
+    The weights are a pickle, which is read by PyTorch's weights-only unpickler after the archive is checked. Each
+    layer must have 2 tensors, or 4 with q/k norm, and no others are allowed. The gates' default is
+    ``compat="published"``, so that they decode like the published code. ``source`` is the user's name for the
+    directory. Raises `SeergateError` if a file is missing, damaged or inconsistent.
     """
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
@@ -104,7 +104,7 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
 
 
 def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
-    """Write gates in the published format; refused if the published code could not read them, or over a model."""
+    """Write gates in the published format; raise `SeergateError` if they do not fit it, or to overwrite a model."""
     gate, geometry = bank.config, bank.geometry
     _check_exportable(gate, geometry)
     recorded = bank.training_record.get(_RECORD)
@@ -124,7 +124,7 @@ def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
         "seerattn_use_qk_norm": gate.qk_norm,
         "seerattn_use_rope": gate.rope,
     }
-    if config.get("seerattn_sparsity_method") not in ("threshold", "nz_ratio"):  # all that their constructor takes
+    if config.get("seerattn_sparsity_method") not in ("threshold", "nz_ratio"):  # others are refused there
         config["seerattn_sparsity_method"] = "threshold"
     members = {ours: theirs for theirs, ours in _MEMBERS.items()}
     weights = {}
@@ -155,17 +155,17 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickle, by PyTorch's weights-only unpickler."""
+    """Read a dictionary of tensors with PyTorch's weights-only unpickler."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-        # PyTorch stores without compression; a compressed archive could unpack to anything
+        # PyTorch does not compress; a compressed archive could unpack to any size
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
             raise ValueError("it is compressed, which PyTorch's files are not")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
             raise ValueError("its entries are larger than the file")
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # readers of archives and of pickles raise anything for damaged ones
+    except Exception as error:  # damaged archives and pickles raise any exception
         raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {first_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
@@ -191,7 +191,7 @@ def _rename(weights: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def _gate_config(config: dict[str, Any], tensors: dict[str, Tensor], where: str) -> GateConfig:
-    """The architecture; the tensors tell whether there is q/k norm, which the published loader never asked."""
+    """Return the gates' architecture; q/k norm is detected from the tensors (published code ignores its entry)."""
     values = {**_DEFAULTS, **{key: value for key, value in config.items() if key in _DEFAULTS}}
     q_pooling = values["seerattn_q_head_pooling_type"]
     if q_pooling not in _Q_POOLINGS:
@@ -221,7 +221,7 @@ def _gate_config(config: dict[str, Any], tensors: dict[str, Tensor], where: str)
 
 
 def _skeleton(config: dict[str, Any], where: str) -> Any:
-    """The base model without weights, from the configuration that the published format carries."""
+    """Build the base model without weights from its configuration, which the published format includes."""
     from transformers import AutoConfig
 
     dropped = {"model_type", "base_model", "architectures", "auto_map", "torch_dtype", "dtype", "transformers_version"}
@@ -262,7 +262,7 @@ def _check_exportable(gate: GateConfig, geometry: ModelGeometry) -> None:
 
 
 def _as_published(config: dict[str, Any]) -> dict[str, Any]:
-    """A base model's configuration as transformers 4 wrote it, which the published code is pinned to."""
+    """Convert a base model's configuration to that of transformers 4, to which the published code is pinned."""
     rope = config.pop("rope_parameters", None) or {}
     theta = rope.pop("rope_theta", None)
     config = {key: value for key, value in config.items() if not key.startswith("_")}
@@ -274,7 +274,7 @@ def _as_published(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_published(directory: Path) -> bool:
-    """True if a directory holds gates in the published format, sound or not."""
+    """Return whether a directory holds gates in the published format, even if they are damaged."""
     try:
         _read_config(directory / CONFIG_FILE)
     except SeergateError:

@@ -1,4 +1,4 @@
-"""The method that the arguments of `attach` describe, checked against the model."""
+"""Creates the method from the arguments of `attach`, and checks it against the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method
 def resolve_method(
     method: Gates | Method | str | os.PathLike[str], config: DecodeConfig | None = None, **options: Any
 ) -> Method:
-    """The method that the arguments of `attach` describe."""
+    """Create the method from the arguments of `attach`; errors are those of `attach`."""
     if isinstance(method, Gates):
         check_given(config, options, method)
         return method_of(method, config, **options)
@@ -38,10 +38,10 @@ def resolve_method(
 
 
 def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -> Method:
-    """The method that gates are for.
+    """Create the method that decodes with gates.
 
     Args:
-        config: how to decode, for those that select blocks.
+        config: decode options for gates that select blocks; retention gates take none.
         **options: fields of the configuration, or for retention gates the method's options.
     """
     if not bank.config.retention:
@@ -53,14 +53,14 @@ def method_of(bank: Gates, config: DecodeConfig | None = None, **options: Any) -
 
 
 def names_gates(method: Any) -> TypeGuard[str | os.PathLike[str]]:
-    """True if a method is named by the directory or the Hub repository of gates; names of methods have no slash."""
+    """Return whether ``method`` is a directory or Hub repository of gates; names of methods have no slash."""
     if isinstance(method, str):
         return method not in METHODS and ("/" in method or os.path.isdir(method))
     return isinstance(method, os.PathLike)
 
 
 def decode_options(bank: Gates | None = None) -> set[str]:
-    """Decode options of gates; those of all kinds of gates if ``None``."""
+    """Return the names of the decode options of gates, or of all kinds of gates if ``bank`` is ``None``."""
     kinds = [Gate.name, *filter(is_retention, SCORERS)]
     if bank is not None:
         kinds = [bank.config.scorer if bank.config.retention else Gate.name]
@@ -68,7 +68,7 @@ def decode_options(bank: Gates | None = None) -> set[str]:
 
 
 def check_decode_options(names: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Refuse names that are neither ``known``, of which one is suggested, nor among ``others``."""
+    """Raise `SeergateError`, with a suggestion from ``known``, for names in neither ``known`` nor ``others``."""
     if "block_size" in names:
         raise SeergateError("block_size is given; gates have the block size that they were trained with: leave it out")
     for name in sorted({*names} - {*known, *others}):
@@ -76,7 +76,7 @@ def check_decode_options(names: Iterable[str], known: Iterable[str], others: Ite
 
 
 def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates | None = None) -> None:
-    """Refuse options that no gates have; without ``bank``, before the gates are read."""
+    """Raise an error for conflicting or unknown decode options and, without ``bank``, for values out of range."""
     if config is not None and not isinstance(config, DecodeConfig):
         raise SeergateError(f"config is a {type(config).__name__}; it must be a DecodeConfig")
     if config is not None and given:
@@ -87,15 +87,15 @@ def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates 
 
 
 def check_dense_layers(method: Method, layers: int) -> None:
-    """Refuse dense layers that a model of so many layers does not have."""
+    """Raise `SeergateError` if ``dense_layers`` names a layer that a model with ``layers`` layers does not have."""
     absent = sorted(set(method.dense_layers) - set(range(layers))) if isinstance(method, SelectingMethod) else []
     if absent:
         raise SeergateError(f"dense_layers names {absent}; the model has layers 0..{layers - 1}")
 
 
 def check_anchors(method: Method, kv_heads: Mapping[int, int]) -> None:
-    """Refuse anchors that a model does not have, that choose nothing, or whose choice is of other KV heads, given the
-    number of KV heads of each layer that can be gated.
+    """Raise `SeergateError` if an anchor is no layer of the model, selects nothing, or has another number of KV heads
+    than the layers that share its selection. ``kv_heads``: layer that can be gated -> number of its KV heads.
     """
     if not isinstance(method, SelectingMethod):
         return
@@ -113,7 +113,7 @@ def check_anchors(method: Method, kv_heads: Mapping[int, int]) -> None:
 
 
 def check_calibration(model: PreTrainedModel, method: Method) -> None:
-    """Refuse a method that was calibrated on other weights."""
+    """Raise `SeergateError` if a method was calibrated on other weights than the model's."""
     if method.calibrated_on is not None and method.calibrated_on != fingerprint(model):
         raise SeergateError(
             f"{method.name!r} was calibrated on a model with other weights than this one, or in another dtype; run "

@@ -1,13 +1,13 @@
-"""Distillation losses of retention gates: of Fast KVzip's layer by layer, of TRIM-KV's end to end.
+"""Distillation losses of retention gates: layer by layer for Fast KVzip, end to end for TRIM-KV.
 
-Fast KVzip's gates learn the attention that tokens receive, in the forward of the frozen model.
+Fast KVzip's gates learn the attention that tokens receive, in the frozen model's forward pass.
 
-TRIM-KV's gates learn through the whole model, which runs once more with tokens that fade as the gates say. The loss is
-``KL(frozen || gated) + cross-entropy of the next token + capacity``, the first two as means over the rows that count.
-The capacity loss of row t is ``max(0, sum over s of beta(s) ** (t - s) - M)``, M the tokens that a KV head may hold;
-here each row's is divided by the length of its sequence, and the mean taken over rows, layers and KV heads. How the
-paper divides it could not be confirmed. All weigh 1, which is also the weight of the capacity loss in the authors'
-released configuration; the base loss there is the KL alone.
+TRIM-KV's gates learn through the whole model, which runs a second time with tokens that decay by the gates' beta. The
+loss is ``KL(frozen || gated) + cross-entropy of the next token + capacity``; the first two are means over rows that
+count. The capacity loss of row t is ``max(0, sum over s of beta(s) ** (t - s) - M)``, where M is the maximum number of
+tokens of a KV head. It is divided by the length of the row's sequence and averaged over rows, layers and KV heads; the
+paper's normalisation could not be confirmed. All three terms have weight 1. In the authors' released configuration,
+the capacity loss has weight 1, too, but there is no cross-entropy.
 
 Shape suffixes: T tokens of the pack, B = 1, S = T, R rows that count, V vocabulary, K KV heads.
 """
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ImportanceLoss(DistillLoss):
-    """Fast KVzip's loss, `ops.retention_kl` with the gates' ``block_size`` as the distance."""
+    """Fast KVzip's loss: `ops.retention_kl`, with the gates' ``block_size`` as the distance."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
         gate = self.bank.retention_gate(call.layer)
@@ -43,7 +43,7 @@ class ImportanceLoss(DistillLoss):
 def compared(
     scores_BKS: Tensor, call: TeacherCall, lse_TH: Tensor, distill_loss: DistillLoss
 ) -> tuple[Tensor, ops.GateKLStats]:
-    """`ops.retention_kl` of one layer's scores."""
+    """Return `ops.retention_kl` of one layer's scores: loss and statistics."""
     return ops.retention_kl(
         call.query_BHSD[0].transpose(0, 1),
         call.key_BKSD[0].transpose(0, 1),
@@ -60,10 +60,10 @@ def compared(
 
 
 class StudentLoss(DistillLoss):
-    """TRIM-KV's loss: the output of the gated model against that of the frozen one.
+    """TRIM-KV's loss, which compares the output of the gated model with that of the frozen model.
 
     Attributes:
-        counted: the rows that count, indices into the pack; in host memory.
+        counted: indices of the rows of the pack that count, int64, in host memory.
     """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
@@ -71,14 +71,14 @@ class StudentLoss(DistillLoss):
         self.counted = torch.cat([torch.arange(a + int((b - a) * spec.row_start), b) for a, b in self.segments])
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """Measure the recall; there is no loss of a layer."""
+        """Measure the layer's recall; the loss is computed from the model's output."""
         if self.spec.recall_budgets:
             with torch.no_grad():
                 beta_BKS = self.bank.retention_gate(call.layer)(call.hidden_BSW).exp()
                 self.stats.append(compared(beta_BKS, call, lse_TH, self)[1])
 
     def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_RV: Tensor) -> None:
-        """Compute the loss and its gradients from the frozen model's input and its logits of the rows that count."""
+        """Compute the loss and its gradients from the frozen model's inputs and its logits of the rows that count."""
         last = torch.tensor([b - 1 for _, b in self.segments])
         rows, followed = self.counted.to(ids_1T.device), ~torch.isin(self.counted, last).to(ids_1T.device)
         parameters = self.trainable(self.bank)
@@ -91,7 +91,7 @@ class StudentLoss(DistillLoss):
         self.add(loss, parameters)
 
     def _gated_logits(self, ids_1T: Tensor, positions_1T: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``[R, V]`` of the model whose tokens fade, and the capacity loss."""
+        """Return the logits ``[R, V]`` of the model with decaying tokens, and the capacity loss."""
         room, lengths = self.spec.target_budget, self.cu_seqlens.diff()
         share_T1 = (1 / lengths.repeat_interleave(lengths))[:, None].to(ids_1T.device)
         excess: list[Tensor] = []

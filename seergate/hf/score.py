@@ -1,4 +1,4 @@
-"""Log-probabilities of given text under the attached method: read like a prompt to a place, decoded from there on."""
+"""Log-probabilities of a given text under the attached method: prefill up to a token, then decode."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from seergate.hf.attach import handle_of
 
 
 class Scores(NamedTuple):
-    """What `score` returns.
+    """Result of `score`.
 
     Attributes:
-        log_probs: float32 ``[B, S - start]``, of the tokens from ``start`` on, in nats; ``nan`` of padding.
-        logits: ``[B, S - start, V]``, each of the token that it predicts; ``None`` unless asked for.
+        log_probs: float32 ``[B, S - start]``, log-probabilities in nats of tokens from ``start`` on; NaN for padding.
+        logits: ``[B, S - start, V]``, the logits that predict these tokens; ``None`` unless requested.
     """
 
     log_probs: Tensor
@@ -37,24 +37,24 @@ def score(
     start: int,
     logits: bool = False,
 ) -> Scores:
-    """Score given text as if the model had generated it (teacher forcing): the tokens before ``start`` are read like a
-    prompt, densely, and every later one is decoded with the method that is attached. So the log-probability at
-    ``start`` is dense attention's, as that of the first token in ``generate``. Without a method, all are.
+    """Score a text as if the model had generated it (teacher forcing): prefill the tokens before ``start`` densely and
+    decode all later ones with the attached method. The log-probability of token ``start`` comes from the prefill, like
+    that of the first token in ``generate``. Without an attached method, everything is dense.
 
-    Under methods that choose what to read, 32 tokens pass through the model at once, each with its own choice; under
-    others, and with `Rectify`, one. ``handle.stats()`` counts them as it counts generated tokens.
+    With methods that select, 32 tokens pass through the model at once, each with its own selection; with others, and
+    with `Rectify`, one. ``handle.stats()`` counts them like generated tokens.
 
     Args:
-        model: a model in eval mode, with a method attached.
+        model: a model in eval mode, with or without an attached method.
         input_ids: ``[B, S]``.
-        attention_mask: ``[B, S]``, 0 for padding, which may be on the left, before ``start``, and on the right, behind
-            it; ``None`` for none.
-        start: the first token that is scored, 1 to S - 1.
+        attention_mask: ``[B, S]``, 0 for padding, which may be on the left (before ``start``) and on the right (after
+            it); ``None`` without padding.
+        start: index of the first token to score, 1 to S - 1.
         logits: also return the logits, which take ``4 B (S - start) V`` bytes in float32.
 
     Raises:
-        ValueError: for another shape, start or mask.
-        SeergateError: in lossless mode, which decodes in `generate` only.
+        ValueError: if a shape, ``start`` or the mask is invalid.
+        SeergateError: with the correction `Lossless`, whose result is that of dense attention.
     """
     real = _checked(input_ids, attention_mask, start)
     try:
@@ -68,7 +68,7 @@ def score(
     one_by_one = handle is not None and not (handle.passes.decodes_drafts and handle.correction is None)
     at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()
-    seen[:, start:] = True  # padding behind a row's end is decoded too, and changes nothing before it
+    seen[:, start:] = True  # padding after a row's end is decoded, too, without effect on earlier tokens
     positions = (seen.cumsum(1) - 1).clamp(min=0)
     cache, padded = DynamicCache(config=model.config), not bool(seen.all())
 
@@ -97,7 +97,7 @@ def score(
 
 
 def _checked(input_ids: Tensor, attention_mask: Tensor | None, start: int) -> Tensor:
-    """Which tokens are real, bool ``[B, S]``."""
+    """Check the arguments and return which tokens are real (not padding), bool ``[B, S]``."""
     if input_ids.ndim != 2 or not 1 <= start < input_ids.shape[1]:
         raise ValueError(
             f"input_ids has the shape {tuple(input_ids.shape)} and start is {start}; they must be [B, S] and 1..S - 1"

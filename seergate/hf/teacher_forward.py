@@ -1,9 +1,9 @@
-"""One forward of the frozen model that leaves the gates' loss and gradients behind (design: gradients in the forward).
+"""Computes the gates' loss and gradients in one forward pass of the frozen model.
 
-In each gated layer the teacher's targets, the gate's loss and the gradients of that gate's parameters are computed on
-the spot, and everything else of the layer is freed: peak memory is one layer's, and linear in the length of the pack.
-The model runs without its LM head and without a graph. (Gates that are trained end to end see its output, and run it
-once more with one: `seergate.hf.retention_loss`.)
+In each gated layer, the teacher's targets, the gate's loss and the gradients of the gate's parameters are computed at
+once, and all intermediate tensors are freed. So peak memory is that of one layer, and linear in the pack's length. The
+model runs without its LM head and without an autograd graph. Gates that are trained end to end need its output and a
+second pass with a graph (`seergate.hf.retention_loss`).
 
 Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N
 blocks.
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 TILE, TILE_DEVICE = 2048, 16384
-"""Rows of the query branch at a time, on a processor and on a GPU. Its intermediate results are several times its
-output: where the pack has more rows, they are made again for the gradients. On a GPU the half of a pack of 32k tokens
-is one tile; smaller ones would be many small kernels."""
+"""Maximum rows per tile of the query branch on a CPU and on a GPU. Its intermediate results are several times as large
+as its output; if a pack needs more than one tile, they are recomputed for the gradients. On a GPU, half of a pack of
+32k tokens is one tile, since smaller tiles would launch many small kernels."""
 
 
 def distill_step(
@@ -49,12 +49,12 @@ def distill_step(
     cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> DistillOutput:
-    """Run the frozen model over one pack and compare its attention with the gates'.
+    """Run the frozen model on one pack and compute the gates' distillation loss and gradients.
 
     Args:
-        model: the frozen model. Dropout must be off (``model.eval()``).
-        input_ids: ``[1, T]`` or ``[T]``.
-        cu_seqlens: int32 ``[n + 1]``; one sequence if ``None``.
+        model: the frozen model, in eval mode; otherwise `SeergateError` is raised.
+        input_ids: ``[1, T]`` or ``[T]``; `ValueError` is raised for another shape.
+        cu_seqlens: int32 ``[n + 1]``, the offset of each sequence, then ``T``; one sequence if ``None``.
         **options: the other fields of `DistillSpec`.
     """
     return distill_steps([DistillSpec(bank, **options)], model, input_ids, cu_seqlens)[0]
@@ -63,7 +63,7 @@ def distill_step(
 def distill_steps(
     specs: Sequence[DistillSpec], model: PreTrainedModel, input_ids: Tensor, cu_seqlens: Tensor | None = None
 ) -> list[DistillOutput]:
-    """`distill_step` of several gates in one forward of the frozen model; each result is that of the gates alone."""
+    """Run `distill_step` for several gates in one forward pass; each result is the same as for the gates alone."""
     if input_ids.ndim == 1:
         input_ids = input_ids[None]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
@@ -83,14 +83,14 @@ def distill_steps(
     gated = {layer for each in distill_losses for layer in each.gate_of}
 
     def attend(call: TeacherCall) -> Tensor:
-        """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates if it has any."""
+        """Compute a layer's attention over the pack, ``[1, T, H, D]``, and the losses of its gates, if any."""
         output_THD, lse_TH = call.attention(cu_seqlens)
         for each in distill_losses:
             if call.layer in each.gate_of:
                 each.learn(call, lse_TH)
         return output_THD[None]
 
-    # With disk offload the model is on the meta device; use the gates' device.
+    # With disk offload, the model is on the meta device, so the gates' device is used.
     device = next(specs[0].bank.parameters()).device if model.device.type == "meta" else model.device
     ids, positions = copied(input_ids, device), copied(positions_of(cu_seqlens), device)[None]
     with intercepted_attention(model, gated, attend), torch.no_grad():
@@ -105,24 +105,24 @@ def distill_steps(
 
 
 def tile_rows(device: torch.device) -> int:
-    """Rows of the query branch at a time."""
+    """Return the maximum rows per tile of the query branch."""
     return TILE if device.type == "cpu" else TILE_DEVICE
 
 
 def positions_of(cu_seqlens: Tensor) -> Tensor:
-    """The position of each token of a pack in its sequence, int64 ``[T]``."""
+    """Return the position of each token of a pack in its sequence, int64 ``[T]``."""
     return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])
 
 
 class Places(NamedTuple):
-    """Indices into a pack, on a device.
+    """Indices of a pack's tokens, on a device.
 
     Attributes:
-        positions: int64 ``[T]``, of each token in its sequence.
-        rows: the rows that count, at most `tile_rows` at a time.
-        entries: int64, the position that each of the gate's keys begins at.
-        pooled: int64, the tokens that they are made of, equally many for each; the last token of a sequence stands in
-            for those that its last entry lacks, which no row is compared with.
+        positions: int64 ``[T]``, position of each token in its sequence.
+        rows: indices of the rows that count, in tiles of at most `tile_rows`.
+        entries: int64, position in its sequence of the first token of each gate key.
+        pooled: int64, indices of the tokens that are pooled, equally many per gate key. The last entry of a sequence
+            is padded with the sequence's last token; no row is compared with a padded entry.
     """
 
     positions: Tensor
@@ -132,13 +132,13 @@ class Places(NamedTuple):
 
 
 class BlockLoss(DistillLoss):
-    """Loss of block scorers against the attention that each block gets.
+    """Loss of block scorers against the attention that each block receives.
 
-    The gate of an anchor (`DecodeConfig.anchors`) learns from every layer that reads its choice, with its own layer's
-    queries and keys. The mean of these losses differs by a constant from the loss against the mean of their targets.
+    The gate of an anchor (`DecodeConfig.anchors`) learns from every layer that reads its selection, with the queries
+    and keys of its own layer. The mean of these losses equals the loss against the mean target up to a constant.
 
     Attributes:
-        rows: the rows of the pack that count, int64, in host memory.
+        rows: indices of the rows of the pack that count, int64, in host memory.
     """
 
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
@@ -150,16 +150,16 @@ class BlockLoss(DistillLoss):
                 self.gate_of.setdefault(layer, anchor)
         self.gate_of = dict(sorted(self.gate_of.items()))
         self.last_reader = {gate: layer for layer, gate in self.gate_of.items()}
-        self.inputs: tuple[Tensor, Tensor] | None = None  # of the gate that more layers will learn with
+        self.inputs: tuple[Tensor, Tensor] | None = None  # q and k of the current gate, until its last reader
         config, lengths = self.bank.config, [b - a for a, b in self.segments]
         stride = spec.row_stride, spec.row_shift
         counted = counted_rows(lengths, config.block_size, spec.row_start, config.sink_blocks, *stride)
         parts = zip(self.segments, counted, strict=True)
         self.rows = torch.cat([torch.arange(a + rows.start, a + rows.stop, rows.step) for (a, _), rows in parts])
-        self._places: dict[torch.device, Places] = {}  # of each that a split model has layers on
+        self._places: dict[torch.device, Places] = {}  # one entry per device of a split model
 
     def places(self, device: torch.device) -> Places:
-        """The pack's indices, copied to the device once."""
+        """Return the pack's indices on a device; they are copied once."""
         if device not in self._places:
             step = self.bank.gate(next(iter(self.bank.geometry.layers))).entry_tokens
             entries = torch.cat([torch.arange(0, b - a, step) for a, b in self.segments])
@@ -173,7 +173,7 @@ class BlockLoss(DistillLoss):
         return self._places[device]
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        """Compute the loss of a layer's gate, and its gradients if they are wanted."""
+        """Compute the loss of a layer's gate, and its gradients if they are enabled."""
         source, spec = self.gate_of[call.layer], self.spec
         gate = self.bank.gate(source)
         if source == call.layer:
@@ -195,7 +195,7 @@ class BlockLoss(DistillLoss):
             parts = [_queries(gate, q_pre_BHSD, positions, rows) for rows in tiles]
         with torch.no_grad():
             counted = torch.cat(parts)
-            qg_TKE = counted.new_empty(len(positions), *counted.shape[1:])  # no other row is read
+            qg_TKE = counted.new_empty(len(positions), *counted.shape[1:])  # only the rows that count are read
             qg_TKE[torch.cat(tiles)] = counted
             kept = parts[0] if parts[0].requires_grad else None
             del counted, parts
@@ -245,7 +245,7 @@ class BlockLoss(DistillLoss):
         self.stats.append(stats)
 
     def _add_gradients(self, output: Tensor, gradient: Tensor, parameters: list[nn.Parameter]) -> None:
-        """Continue a gradient from a branch's output to the parameters that made it."""
+        """Backpropagate a gradient from a branch's output to the gate's parameters."""
         if not output.requires_grad:  # a branch without parameters, such as averaged queries
             return
         for parameter, part in zip(
@@ -256,7 +256,7 @@ class BlockLoss(DistillLoss):
 
 
 def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..., tuple[Tensor, ops.GateKLStats]]:
-    """`ops.gate_kl` where it computes this gate's loss, else `ops.scorer_kl` with the same arguments."""
+    """Return `ops.gate_kl` if it supports the gate and the target, else `ops.scorer_kl` with the same arguments."""
     if gate.fused and target == "max":
         return ops.gate_kl
     options: dict[str, Any] = {"target": target, "target_budget": target_budget, "entry_tokens": gate.entry_tokens}
@@ -264,5 +264,5 @@ def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..
 
 
 def _queries(gate: Scorer, q_BHSD: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-    """The gate's queries of some of the pack's tokens, ``[S, K, E]``."""
+    """Return the gate's queries of the pack's tokens ``rows``, ``[S, K, E]``."""
     return gate.queries(q_BHSD[:, :, rows], positions[rows])[0].transpose(0, 1)

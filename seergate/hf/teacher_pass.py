@@ -1,7 +1,7 @@
-"""Runs a frozen model whose attention layers are all computed by a callback, over packed sequences.
+"""Runs a frozen model on packed sequences while a callback computes the attention of all layers.
 
-Meanwhile the decoder's configuration names our attention function, so that transformers makes no mask (one for a
-32k pack would take a gigabyte) and all layers come to us, gated or not.
+Meanwhile the decoder's configuration names seergate's attention function. So transformers creates no mask, which would
+take a gigabyte for a pack of 32k tokens, and every layer calls the callback, with or without a gate.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TeacherCall:
 
     Attributes:
         hidden_BSW: input of the attention module.
-        query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1 and S the pack's tokens.
-        q_pre_BHSD, k_pre_BKSD: before RoPE; ``None`` in layers without a hook.
-        sm_scale: factor on query . key.
+        query_BHSD, key_BKSD, value_BKSD: after RoPE, in one dtype; B is 1, and S is the number of the pack's tokens.
+        q_pre_BHSD, k_pre_BKSD: queries and keys before RoPE; ``None`` in layers without a hook.
+        sm_scale: factor of the scores.
         window: sliding window in tokens, or ``None``.
         sinks: ``[H]`` attention-sink logits, or ``None``.
         softcap: cap on the scores, or ``None``.
@@ -48,7 +48,7 @@ class TeacherCall:
     softcap: float | None
 
     def attention(self, cu_seqlens: Tensor) -> PackedAttention:
-        """The model's own attention over the pack."""
+        """Compute the model's own attention over the pack: outputs and log-sum-exp of the scores."""
         q, k, v = (x[0].transpose(0, 1) for x in (self.query_BHSD, self.key_BKSD, self.value_BKSD))
         options: dict[str, Any] = {"window": self.window, "sinks": self.sinks, "softcap": self.softcap}
         return ops.packed_attention(q, k, v, cu_seqlens, self.sm_scale, **options)
@@ -58,8 +58,8 @@ class TeacherCall:
 def intercepted_attention(
     model: PreTrainedModel, hooked: Collection[int], attend: Callable[[TeacherCall], Tensor]
 ) -> Iterator[None]:
-    """Hand all attention layers of ``model`` to ``attend``, which returns ``[1, S, H, D]``, with q and k of
-    the ``hooked`` layers before RoPE.
+    """Compute all attention layers of ``model`` in a ``with`` block by ``attend``, which returns ``[1, S, H, D]``. Its
+    calls include q and k before RoPE in the layers ``hooked``.
     """
     config: Any = families.decoder_of(model).config
     with ExitStack() as undo:
@@ -82,7 +82,7 @@ def _pre_hook(layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall]
         call = TeacherCall(
             layer=layer,
             hidden_BSW=hidden,
-            # Autocast leaves normalised queries and keys wider than values, and kernels do not look at autocast.
+            # Under autocast, normalised queries and keys are wider than values; kernels need one dtype.
             query_BHSD=query.to(value.dtype),
             key_BKSD=key.to(value.dtype),
             value_BKSD=value,
