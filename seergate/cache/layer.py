@@ -24,7 +24,7 @@ from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 from seergate.methods.selecting import PerHeadSelection
-from seergate.ops import Selection
+from seergate.ops import Selection, backend
 from seergate.stats import CompiledCounts, DecodeStats
 
 
@@ -114,6 +114,7 @@ class GatedLayer(CacheLayerMixin):
             return
         keys, values = self.storage.keys, self.storage.values
         assert self.state is not None and self.rows.width is not None
+        backend.load(self.device)
         if self.counts is None or self.counts is not stats.layers[self.layer].compiled:
             self.counts = stats.expect_compiled(self.layer, keys, values, self.block_size, self.state)
         if self.device.type == "cuda":

@@ -31,7 +31,7 @@ INFO_HELP = (
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="GATES", help="directory or Hub id")
-    parser.add_argument("--diff", metavar="OTHER", help="also what other gates have that differs")
+    parser.add_argument("--diff", metavar="OTHER", help="also the differences from other gates")
     parser.add_argument("--json", action="store_true", help="for programs")
     _add_source_options(parser)
 

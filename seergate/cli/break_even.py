@@ -7,7 +7,7 @@ import argparse
 from seergate.cli.arguments import model_args, run_args
 
 HELP = (
-    "the number that dense_below should be on this machine",
+    "find the best dense_below for this machine",
     "Time a dense and a sparse step of one layer on random keys and values: one row, the method's own scores, from\n"
     "just above the budget up to 256 MiB of them (1 GiB on a GPU) or the model's longest context. Prints the times,\n"
     "and the length up to which reading everything was faster: the longest that was timed if it always was.",

@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
     parser.add_argument("--share", type=float, default=0.8, help="of tokens inside the window [%(default)s]")
-    parser.add_argument("--budget", type=int, default=1024, metavar="N", help="that phoenixes outlast [%(default)s]")
+    parser.add_argument(
+        "--budget", type=int, default=1024, metavar="N", help="cache size, for phoenixes [%(default)s]"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="[runs/calibrate-MODEL-METHOD.*]")
     run_args(parser)
 

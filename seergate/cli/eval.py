@@ -52,10 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--match",
         choices=("budget", "resident", "read"),
-        help="what is equal at a budget: itself; or bytes held, or read per step, as many as of so many dense tokens",
+        help="what a budget equalises: the token budget, or the bytes held or read per step of that many dense tokens",
     )
     what.add_argument(
-        "--threshold", type=numbers, metavar="X,Y", help="of the gate's probabilities, beside or instead of budgets"
+        "--threshold", type=numbers, metavar="X,Y", help="of the gate's probabilities, with or without budgets"
     )
     what.add_argument(
         "--block-size", type=some_integers, metavar="N,M", help="of methods that select blocks [the gates', else 64]"

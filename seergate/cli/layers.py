@@ -43,10 +43,10 @@ def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, s
 
 ANCHORS_HELP = (
     "find the layers that can choose blocks for others, and write an adapter with their gates alone",
-    "The model reads texts, densely. The blocks that each layer's gate would choose there are held against the\n"
-    "attention of every layer above it: how much of it would they recall? Of all plans with so many anchors the one\n"
-    "with the highest mean recall is taken. The adapter that is written names the anchors, so that it decodes with\n"
-    "them wherever it is loaded: other layers read what the nearest anchor below them chose.",
+    "The model reads texts densely. For the blocks that each layer's gate selects, the command measures how much of\n"
+    "the attention of every higher layer they recall. It takes the anchors with the highest mean recall, and writes\n"
+    "an adapter that names them. Wherever it is loaded, other layers read the blocks that the nearest anchor below\n"
+    "them selected.",
     [
         "seergate anchors --model tiny-reasoner --count 2 --budget 128",
         "seergate anchors --model ./Qwen3-8B --gates org/Qwen3-8B-gates --count 9 --data texts.jsonl",
@@ -60,9 +60,11 @@ ROWS = 200
 def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser, "anchors", "anchors")
     parser.add_argument("--data", metavar="FILE", help="texts, as `seergate train` takes them [the preset's]")
-    parser.add_argument("--texts", type=int, default=8, metavar="N", help="the longest of 200 rows [%(default)s]")
+    parser.add_argument(
+        "--texts", type=int, default=8, metavar="N", help="longest of the first 200 rows [%(default)s]"
+    )
     parser.add_argument("--max-length", type=int, default=4096, metavar="N", help="tokens of a text [%(default)s]")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="tokens of each that choose [%(default)s]")
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="queries per text [%(default)s]")
 
 
 def _anchors(options: argparse.Namespace) -> None:
@@ -100,10 +102,10 @@ ANCHORS = Command(ANCHORS_HELP, _anchors_arguments, _anchors)
 
 DENSE_LAYERS_HELP = (
     "find the layers that lose facts when they are sparse, and write gates that keep them dense",
-    "Each problem's prompt is read once. Its right answer is then fed to the model from the same cache, with one\n"
-    "layer after the other dense, and compared with dense attention. The layer that comes nearest is kept dense, and\n"
-    "so on. The adapter that is written has all gates and names the layers, so that it decodes with them wherever it\n"
-    "is loaded; dense_layers=() makes all layers sparse again.",
+    "Each problem's prompt is read once. The right answer is then decoded from the same cache, each time with\n"
+    "another layer dense, and compared with dense attention. The layer that helps most stays dense, and the search\n"
+    "goes on. The adapter has all gates and names the dense layers, which then apply wherever it is loaded;\n"
+    "dense_layers=() makes all layers sparse again.",
     [
         "seergate dense-layers --model ./SmolLM2 --gates checkpoints/smollm2-135m --count 2 --budget 512",
         "seergate dense-layers --model ./Qwen3-8B --gates org/Qwen3-8B-gates --count 2"

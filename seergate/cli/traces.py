@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         metavar="DATA",
         required=True,
-        help="one source, as for `seergate train --data`; of each row, all before the last answer is asked: messages, "
-        "a prompt or a question",
+        help="one source, as for `seergate train --data`; the prompt is all of a row before the last "
+        "answer: messages, a prompt or a question",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", required=True, help="the rows, such as traces.jsonl")
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")

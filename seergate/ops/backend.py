@@ -111,6 +111,12 @@ def _loaded(op: str, device: torch.device) -> tuple[str, ...]:
     return _modules(op, choose(device))
 
 
+def load(device: torch.device) -> None:
+    """Import the implementations of all ops on a device: a compiler that traces a call cannot import."""
+    for op in FILES:
+        _loaded(op, device)
+
+
 # A compiled graph keeps the backend of its tracing. `torch.compiler.assume_constant_result` sets the same attribute,
 # but imports the compiler, and Triton with it.
 _loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ def check_server(args: Any, text_config: Any) -> None:
     """Refuse options and language models that the plugin does not support."""
     refusals = {
         f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
-        "SGLang is told of no CPU: export SGLANG_USE_CPU_ENGINE=1": os.environ.get("SGLANG_USE_CPU_ENGINE") != "1",
+        "its CPU engine is off: export SGLANG_USE_CPU_ENGINE=1": os.environ.get("SGLANG_USE_CPU_ENGINE") != "1",
         f"tp_size is {args.tp_size}, and gates are not divided": args.tp_size != 1,
         f"pp_size is {args.pp_size}, and layers are counted in one process": args.pp_size != 1,
         f"kv_cache_dtype is {args.kv_cache_dtype!r}, and cached keys must be readable": args.kv_cache_dtype != "auto",

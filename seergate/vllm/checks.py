@@ -124,7 +124,7 @@ def check_engine(config: Any) -> None:
         "has, more than a block": model.is_hybrid,
         "its model has positions of several axes, and RoPE is undone by the number of the token": model.uses_mrope,
         "it denoises many tokens at once, which are no drafts": getattr(config, "diffusion_config", None) is not None,
-        "its GPU is none of NVIDIA's": not (current_platform.is_cpu() or current_platform.is_cuda()),
+        "its GPU is not an NVIDIA GPU": not (current_platform.is_cpu() or current_platform.is_cuda()),
         "FlashAttention takes other pages on this GPU for heads of 256 channels (flash_attn_version=2 does not)": (
             current_platform.is_cuda()
             and uses_fa4_hd256_kernel(model.get_head_size())

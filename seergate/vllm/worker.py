@@ -149,6 +149,7 @@ def __getattr__(name: str) -> Any:
     """Create `CPUWorker` or `GPUWorker` on first access, as vLLM's module of the other may not be importable here."""
     for stock, ours in WORKERS.items():
         if ours == f"{__name__}.{name}":
-            globals()[name] = made = type(name, (Gated, resolve_name(stock)), {"__module__": __name__})
+            stock_class = resolve_name(":".join(stock.rsplit(".", 1)))  # the colon: an import that fails is not hidden
+            globals()[name] = made = type(name, (Gated, stock_class), {"__module__": __name__})
             return made
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -22,6 +24,7 @@ from seergate.stats import DecodeStats
 from tests.decoding import Decoding
 from tests.host.test_decode import BLOCK, gates
 from tests.models import left_padded, prompt, tiny_model
+from tests.running import ROOT
 
 FIGURES = (
     *("steps", "density", "density_per_layer", "blocks_per_head", "tokens_per_head", "resident_tokens_per_layer"),
@@ -361,3 +364,18 @@ def test_recall_and_other_methods_on_a_static_cache(model):
                 tokens = model.generate(**inputs, max_new_tokens=12, **options)
                 runs.append((tokens, handle.stats()["recall_per_layer"]))
         assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == pytest.approx(runs[1][1])
+
+
+def test_the_first_sparse_step_of_a_process_may_be_a_compiled_one():
+    """A compiler cannot import what computes an op; in this process, earlier tests have imported it."""
+    code = """
+import seergate
+from tests.host.test_static import BLOCK, compiled, prompt, tiny_model
+model = tiny_model("qwen3")
+with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()) as handle:
+    options = {"cache_implementation": "static", "compile_config": compiled("eager")}
+    model.generate(input_ids=prompt(60), max_new_tokens=3, **options)
+    assert handle.stats()["density"] < 1
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
