@@ -79,13 +79,13 @@ class ModelOptions:
     )
     base_memory_gb: float | None = _option(
         None,
-        "gigabytes of this process's device that the frozen model may fill; its other layers wait in host memory, "
-        "then on disk, and are fetched for each pack [all of it on the device]",
+        "device memory for the frozen model in GB, per process; other layers are offloaded to host memory, then to "
+        "disk, and fetched for each pack [all of it on the device]",
     )
     shard_base: bool | None = _option(
         None,
-        "divide the frozen model among the processes, which put its layers together one at a time "
-        "[where a copy for each does not fit]",
+        "shard the frozen model over the processes and gather one layer at a time "
+        "[if a copy per process does not fit]",
         nargs="?",
         const=True,
     )
@@ -113,16 +113,14 @@ class GateOptions:
         "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
         choices=SCORERS.keys(),  # a view, which shows those that a program adds
     )
-    sink_blocks: int = _option(
-        0, "first blocks of a text that the gates leave out of what they learn; decoding always reads them"
-    )
+    sink_blocks: int = _option(0, "number of first blocks that are left out of training and always read in decoding")
     anchors: tuple[int, ...] = _option(
-        (), "train gates of these layers alone, each also for the layers above it up to the next [all layers]"
+        (), "layers with gates; each gate also selects for the layers above it, up to the next one [all layers]"
     )
     init: Literal["random", "model"] = _option(
         "random",
-        "how fresh gates begin: with random weights, or with the model's own product of queries and pooled keys plus "
-        "these (attn_gate as wide as the model's heads)",
+        "initial weights of fresh gates: random, or model: the model's own product of queries and pooled keys, plus "
+        "random weights (attn_gate as wide as the model's heads)",
     )
     init_gates: str | None = _option(
         None, "gates to begin with, of the same model and architecture: a directory or Hub id [fresh ones]"
@@ -138,8 +136,7 @@ class DataOptions:
     data: str = _option(
         "open-r1/OpenR1-Math-220k",
         "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum; or "
-        "several, each with its share of the rows (org/a:0.7 b.jsonl:0.3), a Hub id with its revision "
-        "(org/a@main:0.7)",
+        "several as SOURCE:SHARE (org/a:0.7 b.jsonl:0.3); a Hub id may have a revision (org/a@main:0.7)",
         nargs="+",
         action=_Joined,
     )
@@ -154,7 +151,7 @@ class DataOptions:
     chain_sum_variables: tuple[int, ...] = _option((8, 75), "smallest and largest problem of chain_sum")
     chat_template: str | None = _option(None, "a .jinja file to use instead of the model's own chat template")
     max_length: int = _option(
-        MAX_LENGTH, "tokens per pack; no sample may be longer; the model's positions, if the default is more"
+        MAX_LENGTH, "maximum tokens per pack and sample; the default is limited to the model's positions"
     )
     over_length: Literal["truncate", "drop"] = _option("truncate", "what happens to samples longer than max_length")
     token_cache: str | None = _option(None, "directory for tokenised data [~/.cache/seergate/tokens]")
@@ -182,17 +179,17 @@ class RecipeOptions:
     weight_decay: float = _option(0.0, "AdamW's weight decay")
     max_grad_norm: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
     row_start: float = _option(0.5, "only rows from this fraction of each sample on count in the loss, in [0, 1)")
-    row_stride: int = _option(1, "of these, only every so many-th row counts, others in each pack")
+    row_stride: int = _option(1, "count only every N-th of these rows, at another offset in each pack")
     reduction: Literal["row_mean", "published"] = _option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
     target: Literal["max", "sum", "selected"] = _option(
         "max",
-        "what of the model's attention is learned: the largest probability in a block, their sum, or the sum in the "
-        "blocks that the gate picks",
+        "what the gate learns of a block's attention: the largest probability, the sum of all, or the sum restricted "
+        "to the blocks that the gate selects",
     )
     target_budget: int = _option(
-        2048, "tokens that the gate may pick, for the target selected; that a KV head may hold, for the scorer trim_kv"
+        2048, "token budget of the gate's selection (target selected), or of a KV head's cache (scorer trim_kv)"
     )
     seed: int = _option(0, "seed of the gates' initial values and of the order of the packs")
 

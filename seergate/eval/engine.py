@@ -181,7 +181,9 @@ class Batch:
         return logits
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
-        """Log-probability in nats of a given reply to each row; ``logits [rows, V]`` are those of the first tokens."""
+        """Log-probability in nats of a given reply (token ids) to each row, 0 for an empty reply; ``logits [rows, V]``
+        are those of the first tokens.
+        """
         sums = [0.0] * len(replies)
         for i in range(longest := max(map(len, replies))):
             known = logits.float().log_softmax(-1)

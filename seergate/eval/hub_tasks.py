@@ -42,7 +42,7 @@ PUBLISHED_GPQA = (
 
 @dataclass(frozen=True)
 class HubTask:
-    """A declaration of a task; samples and budgets are the paper's (Figure 5).
+    """A declaration of a task.
 
     Attributes:
         repository: dataset id on the Hub; or the address of one JSON-lines file.
@@ -50,6 +50,8 @@ class HubTask:
         read: ``(record, number, seed) -> Problem``.
         config: configuration of the dataset.
         chance: accuracy of guessing.
+        samples: answers per problem in the paper.
+        budgets: token budgets of the paper's Figure 5.
     """
 
     name: str

@@ -70,7 +70,7 @@ class AttnGate(Scorer):
             qg_BKSE = q_BKGSD.mean(2)
             if self.config.q_pooling == "avgproj":
                 qg_BKSE = qg_BKSE @ self.q_proj.weight
-        return branch_end(qg_BKSE, positions, *self._end("q_norm"))
+        return branch_end(qg_BKSE, positions, *self._norm_and_rope("q_norm"))
 
     def pool(self, k_BKSD: Tensor) -> Tensor:
         """The pooled keys of each block, ``[B, K, N, P * D]``, in the order of ``config.k_pooling``."""

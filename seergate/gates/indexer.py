@@ -49,12 +49,12 @@ class Indexer(TokenScorer):
         q_BSP = q_BHSD.to(self.k_proj.weight.dtype).transpose(1, 2).flatten(2)
         queries_BISE = (q_BSP @ self.q_proj.weight[0]).unflatten(2, (-1, self.config.gate_dim)).transpose(1, 2)
         weights_BIS = F.softplus(q_BSP @ self.head_weights.weight[0]).transpose(1, 2) / math.sqrt(self.index_heads)
-        queries_BISE = branch_end(queries_BISE, positions, *self._end())
+        queries_BISE = branch_end(queries_BISE, positions, *self._norm_and_rope())
         return torch.cat((queries_BISE, weights_BIS[..., None]), -1)
 
     def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
         normed = self.k_norm(keys_B1TE) if self.config.qk_norm else keys_B1TE
-        return branch_end(normed, positions, *self._end())
+        return branch_end(normed, positions, *self._norm_and_rope())
 
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:
         queries_BISE, weights_BIS1 = queries_BISE.split((self.config.gate_dim, 1), -1)

@@ -32,10 +32,10 @@ class MSA(TokenScorer):
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
         """One index query per token and group, ``[B, K, S, E]``."""
-        return branch_end(projected_queries(q_BHSD, self.q_proj.weight), positions, *self._end("q_norm"))
+        return branch_end(projected_queries(q_BHSD, self.q_proj.weight), positions, *self._norm_and_rope("q_norm"))
 
     def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
-        return branch_end(keys_B1TE, positions, *self._end("k_norm"))
+        return branch_end(keys_B1TE, positions, *self._norm_and_rope("k_norm"))
 
     def token_scores(self, queries_BKSE: Tensor, keys_B1TE: Tensor) -> Tensor:
         return self.products(queries_BKSE, keys_B1TE)

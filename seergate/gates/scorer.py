@@ -146,9 +146,9 @@ class Scorer(nn.Module, ABC):
 
     def branch(self, side: Literal["q", "k"]) -> Branch:
         """The linear map, norm and RoPE of the queries or the keys."""
-        return Branch(getattr(self, f"{side}_proj").weight, *self._end(f"{side}_norm"))
+        return Branch(getattr(self, f"{side}_proj").weight, *self._norm_and_rope(f"{side}_norm"))
 
-    def _end(self, norm: str | None = None) -> tuple[Tensor | None, Tensor | None, float]:
+    def _norm_and_rope(self, norm: str | None = None) -> tuple[Tensor | None, Tensor | None, float]:
         """The last three arguments of `branch_end`: the weight of this norm, or ``None`` without norm, and RoPE."""
         weight = getattr(self, norm).weight if norm is not None and self.config.qk_norm else None
         return weight, self.inv_freq, self.attention_scaling

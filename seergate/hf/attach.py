@@ -168,13 +168,14 @@ class Handle(Attachment):
         """Write the blocks that decode steps in a ``with`` block read to a Parquet file (`seergate.decode.trace`).
 
         Args:
-            path: path of the file.
+            path: path of the file; its directory must exist.
             every: record only every ``every``-th decode step of each layer.
             attention: also record the method's scores and the true attention of all blocks (slow).
 
         Raises:
             SeergateError: if the file cannot be written, another trace is being written, or ``attention`` is true and
                 the method selects no blocks.
+            ValueError: if ``every`` is not a positive integer.
         """
         if self.trace is not None:
             raise SeergateError("this handle writes a trace already")

@@ -7,8 +7,11 @@ from typing import Any
 
 
 def statistics(counts: Iterable[tuple[int, Iterable[int]]], summary_bytes: int) -> dict[str, Any]:
-    """The bytes of all block summaries; and for each sparse layer, the tokens read and held since the start, summed
-    over KV heads and steps, and ``density``, their ratio.
+    """What decoding has read since the start.
+
+    Returns:
+        ``layers``: for each sparse layer ``tokens_read`` and ``tokens_held``, summed over KV heads and steps, and
+        ``density``, their ratio. ``summary_bytes``: the bytes of all block summaries.
     """
     layers = {
         layer: {"tokens_read": read, "tokens_held": held, "density": read / held if held else 1.0}

@@ -79,11 +79,11 @@ def rows_and_weights(
     spans: Sequence[tuple[int, int]], block_size: int, kv_heads: int, options: LossOptions
 ) -> tuple[int, list[range], list[float]]:
     """Number of counted rows; per segment, its counted rows and the weight of a row and KV head in the loss."""
-    row_start, reduction, _, *rule = options
-    lengths = [end - start for start, end in spans]
+    lengths, row_start = [end - start for start, end in spans], options.row_start
+    rule = options.sink_blocks, options.row_stride, options.row_shift
     rows = counted_rows(lengths, block_size, row_start, *rule)
     counted = sum(map(len, rows))
-    if reduction == "row_mean":
+    if options.reduction == "row_mean":
         return counted, rows, [1.0 / (kv_heads * max(counted, 1))] * len(lengths)
     filled = sum(length > 0 for length in lengths)
     widest = max(-(-length // block_size) for length in lengths)

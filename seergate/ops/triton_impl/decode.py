@@ -23,7 +23,7 @@ def sparse_decode(
     inputs: DecodeInputs, indices: Tensor | None, counts: Tensor | None, lengths: Tensor | None, block_size: int
 ) -> Tensor:
     """The op on checked arguments; heads that are float64 or exceed `MAX_ROW_BYTES` run in the torch backend."""
-    q, _, v, *_ = inputs
+    q, v = inputs.q, inputs.v
     if q.dtype not in DTYPES or max(q.shape[-1], v.shape[-1]) * q.element_size() > MAX_ROW_BYTES:
         return NotImplemented
     return attend(*inputs, indices, counts, lengths, block_size)

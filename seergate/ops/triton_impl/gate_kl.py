@@ -60,7 +60,9 @@ def gate_kl(
     wanted = torch.is_grad_enabled()
     sinks, lse = (None if x is None else x.detach() for x in (sinks, lse))
     loss, kl_per_head, rows, recall, _, _ = _gate_kl(
-        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, sm_scale, gate_scale, *options, sinks, softcap, lse,
+        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, sm_scale, gate_scale,
+        options.row_start, options.reduction, options.recall_budgets, options.sink_blocks, options.row_stride,
+        options.row_shift, sinks, softcap, lse,
         wanted and qg.requires_grad, wanted and kg.requires_grad,
     )  # fmt: skip
     return loss, GateKLStats(kl_per_head, rows, recall)
