@@ -70,7 +70,7 @@ class RowStats(DecodeStats):
     def keep_rows(self, rows: list[int]) -> None:
         """Drop all rows but these."""
         self.figures = {name: figure[:, rows] for name, figure in self.figures.items()}
-        self.blocks = {layer: n[rows] for layer, n in self.blocks.items()}
+        self.blocks = {layer: n[torch.tensor(rows, device=n.device).long()] for layer, n in self.blocks.items()}
         self.decode_steps, self.savings = self.decode_steps[rows], self.savings[rows]
         self.curves = [self.curves[row] for row in rows]
 
