@@ -114,8 +114,8 @@ class GatedLayer(CacheLayerMixin):
             return
         keys, values = self.storage.keys, self.storage.values
         assert self.state is not None and self.rows.width is not None
-        backend.load(self.device)
         if self.counts is None or self.counts is not stats.layers[self.layer].compiled:
+            backend.load(self.device)
             self.counts = stats.expect_compiled(self.layer, keys, values, self.block_size, self.state)
         if self.device.type == "cuda":
             own = (keys, values, self.rows.lengths, self.rows.width, *self.state.rows.values())

@@ -87,7 +87,7 @@ def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
     key = np.stack([columns[name][order] for name in ("position", "layer", "head")])
     last = np.append((key[:, 1:] != key[:, :-1]).any(0), True)[: len(order)]
     order = order[last]
-    if not len(order) or attention.take(order).null_count:
+    if not len(order) or attention.is_valid().take(order).false_count:
         raise SeergateError(f"the trace {Path(trace)} has no attention of row {row}; write it with attention=True")
     positions, first = np.unique(columns["position"][order], return_index=True)
     cells = order[: first[1] if len(first) > 1 else None]
