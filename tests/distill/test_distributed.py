@@ -170,6 +170,23 @@ def test_what_is_said_on_gpus_goes_through_gloo(monkeypatch: pytest.MonkeyPatch)
     assert places == ["cpu"]
 
 
+def test_objects_go_through_the_backend_of_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a group with a backend for each kind of device, as on GPUs: there is no NCCL here, so gloo stands for it."""
+    place, places = f"file://{tmp_path / 'group'}", list[str]()
+    gather = dist.distributed_c10d.all_gather
+    monkeypatch.setattr(
+        dist.distributed_c10d,
+        "all_gather",
+        lambda out, x, **options: places.append(x.device.type) or gather(out, x, **options),
+    )
+    dist.init_process_group("cpu:gloo,cuda:gloo", init_method=place, rank=0, world_size=1)
+    try:
+        DistributedState(0, 2, 0, torch.device("meta")).must_agree("0", "of one process, so they do not")
+    finally:
+        dist.destroy_process_group()
+    assert places and set(places) == {"cpu"}
+
+
 # A process that closes its connections while others wait for it may never end, and nobody reads what it has to say.
 ONE_FAILS = """
 import time
