@@ -149,7 +149,7 @@ class Storage(ABC):
         """Release all rows; `allocate` is called before the next use."""
 
     def resume(self, backend: KVBackend) -> None:  # noqa: B027 (most have nothing to do)
-        """Called when the cache is used under a handle, whose backend may not be the one that made this storage."""
+        """Called when the cache is used under a handle; another backend may have made this storage."""
 
     @property
     @abstractmethod

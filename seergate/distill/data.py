@@ -126,7 +126,7 @@ class TrainingData:
     fingerprint: str
 
     def batch(self, samples: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the ids and ``cu_seqlens`` of a pack; see `packed`."""
+        """Return the ids and the ``cu_seqlens`` of a pack, as `packed` does."""
         return packed([self.samples[i] for i in samples])
 
 

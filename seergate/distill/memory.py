@@ -50,7 +50,7 @@ class Memory:
         base: the frozen model on the device, without its LM head. On a CPU, weights that need no conversion stay
             memory-mapped, and the embedding is not counted.
         base_elsewhere: layers of the frozen model in host memory, on disk, or in other processes.
-        gathered: gathered layers of a sharded frozen model: one that computes, and the next one.
+        gathered: gathered layers of a sharded frozen model: the current layer and the next one.
         gradients: gradients accumulated over packs, and those of the current pack.
         moments: AdamW's two moments; with DeepSpeed, this process's shard and its copies of gates and gradients.
         buckets: DeepSpeed's buffer for reducing gradients.

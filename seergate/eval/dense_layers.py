@@ -94,7 +94,7 @@ def find_dense_layers(
     count: int,
     report: Callable[[tuple[int, ...], Tensor], object] = lambda plan, kl: None,
 ) -> tuple[int, ...]:
-    """Choose the layers that should stay dense greedily, each time the one that brings the method closest to dense.
+    """Choose greedily the layers that stay dense: each choice brings the method as close to dense as one layer can.
 
     Args:
         model, method, texts: see `distances`.

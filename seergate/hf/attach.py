@@ -129,7 +129,7 @@ class Handle(Attachment):
     @contextmanager
     def disable(self) -> Iterator[None]:
         """Use the plain model in a ``with`` block, without counting statistics. A KV cache that was filled in the
-        block is refused after it, and one that an evicting method has filled is refused in the block.
+        block is refused after it. In the block, a KV cache that an evicting method has filled is refused.
         """
         if self.disabled:
             yield

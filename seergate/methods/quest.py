@@ -58,8 +58,8 @@ class PageState(LayerState):
             high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
 
     @torch.no_grad()
-    def page_bounds(self, step: Step) -> Tensor:
-        """Bounds of all pages for the newest query; see the function `page_bounds`."""
+    def bounds_of_pages(self, step: Step) -> Tensor:
+        """The `page_bounds` of all pages for the newest query."""
         pages = -(-step.max_length // self.block_size)
         high, low = (self.rows[name][:, :, :pages] for name in self.reads)
         return page_bounds(step.q_BHSD[:, :, 0], high, low, self.method.group_reduction)
@@ -88,7 +88,7 @@ class QuestState(PageState, SelectingState):
     """Scores pages by their bounds."""
 
     def scores(self, step: Step) -> Tensor:
-        return self.page_bounds(step)
+        return self.bounds_of_pages(step)
 
     def logits(self, step: Step) -> Tensor:
         return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2) * step.sm_scale
