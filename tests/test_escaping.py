@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import html
 import io
+import json
 import re
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from seergate.cli.main import main
 from seergate.escaping import Terminal, html_text, markdown_block, markdown_code, markdown_text, visible
 from seergate.report.write import to_html
+from tests.report.made import reconfigure, write_run
 
 PARTS = (
     *"*_`\\[]()<>&#~|$!-+=:^{}\"' abé\n\t\x02\x1b\u202e\ue000",
@@ -63,3 +66,23 @@ def test_a_page_shows_the_characters_and_no_markup(tmp_path_factory, text):
     assert html.unescape(block).split() == visible(text, "\n\t").split()
     tags = re.sub(r"<code>.*?</code>|<t[hd][^>]*>.*?</t[hd]>", "", found, flags=re.S)
     assert not re.search("<(a|img|script|em|b)[ >]", tags)
+
+
+def test_the_command_line_writes_no_control_characters(tmp_path, capsys):
+    hostile = "\x1b[2K\rright \x1b]0;title\x07"
+    directory = write_run(tmp_path, "dense", None, lambda i: True, n=1, completion=hostile, model=f"m{hostile}")
+    reconfigure(directory, task={"grader": "math"})
+    path = directory / "samples.jsonl"
+    more = {"prompt": hostile, "gold": hostile, "seed": 0, "grade_reason": hostile}
+    path.write_text(json.dumps(json.loads(path.read_text()) | more) + "\n")
+    assert main(["eval", "show", str(directory), "0"]) == 0
+    said = capsys.readouterr()
+    assert said.out.count(visible(hostile)) == 4, "prompt, gold answer, reason, completion"
+    assert main(["report", str(directory)]) == 0
+    later = capsys.readouterr()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"problem_id": hostile}) + "\n")
+    assert main(["eval", "show", str(directory), "nowhere"]) == 2
+    last = capsys.readouterr()
+    assert visible(hostile) in last.err
+    for text in (said.out, later.out, later.err, last.out, last.err):
+        assert not set(text) & {"\x1b", "\r", "\x07"}

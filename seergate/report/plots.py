@@ -366,13 +366,13 @@ def pyplot() -> Any:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG and, beside it, as SVG. Titles of axes and entries of legends are plain text, without
-    formulas: they name what was run.
+    """Write a figure as PNG and, beside it, as SVG. Titles and entries of legends are plain text, without formulas:
+    they name what was run.
     """
     from matplotlib.axes import Axes
     from matplotlib.legend import Legend
 
-    titles = [axes.title for axes in figure.findobj(Axes)]
+    titles = [*figure.texts, *(axes.title for axes in figure.findobj(Axes))]
     for text in [*titles, *(text for legend in figure.findobj(Legend) for text in legend.get_texts())]:
         text.set(text=visible(text.get_text()), parse_math=False)
     box: dict[str, Any] = {} if figure.get_layout_engine() else {"bbox_inches": "tight"}
