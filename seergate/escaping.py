@@ -37,6 +37,7 @@ class Terminal:
         self.stream = stream
 
     def write(self, text: str) -> int:
+        """Write visible text; returns the number of characters given."""
         self.stream.write(visible(text, _LAYOUT))
         return len(text)
 
