@@ -6,6 +6,8 @@ import difflib
 import os
 from collections.abc import Iterable
 
+from seergate.escaping import visible
+
 
 class SeergateError(ValueError):
     """A mistake that the user can correct: a missing file, a model of an unsupported family, gates for another model.
@@ -61,5 +63,5 @@ def is_users(error: ValueError | OSError) -> bool:
 def sentence(error: BaseException) -> str:
     """An error in one line for the command line; an `OSError` about a file becomes the file's name and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}"
-    return " ".join(str(error).split())
+        return visible(f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}")
+    return visible(" ".join(str(error).split()))

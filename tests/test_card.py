@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import html
 import io
 import json
 import re
 from pathlib import Path
 
+import markdown
 import pytest
 import yaml
 
@@ -16,6 +18,7 @@ from seergate import GateBank, GateConfig
 from seergate.cli.adapters import results_of
 from seergate.cli.main import main
 from seergate.gates import save_adapter
+from seergate.gates.card import END
 from seergate.hf.loading import load_base
 from tests.models import tiny_model
 from tests.test_house import ROOT
@@ -220,3 +223,23 @@ def test_results_of_an_evaluation(bank, tmp_path, capsys):
     assert len(json.loads(capsys.readouterr().out)["results"]) == 2
     assert main(["info", str(tmp_path / "with")]) == 0
     assert "chain_sum, gate, 64 tokens:" in capsys.readouterr().out
+
+
+def test_what_a_record_says_is_no_markup(bank, tmp_path):
+    hostile = "a*b*c|`[x](javascript:1)` ![t](http://host/t.png) <img src=x>\n~~~\n```\n" + END
+    bank.results = tuple({**row, "task": hostile} for row in RESULTS)
+    bank.training_record = {"config": {"data": hostile, "max_steps": 5}, hostile: hostile}
+    bank.save_pretrained(tmp_path / "gates")
+    _, text = read(tmp_path / "gates")
+    page = markdown.markdown(text.split("---\n", 2)[2], extensions=["tables", "fenced_code"])
+    shown = hostile.replace("\n", "\\n")
+    cells = [html.unescape(cell) for cell in re.findall("<td>(.*?)</td>", page)]
+    assert cells.count(shown) == len(RESULTS) + 1, "tasks of the results, data of the training"
+    assert "javascript:" not in "".join(re.findall("<a [^>]*>", page)) and "src=x" not in "".join(
+        re.findall("<[^>]*>", page)
+    )
+    assert page.count("<img") == text.count("accuracy.png")
+    (record,) = re.findall(r"^(`{3,})json\n(.*?)\n\1$", text, re.S | re.M)
+    assert json.loads(record[1]) == bank.training_record
+    bank.save_pretrained(tmp_path / "gates")
+    assert read(tmp_path / "gates")[1] == text, "none of it is taken for the owner's text"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import is_users, sentence
+from seergate.escaping import visible
 from seergate.progress import ProgressBar, duration
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def notes(say: Callable[[str], object]) -> Iterator[None]:
     """Pass warnings to ``say`` as single lines, without source locations."""
 
     def show(message: Warning | str, *_: object) -> None:
-        say(f"note: {' '.join(str(message).split())}")
+        say(visible(f"note: {' '.join(str(message).split())}"))
 
     with warnings.catch_warnings():
         warnings.showwarning = show  # type: ignore[assignment]

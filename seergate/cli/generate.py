@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.checks import check_counts
 from seergate.cli.arguments import decoding_args, model_args, run_args
 from seergate.errors import SeergateError
+from seergate.escaping import Terminal
 
 if TYPE_CHECKING:
     from seergate.eval.task import Problem
@@ -95,7 +96,7 @@ def run(options: argparse.Namespace) -> None:
         sampling = {"do_sample": options.temperature > 0, "temperature": options.temperature or None}
     torch.manual_seed(options.seed)
     if problem.gold:
-        print(problem.messages[-1]["content"] + "\n", file=sys.stderr)
+        print(problem.messages[-1]["content"] + "\n", file=Terminal(sys.stderr))
     with (
         notes(lambda line: print(line, file=sys.stderr)),
         tempfile.TemporaryDirectory() as folder,
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> None:
             said += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
         if problem.gold:
             said += f"; the right answer is {problem.gold}"
-        print(said, file=sys.stderr)
+        print(said, file=Terminal(sys.stderr))
         if options.trace is not None and len(output) > len(ids) + 1:
             page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)

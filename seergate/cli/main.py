@@ -7,6 +7,7 @@ stopped by signal n. Any other exception is a bug in seergate and shows its trac
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import os
@@ -34,6 +35,7 @@ from seergate.cli.arguments import Command
 from seergate.cli.console import OK, guarded
 from seergate.distill.config import Parser
 from seergate.errors import SeergateError, did_you_mean, how_to_install
+from seergate.escaping import Terminal
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
@@ -160,7 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # keeps a log file up to date
     try:
-        return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+        os.environ.setdefault("PYTHON_COLORS", "0")  # from 3.14 on, argparse writes escape sequences
+        with contextlib.redirect_stdout(Terminal(sys.stdout)):
+            return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
     except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK

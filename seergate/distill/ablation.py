@@ -22,6 +22,7 @@ from seergate.distill.checkpoint import LEGACY_DEFAULTS
 from seergate.distill.config import TrainConfig, load_train_config
 from seergate.durable import replacing
 from seergate.errors import SeergateError, did_you_mean
+from seergate.escaping import markdown_text
 from seergate.gates import CONFIG_FILE
 from seergate.paths import shipped
 from seergate.yaml_file import read_yaml
@@ -167,7 +168,7 @@ def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
     chosen = prepared(names, options)
     tables = []
     for (study, configs), outcomes in zip(chosen, run_studies(chosen), strict=True):
-        tables.append(f"{study.name}\n\n{table(study, outcomes)}\n")
+        tables.append(f"{markdown_text(study.name)}\n\n{table(study, outcomes)}\n")
         (next(iter(configs.values())).run_dir.parent / "ablation.md").write_text(tables[-1], encoding="utf-8")
     return "\n".join(tables)
 
@@ -189,7 +190,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     heads = ["variant", "parameters", "tokens", "held-out KL", *recalls, "s/step"]
     rows = [
         [
-            outcome.variant,
+            markdown_text(outcome.variant),
             f"{outcome.parameters:,}",
             f"{outcome.tokens:,}",
             f"{outcome.kl:.4f}",

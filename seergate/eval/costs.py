@@ -55,7 +55,9 @@ class RowStats(DecodeStats):
         self.arriving[layer] = float(resident_bytes), row_bytes()
 
     def add_rows(self, rows: int) -> None:
-        """Add rows at the end of the batch after their prefill, which counts in the peaks."""
+        """Add rows at the end of the batch after their prefill, which counts in the peaks. The first decode step adds
+        its rows by itself.
+        """
         new = {name: np.zeros((len(self.layers), rows)) for name in FIGURES}
         for layer, i in self.place.items():
             allocated, own = self.arriving.pop(layer, (0.0, 0.0))
@@ -77,6 +79,8 @@ class RowStats(DecodeStats):
     def record(self, record: StepRecord) -> None:
         """Count one decode step of a layer, in total and per row."""
         super().record(record)
+        if not len(self.decode_steps):
+            self.add_rows(len(record.total_tokens))
         layer, seen, selection = record.layer, record.total_tokens, record.selection
         ends, allocated = np.array(record.step.ends), record.resident_bytes / len(seen)
         of = {name: figure[self.place[layer]] for name, figure in self.figures.items()}

@@ -73,7 +73,6 @@ class TeacherForcing:
         with warnings.catch_warnings(), attached(self.model, spec.method(bank), correction=spec.correction) as handle:
             warnings.simplefilter("ignore", LongPromptWarning)  # budgets below the prompt are intended
             stats = handle.count_with(RowStats)
-            stats.add_rows(1)
             logits = score(self.model, ids, start=self.prompt, logits=True).logits
             costs = stats.of(0)
         assert logits is not None

@@ -54,6 +54,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
         blocks), ``tokens_per_second`` (per process), ``seconds``, ``reply_logprob`` and ``reply_logprob_se``, and the
         `PROXIES`.
     """
+    samples = in_order(samples)  # so that sums and resamples do not depend on when a sample was made
     if "kl" in samples[0]:
         return of_texts(samples)
     correct = by_problem(samples, "correct")
@@ -102,7 +103,7 @@ def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
     Returns:
         ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and
         ``_high``, the ends of its 95 % interval, clustered by text, which are ``None`` for one text; ``kl_se``,
-        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; means of `COSTS` and `PEAKS`.
+        ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; means of `COSTS`, maxima of `PEAKS`.
     """
     found: dict[str, Any] = {}
     for name in ("kl", "loss", "agreement"):
@@ -113,5 +114,5 @@ def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
     found |= {"perplexity": math.exp(found["loss"]), "n_problems": len(texts), "n_samples": len(texts)}
     found["dense_perplexity"] = math.exp(np.mean([text["dense_loss"] for text in texts]))
     read = {name: [text[name] for text in texts if name in text] for name in (*COSTS, *PEAKS, "n_tokens", "seconds")}
-    found |= {name: float(np.mean(values)) for name, values in read.items() if values}
+    found |= {name: float((max if name in PEAKS else np.mean)(values)) for name, values in read.items() if values}
     return {name: None if math.isnan(value) else value for name, value in found.items()}

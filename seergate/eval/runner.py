@@ -242,7 +242,7 @@ def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Refe
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:
     """Derive the metrics from the samples, write them to `metrics.json` and return them."""
-    metrics = derive(store.in_order(store.read_samples(out_dir)), store.read_json(out_dir / store.PROXIES))
+    metrics = derive(store.read_samples(out_dir), store.read_json(out_dir / store.PROXIES))
     store.write_json(out_dir / store.METRICS, metrics)
     return metrics
 

@@ -16,6 +16,7 @@ import yaml
 
 from seergate.checks import is_int
 from seergate.config import RULES, SCORERS, GateConfig
+from seergate.escaping import markdown_block, markdown_code, markdown_text, visible
 from seergate.gates.bank import Gates
 from seergate.gates.record import portable_base
 from seergate.paths import directory_here, is_hub_id
@@ -162,7 +163,8 @@ def _eval_results(bank: Gates) -> list[Any]:
 def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
     geometry, gate = bank.geometry, bank.config
     base = portable_base(geometry.base_model)
-    revision = f" at revision `{_plain(geometry.base_revision)}`" if geometry.base_revision else ""
+    revision = f" at revision {markdown_code(geometry.base_revision)}" if geometry.base_revision else ""
+    named = markdown_code(base) + revision if base else "not recorded"
     layers = len(geometry.layers)
     total = f" of {geometry.num_layers}" if geometry.num_layers else ""
     kind = str(bank.dtype).removeprefix("torch.")
@@ -173,15 +175,15 @@ def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
     yes = {True: "yes", False: "no"}
     norm_and_rope = [] if gate.retention else [f"| q/k norm, RoPE | {yes[gate.qk_norm]}, {yes[gate.rope]} |"]
     lines = [
-        f"# Attention gates for {_plain((base or geometry.model_type).rpartition('/')[2])}",
+        f"# Attention gates for {markdown_text((base or geometry.model_type).rpartition('/')[2])}",
         "",
         f"{about} The base model is not part of this repository and is not changed by it.",
         "",
-        f"Base model: {f'`{_plain(base)}`{revision}' if base else 'not recorded'}, {_plain(geometry.model_type)}.",
+        f"Base model: {named}, {markdown_text(geometry.model_type)}.",
         "",
         "## Use",
         "",
-        f"```python\n{usage(bank, source)}\n```",
+        markdown_block(usage(bank, source), "python", "`"),
         "",
         "## Gates",
         "",
@@ -189,7 +191,7 @@ def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
         "|---|---|",
         f"| block size | {gate.block_size} tokens |",
         f"| gate width | {gate.gate_dim} |",
-        *(f"| {name} | {value} |" for name, value in scoring(gate).items()),
+        *(f"| {name} | {markdown_text(value)} |" for name, value in scoring(gate).items()),
         *norm_and_rope,
         f"| gated layers | {layers}{total} |",
         f"| query and KV heads, their width | {geometry.num_heads} and {geometry.num_kv_heads}, {geometry.head_dim} |",
@@ -197,7 +199,7 @@ def _body(bank: Gates, source: Source, plotted: bool) -> list[str]:
     ]
     if bank.decode_defaults:
         settings = ", ".join(f"{key}={value!r}" for key, value in bank.decode_defaults.items())
-        lines.append(f"| decoding defaults | `{_plain(settings)}` |")
+        lines.append(f"| decoding defaults | {markdown_text(settings)} |")
     return [*lines, "", *_results(bank, plotted), *_training(bank)]
 
 
@@ -221,7 +223,7 @@ def _results(bank: Gates, plotted: bool) -> list[str]:
             result.get("samples", ""),
             "" if tokens is None else f"{tokens:.0f}",
         ]
-        lines.append(f"| {' | '.join(_plain(str(cell)) for cell in cells)} |")
+        lines.append(f"| {' | '.join(markdown_text(str(cell)) for cell in cells)} |")
     return [*lines, "", "± is half a 95 % interval, clustered by problem.", ""]
 
 
@@ -250,9 +252,10 @@ def _training(bank: Gates) -> list[str]:
         "imported_from": "imported from",
     }
     rows += [(title, record[key]) for key, title in named.items() if record.get(key) is not None]
-    shown = [(name, f"{value:.5g}" if isinstance(value, float) else str(value)) for name, value in rows]
-    table = ["| | |", "|---|---|", *(f"| {name} | {_plain(value)} |" for name, value in shown), ""] if rows else []
-    whole = f"```json\n{json.dumps(record, indent=2)}\n```"
+    shown = [(name, f"{value:.5g}" if isinstance(value, float) else markdown_text(str(value))) for name, value in rows]
+    table = ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in shown), ""] if rows else []
+    # Without `<`, no value of the record can be taken for one of the card's markers.
+    whole = markdown_block(json.dumps(record, indent=2).replace("<", "\\u003c"), "json", "`")
     details = ["<details><summary>All that was recorded</summary>", "", whole, "", "</details>", ""]
     return ["## Training", "", *table, *details]
 
@@ -306,11 +309,6 @@ def _texts(value: Any) -> list[str]:
     return [str(entry) for entry in value] if isinstance(value, list) else []
 
 
-def _plain(text: str | None) -> str:
-    """Text without characters that would break a line, a table cell or a code span of the card."""
-    return " ".join(str(text).split()).replace("|", "/").replace("`", "'")
-
-
 def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
     """Plot accuracy against token budget: a line per task and method, with 95 % intervals; dense as a horizontal line.
 
@@ -343,6 +341,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="token budget", ylabel="accuracy (%)", ylim=(0, 104))
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set(text=visible(text.get_text()), parse_math=False)
     figure.savefig(path, dpi=120, metadata={"Software": None})
     return True

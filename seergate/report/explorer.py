@@ -20,6 +20,7 @@ import numpy as np
 
 from seergate.decode.trace import read_trace
 from seergate.errors import SeergateError
+from seergate.escaping import visible, with_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +36,8 @@ class Page:
 
     def _repr_html_(self) -> str:
         text = html.escape(self.path.read_text(encoding="utf-8"))
-        return f'<iframe srcdoc="{text}" style="width: 100%; height: 46rem; border: 0"></iframe>'
+        size = "width: 100%; height: 46rem; border: 0"
+        return f'<iframe srcdoc="{text}" sandbox="allow-scripts" style="{size}"></iframe>'
 
 
 def write_explorer(
@@ -55,11 +57,13 @@ def write_explorer(
         SeergateError: if the trace cannot be read or holds no attention of this row, or the page cannot be written.
     """
     data = page_data(trace, row)
-    data["tokens"] = pieces(tokenizer, tokens)
+    data = {name: visible(value) if isinstance(value, str) else value for name, value in data.items()}
+    data["tokens"] = [visible(piece, "\n\t") for piece in pieces(tokenizer, tokens)]
     data["steps"] = [data["steps"].get(i) for i in range(len(tokens))]
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # as in HTML, `</script>` would end the data
+    page = with_policy(TEMPLATE.read_text(encoding="utf-8")).replace("{{data}}", text)
     try:
-        Path(out).write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text), encoding="utf-8")
+        Path(out).write_text(page, encoding="utf-8")
     except OSError as error:
         raise SeergateError(f"the page {Path(out)} cannot be written: {error}") from error
     return Page(Path(out))

@@ -20,7 +20,7 @@ SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold"
 
 NEEDED = {
     "task": ("name",),
-    "method": ("name", "nominal"),
+    "method": ("name",),
     "model": ("path", "type", "parameters", "dtype", "fingerprint"),
     "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
 }
@@ -67,8 +67,10 @@ class Setting:
 
     @property
     def nominal(self) -> str:
-        """The limit on tokens read or held, in words; also for methods without a token budget."""
-        return str(self.config["method"]["nominal"])
+        """The limit on tokens read or held, in words, also for methods without a token budget; ``"unknown"`` for a run
+        from before it was recorded.
+        """
+        return str(self.config["method"].get("nominal", "unknown"))
 
     @property
     def evicts(self) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.config import SCORERS
 from seergate.errors import SeergateError, how_to_install
+from seergate.escaping import visible
 from seergate.eval.stats import t95
 from seergate.methods import METHODS, EvictingMethod, method_class
 from seergate.report.findings import TRUNCATED
@@ -365,7 +366,15 @@ def pyplot() -> Any:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG and, beside it, as SVG."""
+    """Write a figure as PNG and, beside it, as SVG. Titles and entries of legends are plain text, without formulas:
+    they name what was run.
+    """
+    from matplotlib.axes import Axes
+    from matplotlib.legend import Legend
+
+    titles = [*figure.texts, *(axes.title for axes in figure.findobj(Axes))]
+    for text in [*titles, *(text for legend in figure.findobj(Legend) for text in legend.get_texts())]:
+        text.set(text=visible(text.get_text()), parse_math=False)
     box: dict[str, Any] = {} if figure.get_layout_engine() else {"bbox_inches": "tight"}
     for name in (path, path.with_suffix(".svg")):
         figure.savefig(name, dpi=DPI, facecolor="white", **box)

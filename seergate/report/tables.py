@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from seergate.escaping import markdown_text
 from seergate.eval.matching import MEASURES, record_path
 from seergate.eval.metrics import REPLY
 from seergate.eval.stats import Difference, mean_and_interval
@@ -25,8 +26,8 @@ Columns = dict[str, Callable[[Sweep, Setting], str]]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table; the first ``left`` columns are aligned left, the others right."""
-    cells = [list(header), *map(list, rows)]
+    """A Markdown table of plain texts; the first ``left`` columns are aligned left, the others right."""
+    cells = [[markdown_text(cell) for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -253,7 +254,7 @@ def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
         missed = {m["method"]: 100 * (m["bytes"] / m["target_bytes"] - 1) for m in group if not m["matched"]}
         if missed:
             said = ", ".join(f"{method} ({percent:+.0f} %)" for method, percent in missed.items())
-            impossible.append(f"- not possible at {target}: {said}")
+            impossible.append(f"- {markdown_text(f'not possible at {target}: {said}')}")
     header = ["target", "method", "setting", "kB", "off by %", "accuracy %", "95 % interval", "minus dense"]
     blocks = [EQUAL_BYTES_NOTE, markdown(header, rows, left=3), "\n".join(impossible)]
     return "\n\n".join(filter(None, blocks))

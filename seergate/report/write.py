@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
-import html
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import Element, SubElement
 
 from markdown import Markdown
+from markdown.blockprocessors import BlockProcessor
+from markdown.extensions.tables import TableExtension
 from markdown.extensions.toc import slugify
+from markdown.treeprocessors import Treeprocessor
+from markdown.util import AtomicString
 
+from seergate.escaping import html_text, markdown_block, markdown_code, markdown_text, with_policy
 from seergate.eval.engine import Limit
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.sampling import Sampling
@@ -69,10 +73,10 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
         parts.append(text)
         plots += images
         said += findings(sweep)
-    title = f"# Decoding with a token budget: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}\n"
-    markdown = "\n".join([title, *parts])
+    title = f"Decoding with a token budget: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}"
+    markdown = "\n".join([f"# {markdown_text(title)}\n", *parts])
     write_text(out / "report.md", markdown)
-    write_text(out / "report.html", to_html(markdown, out))
+    write_text(out / "report.html", to_html(title, markdown, out))
     return Report(out / "report.md", out / "report.html", plots, said)
 
 
@@ -96,17 +100,17 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         first, details, results, note = list[str](), list[str](), table(sweep, TEXTS), _TEXTS_NOTE
         picture = plot(text_plot, "kl", "KL against bytes read")
     else:
-        first, results, note = [f"**{verdict(sweep)}**"], core_table(sweep), _CORE_NOTE
+        first, results, note = [f"**{markdown_text(verdict(sweep))}**"], core_table(sweep), _CORE_NOTE
         picture = plot(accuracy_plot, "accuracy", "Accuracy against token budget") if sweep.budgets else []
         details = _details(sweep, plot)
     if why:
-        first.insert(0, f"A section of its own, as not all runs have: {_pairs(why)}.")
+        first.insert(0, f"A section of its own, as not all runs have: {markdown_text(_pairs(why))}.")
     blocks = [
         *picture,
         "## What this shows",
-        _bullets(findings(sweep)),
+        _bullets(map(markdown_text, findings(sweep))),
         "Before quoting a number:",
-        _bullets(cautions(sweep)),
+        _bullets(map(markdown_text, cautions(sweep))),
         "## Results",
         results,
         f"{note} All figures: [{figures.name}]({figures.name}).",
@@ -117,7 +121,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
     headings = [block[3:] for block in blocks if block.startswith("## ")]
     if suffix:  # so that no heading occurs twice
         blocks = [f"{block} {suffix[1:]}" if block.startswith("## ") else block for block in blocks]
-        first.insert(0, f"# {_name(sweep)}")
+        first.insert(0, f"# {markdown_text(_name(sweep))}")
     links = " · ".join(f"[{each}](#{slugify(each + suffix, '-')})" for each in headings)
     return "\n\n".join([*first, links, *blocks]) + "\n", plots
 
@@ -165,19 +169,22 @@ def _sample_answers(sweep: Sweep) -> list[str]:
     shared = [answers for answers in first.values() if len(answers) == max(map(len, first.values()))]
     answers = min(shared, key=lambda found: abs(sum(bool(a["correct"]) for a in found.values()) - len(found) / 2))
     some = next(iter(answers.values()))
-    blocks = [f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of what each wrote."]
+    problem = f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of what each wrote."
+    blocks = [markdown_text(problem)]
     for label, sample in answers.items():
         result = "right" if sample["correct"] else "wrong"
         text = str(sample.get("completion") or "")[-TAIL:]
-        text = re.sub("^(?=</?details>)", " ", text.replace("~~~", "~ ~ ~"), flags=re.M)  # marks that the report uses
         title = f"{label}: {result}, {sample['n_tokens']} tokens, ended by {sample['finish_reason']}"
-        blocks += folded(title, f"~~~\n{text}\n~~~")
+        blocks += folded(title, markdown_block(text))
     return blocks
 
 
 def folded(title: str, *blocks: str) -> list[str]:
     """Markdown blocks in a ``<details>`` element, which shows them when its title is clicked."""
-    return [f"<details><summary>{title}</summary>", *blocks, "</details>"]
+    return [f"{_FOLDED}{html_text(title)}</summary>", *blocks, "</details>"]
+
+
+_FOLDED = "<details><summary>"
 
 
 _CORE_NOTE = (
@@ -222,7 +229,7 @@ def _proxy_note(sweep: Sweep) -> str:
     measured = sweep.having("next_token_kl")
     first = measured[0].proxies or {}
     note = (
-        f"Measured on {first.get('windows')} windows of {first.get('tokens_per_window')} tokens of "
+        f"Measured on {_windows(first)} of "
         f"{_whose(sweep)}, read densely up to the window (evicting methods decode their way there, but not from "
         "further back than 1024 tokens) and then decoded token by token: how far the distribution of the "
         "next token moves from dense, how often its most probable token stays the same, and the perplexity of the "
@@ -244,11 +251,15 @@ def _proxy_note(sweep: Sweep) -> str:
 def _whose(sweep: Sweep) -> str:
     """The generations that proxies were measured on, in words."""
     if sweep.proxies_on is not None:
-        return f"{sweep.proxies_on}'s own generations, the same for every method"
+        return f"{markdown_text(sweep.proxies_on)}'s own generations, the same for every method"
     return (
         "reference reasoning, which is not known to be the same for all settings, so do not compare them by these "
         "figures (`contexts` in `proxies.json` tells; `--measure-recall` beside a dense run measures anew)"
     )
+
+
+def _windows(proxies: dict[str, Any]) -> str:
+    return markdown_text(f"{proxies.get('windows')} windows of {proxies.get('tokens_per_window')} tokens")
 
 
 def _recall_note(sweep: Sweep) -> str:
@@ -256,7 +267,7 @@ def _recall_note(sweep: Sweep) -> str:
     wrong = ", so that a method that loses its way is not measured on its own wrong path" if sweep.proxies_on else ""
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
-        f"{recall['windows']} windows of {recall['tokens_per_window']} tokens of {_whose(sweep)}{wrong}. Layers "
+        f"{_windows(recall)} of {_whose(sweep)}{wrong}. Layers "
         "that read everything count as 100 %. Methods that evict tokens have no recall."
     )
 
@@ -268,8 +279,6 @@ def _conditions(sweep: Sweep) -> str:
     sampling = Sampling(**{field.name: generation.get(field.name, field.default) for field in fields(Sampling)})
     limit = Limit(generation["max_new_tokens"], generation.get("max_total_tokens"))
     lines = [
-        f"model: `{model['path']}` ({model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights "
-        f"{model['fingerprint']})",
         f"task: {_pairs(task)}",
         f"generation: {sampling}; {generation['samples']} sample(s) per problem, {limit}, "
         f"seed {generation['seed']}"
@@ -280,24 +289,27 @@ def _conditions(sweep: Sweep) -> str:
         f"machine: {env.get('device')}; {_pairs(env.get('hardware', {}))}",
     ]
     if rope := flatten(model.get("rope") or {}):
-        lines.insert(1, f"rotary embedding: {_pairs(rope)}")
-    lines[1:1] = [f"gates: `{path}` (weights {weights})" for weights, path in gates.items()]
-    return _bullets(lines)
+        lines.insert(0, f"rotary embedding: {_pairs(rope)}")
+    about = f"{model['type']}, {model['parameters']:,} parameters, {model['dtype']}, weights {model['fingerprint']}"
+    weights = [("model", model["path"], about), *(("gates", path, f"weights {own}") for own, path in gates.items())]
+    named = [f"{what}: {markdown_code(str(path))} ({markdown_text(about)})" for what, path, about in weights]
+    return _bullets([*named, *map(markdown_text, lines)])
 
 
 def _pairs(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _bullets(lines: list[str]) -> str:
+def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
 _CSS = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a; }
 table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto; }
-th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: white; }
+th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: left; white-space: nowrap; }
+[align=right] { text-align: right; }
+th:first-child, td:first-child { position: sticky; left: 0; background: white; }
 img { width: 100%; }
 summary { cursor: pointer; color: #0b5cad; margin: 0.6rem 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f6; padding: 0.6rem; font-size: 0.8rem; }
@@ -306,21 +318,51 @@ h2 { border-top: 1px solid #ddd; padding-top: 1rem; }
 """
 
 
-def to_html(text: str, folder: Path) -> str:
+def to_html(title: str, text: str, folder: Path) -> str:
     """The report's Markdown as one self-contained HTML page. Only the HTML of `folded` is kept as HTML."""
-    reader = Markdown(extensions=["tables", "toc", "fenced_code", "sane_lists"])
+    aligned = TableExtension(use_align_attribute=True)  # the policy of the page allows no style attributes
+    reader = Markdown(extensions=[aligned, "toc", "fenced_code", "sane_lists"])
     reader.preprocessors.deregister("html_block")
-    reader.inlinePatterns.deregister("html")  # HTML in a user's names is shown as text
-    text = re.sub(r"^<details><summary>(.*)</summary>$", "\ue000\\1", text, flags=re.M)
-    body = reader.convert(text.replace("\n</details>\n", "\n\ue001\n"))
-    body = re.sub("<p>\ue000(.*?)</p>", r"<details><summary>\1</summary>", body).replace("<p>\ue001</p>", "</details>")
-    body = re.sub(r'(src|href)="([\w.-]+\.(png|csv))"', lambda found: _inside(folder, *found.groups()), body)
-    title = html.escape(text.splitlines()[0].lstrip("# "))
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{_CSS}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n</body></html>\n'
+    reader.inlinePatterns.deregister("html")
+    reader.parser.blockprocessors.register(_Folded(reader.parser), "folded", 200)
+    reader.treeprocessors.register(_Inside(reader, folder), "inside", 0)
+    start = with_policy(
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><style>{_CSS}</style></head>\n<body>\n'
+    )
+    start = start.replace("</head>", f"<title>{html_text(title)}</title></head>")
+    return f"{start}{reader.convert(text)}\n</body></html>\n"
 
 
-def _inside(folder: Path, attribute: str, name: str, kind: str) -> str:
-    data = base64.b64encode((folder / name).read_bytes()).decode()
-    start = 'src="data:image/png' if kind == "png" else f'download="{name}" href="data:text/csv'
-    return f'{start};base64,{data}"'
+class _Folded(BlockProcessor):
+    """Makes elements of what `folded` wrote."""
+
+    def test(self, parent: Element, block: str) -> bool:
+        return block.startswith(_FOLDED)
+
+    def run(self, parent: Element, blocks: list[str]) -> None:
+        details = SubElement(parent, "details")
+        title = blocks.pop(0).removeprefix(_FOLDED).removesuffix("</summary>")
+        SubElement(details, "summary").text = AtomicString(self.parser.md.htmlStash.store(title))
+        end = next(i for i, block in enumerate(blocks) if block.strip() == "</details>")
+        inside = blocks[:end]
+        del blocks[: end + 1]
+        self.parser.parseBlocks(details, inside)
+
+
+class _Inside(Treeprocessor):
+    """Puts the report's plots and its table of figures into the page."""
+
+    def __init__(self, reader: Markdown, folder: Path) -> None:
+        super().__init__(reader)
+        self.folder = folder
+
+    def run(self, root: Element) -> None:
+        for image in root.iter("img"):
+            image.set("src", self._data("image/png", image.get("src", "")))
+        for link in root.iter("a"):
+            if not (name := link.get("href", "")).startswith("#"):
+                link.set("download", name)
+                link.set("href", self._data("text/csv", name))
+
+    def _data(self, kind: str, name: str) -> str:
+        return f"data:{kind};base64,{base64.b64encode((self.folder / name).read_bytes()).decode()}"

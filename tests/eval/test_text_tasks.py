@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.engine import encode
 from seergate.eval.forced import TeacherForcing
-from seergate.eval.metrics import of_texts
+from seergate.eval.metrics import derive, of_texts
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid
 from seergate.report import write_report
@@ -73,6 +74,36 @@ def test_one_text_has_no_interval():
     # means .2 and .3: .25 ± t(1) * .05
     assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
     assert two["kl_p99_low"] == pytest.approx(0.3) and two["kl_p99_high"] == pytest.approx(0.4)
+
+
+def test_peaks_of_texts_are_those_of_the_worst_text():
+    text = {"kl": [0.1, 0.3], "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 2, "seconds": 1.0}
+    peaks = [{"own_bytes_peak": 10.0, "resident_bytes_peak": 50.0, "own_bytes_mean": 4.0}]
+    peaks.append({"own_bytes_peak": 30.0, "resident_bytes_peak": 40.0, "own_bytes_mean": 8.0})
+    found = of_texts([text | each for each in peaks])
+    assert (found["own_bytes_peak"], found["resident_bytes_peak"], found["own_bytes_mean"]) == (30, 50, 6)
+
+
+def test_the_peak_of_a_text_counts_its_prompt():
+    model = support.model()
+    ids = torch.randint(6, 40, (1, 120), generator=torch.Generator().manual_seed(1))
+    texts = TeacherForcing(model, ids, prompt=79)
+    token = 4 * 2 * sum(model.config.num_key_value_heads * model.config.head_dim for _ in model.model.layers)
+    for spec, peak in zip(grid(["dense", "streaming_llm:interval=1"], [16], 8), (119, 79), strict=True):
+        found = texts.measure(spec, None, 0)
+        assert found["own_bytes_peak"] == peak * token > found["own_bytes_mean"], spec.label
+
+
+def test_figures_of_texts_do_not_depend_on_the_order_of_their_samples():
+    """From ten texts on, names in order are not numbers in order."""
+    draw = random.Random(0)
+    alike = {"sample_idx": 0, "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 20, "seconds": 1.0}
+    texts = [
+        alike | {"problem_id": f"text-{i}", "kl": [draw.expovariate(1.0) for _ in range(20)]} for i in range(1, 13)
+    ]
+    found = derive(texts, None)
+    assert found == derive(texts[::-1], None) == derive(store.in_order(texts), None)
+    assert found["kl_p99_low"] < found["kl_p99"] <= found["kl_p99_high"]
 
 
 def test_the_right_answer_has_its_log_probability(tmp_path):

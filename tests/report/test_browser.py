@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -26,6 +30,26 @@ def opened(page: Path, profile: Path) -> tuple[list[str], Path]:
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line], picture
 
 
+@pytest.fixture
+def host():
+    """A host on this machine, its address and the paths that were asked of it."""
+    asked = list[str]()
+
+    class Server(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
 def test_the_report_opens_without_a_word_on_the_console(tmp_path):
     from PIL import Image
 
@@ -44,3 +68,36 @@ def test_the_report_opens_without_a_word_on_the_console(tmp_path):
     assert len(colours) > 100, "text and plots are there"
     # the gate's colour, which only a plot has: its image was decoded
     assert any(count > 50 and colour == (0xD5, 0x5E, 0x00) for count, colour in colours)
+
+
+def test_a_report_of_hostile_text_runs_and_fetches_nothing(tmp_path, host):
+    address, asked = host
+    hostile = f"![t]({address}/t.png) [click](javascript:alert(1)) <img src={address}/i.png onerror=console.error(1)>"
+    hostile += f"<script>console.error(2)</script> [d](data.csv) <link rel=stylesheet href={address}/l.css>"
+    directory = write_run(tmp_path / "runs", "dense", None, lambda i: True, model=hostile, completion=hostile)
+    path = directory / "samples.jsonl"
+    path.write_text(path.read_text().replace('"gold": "1"', f'"gold": {json.dumps(hostile)}'))
+    page = write_report(tmp_path / "runs").html
+    assert opened(page, tmp_path / "first")[0] == [] and asked == []
+    assert not re.search(r'(href|src)="(?!data:|#)', page.read_text()) and "<script" not in page.read_text()
+
+
+def test_the_policy_holds_even_where_nothing_is_escaped(tmp_path, host):
+    """It is seen in the browser's words: each forbidden thing is refused, and nothing is asked of the host."""
+    address, asked = host
+    write_run(tmp_path / "runs", "dense", None, lambda i: True)
+    page = write_report(tmp_path / "runs").html
+    told = ["script", "style", f'img src="{address}/i.png"', f'iframe src="{address}/f.html"']
+    for number, tag in enumerate(told):
+        content = {"script": "console.error('ran')", "style": f"h1 {{ background: url({address}/s.png) }}"}.get(
+            tag, ""
+        )
+        copy = tmp_path / f"{number}.html"
+        copy.write_text(page.read_text().replace("</body>", f"<{tag}>{content}</{tag.split()[0]}></body>"))
+        said, _ = opened(copy, tmp_path / f"profile-{number}")
+        assert said and all("Content Security Policy" in line for line in said), tag
+    assert asked == []
+    bare = page.read_text().replace("Content-Security-Policy", "none").replace("</body>", f"<{told[2]}></body>")
+    (tmp_path / "bare.html").write_text(bare)
+    opened(tmp_path / "bare.html", tmp_path / "bare")
+    assert asked == ["/i.png"], "without the policy the host is asked"

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import csv
+import html
 import json
 import math
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -85,9 +87,9 @@ def test_an_answer_is_shown_as_it_is(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: True, completion=answer)
     report = write_report(tmp_path)
     page, text = report.html.read_text(), report.markdown.read_text()
-    assert "TABLE OF CONTENTS\n~ ~ ~\n </details>\n <details><summary>x" in text and "TABLE OF CONTENTS" in page
-    assert page.count("<details>") == page.count("</details>") and "\ue000" not in page and "\ue001" not in page
-    assert "\nCONTENTS\n" not in text
+    assert f"\n~~~~\n{answer}\n~~~~\n" in text
+    assert f"<pre><code>{html.escape(answer)}\n</code></pre>" in page
+    assert page.count("<details>") == page.count("</details>") == page.count("<summary>")
 
 
 def test_the_verdict_comes_first(runs):
@@ -129,6 +131,31 @@ def test_the_pareto_front_holds_what_none_beats(tmp_path):
 def test_html_escapes_what_users_named(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: True, model="<script>alert(1)</script>")
     assert "<script" not in write_report(tmp_path).html.read_text()
+
+
+def test_a_run_from_before_budgets_were_written_in_words(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True)
+    path = write_run(tmp_path, "kv4bit", None, lambda i: True) / "config.yaml"
+    write_run(tmp_path, "gate", 32, lambda i: True)
+    for config in tmp_path.glob("*/config.yaml"):
+        config.write_text(re.sub(" *nominal: .*\n", "", config.read_text()))
+    assert "nominal" not in path.read_text()
+    text = write_report(tmp_path).markdown.read_text()
+    assert re.search(r"\| dense +\| +– \|", text) and re.search(r"\| gate +\| unknown \|", text)
+    assert "- kv4bit (unknown) is +0.0" in text
+
+
+def test_names_in_plots_are_no_formulas(tmp_path):
+    name = "a$x^{$b\x1b*"
+    write_run(tmp_path, "dense", None, lambda i: True, model=name)
+    for fingerprint, part in (("13ae", "a"), ("13af", "b")):
+        gates = {"path": "g", "fingerprint": fingerprint, "name": f"$\\frac{part}$"}
+        write_run(tmp_path / part, "gate", 32, lambda i: True, model=name, gates=gates, recall=[0.5, 0.7])
+    report = write_report(tmp_path, None, tmp_path / "a", tmp_path / "b")
+    drawn = [plot.with_suffix(".svg").read_text() for plot in report.plots]
+    for text in drawn:
+        ElementTree.fromstring(text)
+    assert any("$x^{$b" in text and "$\\fraca$" in text for text in drawn)
 
 
 def test_other_models_are_not_compared(runs):
