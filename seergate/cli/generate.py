@@ -76,8 +76,8 @@ def run(options: argparse.Namespace) -> None:
     problem = _problem(options, tiny, bool(tokenizer.chat_template))
     ids = encode(tokenizer, prompt_text(tokenizer, problem))
     text = config.get_text_config()
-    check_positions(text, len(ids) + 1, "the prompt, with one token of an answer,")
-    longest = min(options.max_new_tokens, (model_positions(text) or sys.maxsize) - len(ids))
+    check_positions(text, len(ids), "the prompt")
+    longest = min(options.max_new_tokens, max(1, (model_positions(text) or sys.maxsize) - len(ids)))
     if longest < options.max_new_tokens:
         print(f"at most {longest:,} new tokens: the model has {model_positions(text):,} positions", file=sys.stderr)
 

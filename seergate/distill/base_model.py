@@ -119,8 +119,8 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
     positions = usable_positions(text)
     if positions is not None and config.max_length > positions and config.max_length != MAX_LENGTH:
         raise SeergateError(
-            f"max_length is {config.max_length}, but {why_no_longer(text)}; set --max-length to {positions} at most, "
-            "or stretch the positions with --rope-scaling (yarn, linear or llama3)"
+            f"max_length is {config.max_length}, but {why_no_longer(text)}; set --max-length to that at most, or "
+            "stretch the positions with --rope-scaling, by a type with constant frequencies such as yarn"
         )
     return shape
 

@@ -177,9 +177,9 @@ def why_no_longer(text: Any) -> str:
     """The reason for `usable_positions`, in words."""
     positions, changing = model_positions(text), changing_rope(text)
     if changing is None or (positions is not None and positions <= changing[1]):
-        return f"the model has {positions:,} positions"
+        return f"the model has {positions} positions"
     return (
-        f"the model's {changing[0]} RoPE has other frequencies beyond {changing[1]:,} tokens, where cached keys and "
+        f"the model's {changing[0]} RoPE has other frequencies beyond {changing[1]} tokens, where cached keys and "
         "the rows of a batch would no longer fit together"
     )
 
