@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure the method's model-dependent options on a task, and write a file for each."""
     from seergate.cli.models import check_writable, load_model, model_path
+    from seergate.cli.running import check_model
     from seergate.eval import RunOptions, make_task
     from seergate.eval.calibration import calibrated_options, calibration_of, evenly_chosen_prompts, made_on
     from seergate.eval.engine import end_ids
@@ -79,11 +80,13 @@ def run(options: argparse.Namespace) -> None:
         targets[option] = options.out or Path("runs") / name
         _check_target(targets[option], calibration, options.method)
         check_writable(targets[option].parent)
-    model = load_model(path, options.dtype, options.device)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
-    limit = RunOptions(max_new_tokens=options.max_new_tokens).limit(task).of(max(map(len, prompts)))
+    longest = max(map(len, prompts))
+    given = RunOptions(max_new_tokens=options.max_new_tokens)
+    limit = given.limit_of(task, check_model(path, [], []).get_text_config(), longest).of(longest)
     if limit < 1:
         raise ValueError("the longest prompt leaves no room for an answer; give --max-new-tokens")
+    model = load_model(path, options.dtype, options.device)
     sampling, ends = RunOptions().resolved_sampling(task, model), end_ids(model, tokenizer)
     print(f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each")
     if len(prompts) * limit < FEW_TOKENS:

@@ -108,13 +108,13 @@ def _judge(name: str) -> None:
     from seergate.distill.config import load_train_config
     from seergate.distill.plan import architecture
     from seergate.errors import SeergateError
-    from seergate.models.families import family_of, layer_type
+    from seergate.models.families import family_of, has_full_attention
 
     path = model_path(name)
     config = architecture(load_train_config(name))
     family_of(config)
     text = config.get_text_config()
-    gated = [i for i in range(text.num_hidden_layers) if layer_type(text, i) == "full_attention"]
+    gated = [i for i in range(text.num_hidden_layers) if has_full_attention(text, i)]
     if not gated:
         raise SeergateError(f"no layer of {path} has full attention, so there is nothing to make sparse")
     heads, kv_heads = text.num_attention_heads, text.num_key_value_heads

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.settings import method_spec
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import SelectingMethod
-    from seergate.models.families import model_positions
+    from seergate.models.families import check_positions, model_positions
 
     _check(options)
     tiny = is_tiny(options.model)
@@ -76,9 +76,11 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(path)
     problem = _problem(options, tiny, bool(tokenizer.chat_template))
     ids = encode(tokenizer, prompt_text(tokenizer, problem))
-    positions = model_positions(config.get_text_config())
-    if positions is not None and len(ids) > positions:
-        raise SeergateError(f"the prompt has {len(ids):,} tokens; {path} has {positions:,} positions")
+    text = config.get_text_config()
+    check_positions(text, len(ids), "the prompt")
+    longest = min(options.max_new_tokens, max(1, (model_positions(text) or sys.maxsize) - len(ids)))
+    if longest < options.max_new_tokens:
+        print(f"at most {longest:,} new tokens: the model has {model_positions(text):,} positions", file=sys.stderr)
 
     import torch
     from transformers import TextStreamer
@@ -108,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
             output = model.generate(
                 torch.tensor([ids], device=model.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
-                max_new_tokens=options.max_new_tokens,
+                max_new_tokens=longest,
                 streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
                 **sampling,
             )[0].tolist()

@@ -101,6 +101,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.settings import with_each
     from seergate.hf.loading import load_tokenizer
     from seergate.methods import Dense
+    from seergate.models.families import check_length, why_no_longer
     from seergate.report.findings import UNANSWERED
 
     task, problems = checked_task(plan)
@@ -116,11 +117,14 @@ def run_plan(plan: SweepPlan) -> Path:
         specs = distinct(specs)  # their budgets are matched once the model is loaded
 
     methods = [spec.method(spec.bank(banks)) for spec in specs if not spec.uncalibrated]
-    check_model(path, methods, [bank for spec in specs if spec.has_gates and (bank := spec.bank(banks)) is not None])
-    tokenizer = load_tokenizer(path)
+    config = check_model(
+        path, methods, [bank for spec in specs if spec.has_gates and (bank := spec.bank(banks)) is not None]
+    )
+    tokenizer, text, limit = load_tokenizer(path), config.get_text_config(), plan.limit(task)
     if task.scored is None:
-        encoded_prompts(tokenizer, problems, plan.limit(task))
+        limit = encoded_prompts(tokenizer, problems, task, plan, text)[1]
     else:
+        check_length(text, limit.of(0), "a text of the task's length")
         alone = ("engine", "workers", "ray_address", "match", "measure_recall")
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
@@ -140,9 +144,10 @@ def run_plan(plan: SweepPlan) -> Path:
         plan = replace(plan, on_progress=progress)
         chosen = plan.sampling or task.sampling
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
-        limit, sampling = plan.limit(task), plan.resolved_sampling(task, model)
+        sampling = plan.resolved_sampling(task, model)
         unlike = "" if chosen else sampling.unlike_generate(model)
-        print(f"sampling: {sampling} ({source}{unlike}); {limit}")
+        cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
+        print(f"sampling: {sampling} ({source}{unlike}); {limit}{cut}")
         if plan.measure_recall and specs[0].name != Dense.name:
             found = reference_in(out, model, tokenizer, task)
             whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"

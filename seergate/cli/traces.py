@@ -74,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.hf.attach import attached
     from seergate.hf.bank import GateBank
     from seergate.hf.loading import load_tokenizer
+    from seergate.models.families import check_length
 
     spec = method_spec(options.method, options.budget)
     served = options.engine in SERVERS
@@ -91,6 +92,8 @@ def run(options: argparse.Namespace) -> None:
         check_served(options.engine, spec, bank)
     method = spec.method(bank)
     shape = check_model(path, [method], [] if bank is None else [bank])
+    if options.max_length is not None:
+        check_length(shape.get_text_config(), options.max_length, "a text of --max-length")
     config = within_positions(config, shape)
     tokenizer, limit = load_tokenizer(path), Limit(options.max_new_tokens, config.max_length)
     made = _rows(options.out)

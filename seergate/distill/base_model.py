@@ -24,8 +24,9 @@ from seergate.models.families import (
     decoder_of,
     family_of,
     head_dim_of,
-    model_positions,
     text_config,
+    usable_positions,
+    why_no_longer,
     why_one_sequence,
 )
 from seergate.ops.backend import choose
@@ -115,18 +116,18 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
             text.validate_rope()
         except (KeyError, TypeError, ValueError) as error:
             raise SeergateError(f"rope_scaling is {config.rope_scaling}: {first_line(error)}") from error
-    positions = model_positions(text)
+    positions = usable_positions(text)
     if positions is not None and config.max_length > positions and config.max_length != MAX_LENGTH:
         raise SeergateError(
-            f"max_length is {config.max_length}, but the model has {positions} positions; set --max-length to that at "
-            "most, or stretch them with --rope-scaling"
+            f"max_length is {config.max_length}, but {why_no_longer(text)}; set --max-length to that at most, or "
+            "stretch the positions with --rope-scaling, by a type with constant frequencies such as yarn"
         )
     return shape
 
 
 def within_positions(config: TrainConfig, shape: Any) -> TrainConfig:
-    """Limit ``max_length`` to the number of the model's positions; ``shape`` is the configuration from `as_asked`."""
-    positions = model_positions(shape.get_text_config())
+    """Limit ``max_length`` to the model's `usable_positions`; ``shape`` is the configuration from `as_asked`."""
+    positions = usable_positions(shape.get_text_config())
     return config if positions is None else replace(config, max_length=min(config.max_length, positions))
 
 

@@ -7,7 +7,9 @@ linear attention) run in static batches whose finished rows are dropped.
 
 A sample's tokens do not depend on its neighbours: selections are made per row, and each sample has its own random
 generator. (Matrix products of different sizes may round differently in the last bit, which can change the choice
-between two tokens that are tied to that bit. That is a property of the linear algebra library.)
+between two tokens that are tied to that bit. That is a property of the linear algebra library.) With dynamic and
+LongRoPE scaling the frequencies depend on the longest row and on the length at which a key was cached. Rows so long
+that the frequencies change are therefore refused.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
 from seergate.methods.evicting import CompressingMethod, CompressingState
+from seergate.models.families import check_angles, text_config
 from seergate.stats import DecodeStats
 
 
@@ -155,8 +158,12 @@ class Batch:
 
         Returns:
             Logits ``[len(prompts), V]`` of each row's next token.
+
+        Raises:
+            SeergateError: if a prompt is too long for the frequencies of the model's RoPE (`check_angles`).
         """
         width = max(map(len, prompts))
+        check_angles(text_config(self.model), width, "a prompt")
         rows = [[0] * (width - len(ids)) + list(ids) for ids in prompts]  # padding is masked: any token will do
         seen = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
         mask = torch.tensor(seen, device=self.device)
@@ -194,7 +201,11 @@ class Batch:
         return sums
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """Decode one given token per row; return the logits ``[rows, V]`` of the token after it."""
+        """Decode one given token per row; return the logits ``[rows, V]`` of the token after it.
+
+        Raises `SeergateError` if a row gets too long for the frequencies of the model's RoPE (`check_angles`).
+        """
+        check_angles(text_config(self.model), max(self.lengths) + 1, "a prompt with its answer")
         if self.mask is not None:
             self.mask = torch.cat((self.mask, self.mask.new_ones(len(self), 1)), dim=1)
         ids = torch.tensor(tokens, device=self.device)[:, None]
@@ -337,9 +348,13 @@ class Engine:
         """Generate all samples.
 
         Raises:
-            SeergateError: if not even one sample fits into memory.
+            SeergateError: if not even one sample fits into memory; before any work, if a sample may get too long for
+                the frequencies of the model's RoPE (`check_angles`).
         """
         self.waiting = deque(requests)
+        reply, text = max((len(request.reply) for request in self.waiting), default=0), text_config(self.handle.model)
+        for prompt in (len(request.ids) for request in self.waiting):
+            check_angles(text, prompt + max(self.limit.of(prompt), reply), "a prompt with its longest answer")
         self._start_anew()
         try:
             while self.step():
@@ -467,10 +482,25 @@ class Engine:
             raise
 
 
+def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The special tokens that a tokenizer puts before plain text by default, as text; empty if there are none."""
+    ids, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    begins = ids[:1] == [tokenizer.bos_token_id]
+    count = next((i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), int(begins))
+    text = str(tokenizer.bos_token) if begins and count == 1 else "".join(tokenizer.convert_ids_to_tokens(ids[:count]))
+    if text and tokenizer(f"{text}a", add_special_tokens=False)["input_ids"] != ids[: count + len(bare)]:
+        return f"{text} "  # the first word after a special token has its space only if it is written
+    return text
+
+
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    """The text that the model continues: the problem's prompt, or its messages in the model's chat template."""
+    """The text that the model continues, with its special tokens: the problem's messages in the model's chat template,
+    or its prompt after the tokenizer's `beginning`, unless the prompt itself begins so.
+    """
     if problem.prompt is not None:
-        return problem.prompt
+        start = beginning(tokenizer)
+        given = not problem.prompt or problem.prompt.startswith(start.rstrip())
+        return problem.prompt if given else start + problem.prompt
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
     return str(tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True))

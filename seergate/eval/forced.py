@@ -16,14 +16,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.costs import RowStats
+from seergate.eval.engine import beginning, encode
 from seergate.eval.proxies import compare, dense_logits
-from seergate.eval.retrieval import SETTLING, beginning
+from seergate.eval.retrieval import SETTLING
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Task
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.hf.score import score
 from seergate.methods import LongPromptWarning
+from seergate.models.families import check_length, text_config
 
 KEPT_BYTES = 2**30
 """Maximum bytes of dense attention's logits that are kept for further settings."""
@@ -48,9 +50,11 @@ class TeacherForcing:
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> TeacherForcing:
         """Make the comparison on the texts of a task that scores texts."""
         assert task.max_total_tokens is not None and task.scored is not None
+        check_length(text_config(model), task.max_total_tokens, "a text of the task's length")
         ids = pieces(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
         if start := beginning(tokenizer):
-            ids[:, 0] = tokenizer.convert_tokens_to_ids(start)
+            first = torch.tensor(encode(tokenizer, start.rstrip()))
+            ids[:, : len(first)] = first
         return cls(model, ids, task.max_total_tokens - 1 - SETTLING - task.scored)
 
     @torch.inference_mode()

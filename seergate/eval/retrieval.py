@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from seergate.checks import check_count
 from seergate.errors import SeergateError
-from seergate.eval.engine import encode, prompt_text
+from seergate.eval.engine import beginning, encode, prompt_text
 from seergate.eval.sampling import Sampling
 from seergate.eval.task import Problem, Task
 
@@ -329,12 +329,6 @@ def _most(tokenizer: PreTrainedTokenizerBase, made: Callable[[int], Problem], to
 def listed(words: Sequence[str]) -> str:
     """``a, b and c``."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
-
-
-def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's beginning-of-sequence token as text; empty if it does not prepend one."""
-    ids = tokenizer("a")["input_ids"]
-    return str(tokenizer.bos_token) if ids and ids[0] == tokenizer.bos_token_id else ""
 
 
 def text_of(data: str | None) -> tuple[str, str]:

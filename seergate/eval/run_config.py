@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.checks import check_choice, check_counts
+from seergate.errors import SeergateError
 from seergate.eval.collector import Progress
 from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.environment import environment, grader_version
@@ -21,6 +22,7 @@ from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem, Task, contents_hash, digest_of
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.bank import GateBank
+from seergate.models.families import usable_positions, why_no_longer
 
 ENGINES = ("transformers", *SERVERS)
 
@@ -64,6 +66,26 @@ class RunOptions:
             return Limit(task.max_new_tokens, task.max_total_tokens)
         return Limit(self.max_new_tokens, self.max_total_tokens)
 
+    def limit_of(self, task: Task, text: Any, longest: int) -> Limit:
+        """`limit`, cut to what the model can hold if it is the task's own.
+
+        Args:
+            text: configuration of the language model.
+            longest: tokens of the longest prompt.
+
+        Raises:
+            SeergateError: if a limit of these options lets prompt and answer exceed what the model can hold.
+        """
+        limit, room = self.limit(task), usable_positions(text)
+        if room is None or longest + limit.of(longest) <= room:
+            return limit
+        if self.max_new_tokens is None and self.max_total_tokens is None:
+            return Limit(limit.max_new_tokens, room)
+        raise SeergateError(
+            f"the answers may have {limit}, and the longest prompt has {longest:,}: {why_no_longer(text)}; set "
+            f"max_total_tokens (--max-total-tokens) to {room} at most, or leave the limits out"
+        )
+
     def check(self, task: Task, sampling: Sampling | None = None) -> None:
         """Raise an error if these options do not fit the task; ``sampling`` is `resolved_sampling`, if known."""
         self.limit(task)
@@ -94,9 +116,9 @@ def run_config(
     bank: GateBank | None,
     options: RunOptions,
     processes: int,
+    limit: Limit,
 ) -> dict[str, Any]:
     """The contents of `config.yaml`: everything that affects a run's results, and how it was run; plain YAML types."""
-    limit = options.limit(task)
     gates = None
     if spec.has_gates and bank is not None:
         name = {"name": spec.gates} if spec.gates else {}

@@ -35,6 +35,7 @@ from seergate.fingerprint import fingerprint, rope_of
 from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense
+from seergate.models.families import check_length, text_config
 
 
 def sweep(
@@ -162,11 +163,13 @@ def evaluate(
         SeergateError: if ``out_dir`` holds a run with other settings, naming the fields that differ.
     """
     options, task = options or RunOptions(), task.bound(tokenizer)
-    limit, sampling = options.limit(task), options.resolved_sampling(task, model)
+    sampling, problems = options.resolved_sampling(task, model), task.problems()
     options.check(task, sampling)
-    problems = task.problems()
+    encoded, limit = Encoded(), options.limit(task)
+    if task.scored is None:
+        encoded, limit = encoded_prompts(tokenizer, problems, task, options, text_config(model))
     processes = cluster.workers if cluster else 1
-    config = run_config(model, tokenizer, task, problems, spec, bank, options, processes)
+    config = run_config(model, tokenizer, task, problems, spec, bank, options, processes, limit)
     out_dir.mkdir(parents=True, exist_ok=True)
     wanted = {(task.name, p.problem_id, i): p for p in problems for i in range(options.samples_of(task))}
     with store.SampleLog(out_dir) as log:
@@ -194,7 +197,7 @@ def evaluate(
                     sink.report()
                     sink.take_kept([kept[key] for key in missing if key in kept])
                     if unmade:
-                        requests = _requests(tokenizer, unmade, limit, options.seed)
+                        requests = _requests(tokenizer, unmade, encoded, options.seed)
                         longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
                         job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
                         if cluster is not None:
@@ -247,29 +250,38 @@ def write_metrics(out_dir: Path) -> dict[str, Any]:
     return metrics
 
 
+Encoded = dict[str, tuple[str, tuple[int, ...]]]
+"""Problem id -> the model's input, as text and as tokens."""
+
+
 def encoded_prompts(
-    tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem], limit: Limit
-) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Problem id -> the model's input, as text and as tokens."""
-    encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
+    tokenizer: PreTrainedTokenizerBase, problems: Iterable[Problem], task: Task, options: RunOptions, text: Any
+) -> tuple[Encoded, Limit]:
+    """Encode the prompts for a model with the text configuration ``text``, and find the limit of their answers.
+
+    Raises:
+        SeergateError: if the model cannot hold a prompt, or the limit (`RunOptions.limit_of`) leaves no room for an
+            answer.
+    """
+    encoded: Encoded = {}
     for problem in problems:
         if problem.problem_id not in encoded:
-            text = prompt_text(tokenizer, problem)
-            ids = tuple(encode(tokenizer, text))
-            if limit.of(len(ids)) < 1:
-                raise SeergateError(
-                    f"the prompt of problem {problem.problem_id} has {len(ids)} tokens, which leaves no room for an "
-                    f"answer ({limit})"
-                )
-            encoded[problem.problem_id] = text, ids
-    return encoded
+            prompt = prompt_text(tokenizer, problem)
+            encoded[problem.problem_id] = prompt, tuple(encode(tokenizer, prompt))
+            check_length(text, len(encoded[problem.problem_id][1]), f"the prompt of problem {problem.problem_id}")
+    limit = options.limit_of(task, text, max(len(ids) for _, ids in encoded.values()))
+    for name, (_, ids) in encoded.items():
+        if limit.of(len(ids)) < 1:
+            raise SeergateError(
+                f"the prompt of problem {name} has {len(ids)} tokens, which leaves no room for an answer ({limit})"
+            )
+    return encoded, limit
 
 
 def _requests(
-    tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
+    tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], encoded: Encoded, seed: int
 ) -> list[Request]:
     """Requests for the missing samples, longest prompts first, so that a lack of memory shows at once."""
-    encoded = encoded_prompts(tokenizer, missing.values(), limit)
     replies = {
         p.problem_id: reply_ids(tokenizer, encoded[p.problem_id][0], p.reply) for p in missing.values() if p.reply
     }

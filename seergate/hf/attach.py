@@ -29,6 +29,7 @@ from seergate.hf.resolving import check_anchors, check_calibration, check_dense_
 from seergate.methods import Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
+from seergate.models.rope import changing_rope
 from seergate.stats import DecodeStats
 
 _HANDLE = "_seergate_handle"
@@ -311,9 +312,7 @@ def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
     kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         tags["one-way layers"] = f"layers of kind {', '.join(stuck)}"
-    rope = getattr(config, "rope_parameters", None) or {}
-    forms = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
-    if changing := sorted(forms & {"dynamic", "longrope"}):
+    if (changing := changing_rope(config)) is not None:
         tags["changing angles"] = f"{changing[0]} RoPE"
     if any(families.rope_kind(config, each) == "other" for _, each in families.full_attention_modules(model)):
         tags["own rope"] = config.model_type

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from seergate.cache.argument import cache_of
@@ -235,6 +241,9 @@ class LayerBinding:
     def __init__(self, handle: Attachment, layer: int, attention: nn.Module) -> None:
         self.handle, self.layer, self.attention = handle, layer, attention
         self.spec = layer_spec(handle.model, layer, attention)
+        config = families.text_config(handle.model)
+        windowed = families.layer_type(config, layer) == "sliding_attention"
+        self.window = int(config.sliding_window) if windowed else None  # as long as all positions
         self.qk_hook = QKHook(handle.model, attention)
         self.swap = AttentionSwap(attention, self.before_forward)
 
@@ -255,6 +264,11 @@ class LayerBinding:
         layer, mask, valid = self.cache_layer(cache, new), kwargs.get("attention_mask"), None
         on_host = not self._is_compiled(layer, new)
         if on_host:
+            if self.window is not None and layer.rows.slots + new > self.window:
+                raise SeergateError(
+                    f"the text has {layer.rows.slots + new:,} tokens, more than layer {self.layer} attends to (its "
+                    f"sliding_window is {self.window:,}) and than the model has positions"
+                )
             hide_what_is_masked(layer, mask, new)
             valid = valid_tokens(mask, new, layer.rows.slots)
             refuse_masked(layer, valid, new)
@@ -301,9 +315,9 @@ class LayerBinding:
         found, handle = cache.layers[self.layer], self.handle
         if isinstance(found, GatedLayer):
             static_length = found.static_length
-        elif type(found) is DynamicLayer:
+        elif type(found) in (DynamicLayer, DynamicSlidingWindowLayer):
             static_length = None
-        elif type(found) is StaticLayer:
+        elif type(found) in (StaticLayer, StaticSlidingWindowLayer):
             static_length = found.max_cache_len
         else:
             raise SeergateError(

@@ -14,6 +14,7 @@ from seergate.cache.call import VERIFIED_TOKENS
 from seergate.decode.lossless import LosslessDecoding
 from seergate.errors import SeergateError
 from seergate.hf.attach import handle_of
+from seergate.models.families import check_angles, text_config
 
 
 class Scores(NamedTuple):
@@ -54,9 +55,12 @@ def score(
 
     Raises:
         ValueError: if a shape, ``start`` or the mask is invalid.
-        SeergateError: with the correction `Lossless`, whose result is that of dense attention.
+        SeergateError: with the correction `Lossless`, whose result is that of dense attention; if a text is so long
+            that the frequencies of dynamic or LongRoPE scaling change.
     """
     real = _checked(input_ids, attention_mask, start)
+    longest = int(real.sum(1).max())
+    check_angles(text_config(model), longest, "a text")
     try:
         handle = handle_of(model)
     except SeergateError:  # the plain model
@@ -69,7 +73,7 @@ def score(
     at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()
     seen[:, start:] = True  # padding after a row's end is decoded, too, without effect on earlier tokens
-    positions = (seen.cumsum(1) - 1).clamp(min=0)
+    positions = (seen.cumsum(1) - 1).clamp(0, longest - 1)
     cache, padded = DynamicCache(config=model.config), not bool(seen.all())
 
     def read(begin: int, end: int) -> Tensor:

@@ -31,6 +31,10 @@ class Rotary(Protocol):
         """Undo `rotate`."""
         ...
 
+    def check_recoverable(self, tokens: int) -> None:
+        """Raise an error if `unrotate` is not exact for the keys of a text of ``tokens`` tokens."""
+        ...
+
     def frequencies(self) -> Tensor:
         """Radians per position of each rotated pair, in the order of the pairs."""
         ...

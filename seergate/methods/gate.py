@@ -225,6 +225,7 @@ class GateState(SelectingState):
             opened = new - new % size
             if opened < held_from:
                 if opened < new:
+                    self.spec.rotary.check_recoverable(old + offsets[row])
                     index = torch.arange(opened, new, device=recent.device)
                     rotated = keys(row, opened, new).to(recent.device)
                     raw = self.spec.rotary.unrotate(rotated, index[None] + offsets[row])

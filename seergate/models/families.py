@@ -16,7 +16,7 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.geometry import ModelGeometry
-from seergate.models.rope import RopeKind, gate_frequencies
+from seergate.models.rope import RopeKind, changing_rope, gate_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -124,12 +124,64 @@ def layer_type(config: Any, layer: int) -> str:
     return "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
 
 
+def has_full_attention(config: Any, layer: int) -> bool:
+    """True if a layer attends to the whole text, also through a window that is at least as long as all positions.
+
+    With RoPE parameters per layer type, layers of a window differ in more than the window, and do not count.
+    """
+    kind, positions = layer_type(config, layer), model_positions(config)
+    if kind != "sliding_attention":
+        return kind == "full_attention"
+    own_rope = kind in (getattr(config, "rope_parameters", None) or {})
+    return positions is not None and not own_rope and int(config.sliding_window) >= positions
+
+
 def model_positions(text: Any) -> int | None:
     """Maximum number of positions, including RoPE scaling; ``None`` if the configuration does not have it."""
     own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if own is None:
         return None
     return max(int(own), int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", own)))
+
+
+def check_positions(text: Any, tokens: int, what: str) -> None:
+    """Raise `SeergateError` if ``what`` has more ``tokens`` than the model has positions."""
+    positions = model_positions(text)
+    if positions is not None and tokens > positions:
+        raise SeergateError(f"{what} has {tokens:,} tokens; the model has {positions:,} positions")
+
+
+def check_angles(text: Any, tokens: int, what: str) -> None:
+    """Raise `SeergateError` if ``what`` has so many ``tokens`` that RoPE's frequencies change (`changing_rope`)."""
+    if (changing := changing_rope(text)) is not None and tokens > changing[1]:
+        raise SeergateError(f"{what} has {tokens:,} tokens; {why_no_longer(text)}")
+
+
+def check_length(text: Any, tokens: int, what: str) -> None:
+    """`check_positions` and `check_angles`."""
+    check_positions(text, tokens, what)
+    check_angles(text, tokens, what)
+
+
+def usable_positions(text: Any) -> int | None:
+    """Maximum length in tokens of a text that seergate decodes, scores or trains on: the model's positions, or fewer
+    if its RoPE frequencies change beyond them (`changing_rope`); ``None`` if the configuration has no limit.
+    """
+    positions, changing = model_positions(text), changing_rope(text)
+    if positions is None or changing is None:
+        return positions
+    return min(positions, changing[1])
+
+
+def why_no_longer(text: Any) -> str:
+    """The reason for `usable_positions`, in words."""
+    positions, changing = model_positions(text), changing_rope(text)
+    if changing is None or (positions is not None and positions <= changing[1]):
+        return f"the model has {positions} positions"
+    return (
+        f"the model's {changing[0]} RoPE has other frequencies beyond {changing[1]} tokens, where cached keys and "
+        "the rows of a batch would no longer fit together"
+    )
 
 
 def why_one_sequence(config: Any) -> str | None:
@@ -150,8 +202,9 @@ def attention_modules(model: PreTrainedModel) -> Iterator[tuple[int, nn.Module]]
 
 
 def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]]:
-    """Pairs of layer index and attention module, for the layers that can be gated: all but sliding-window, linear and
-    KV-sharing layers. Refuses a model without such layers, and tensor parallelism.
+    """Pairs of layer index and attention module, for the layers that can be gated: all with full attention
+    (`has_full_attention`) that do not share the keys and values of others. Refuses a model without such layers, and
+    tensor parallelism.
     """
     config = text_config(model)
     family_of(config)
@@ -164,7 +217,7 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
     found = [
         (layer, attention)
         for layer, attention in attention_modules(model)
-        if layer_type(config, layer) == "full_attention" and not getattr(attention, "is_kv_shared_layer", False)
+        if has_full_attention(config, layer) and not getattr(attention, "is_kv_shared_layer", False)
     ]
     if not found:
         raise SeergateError(

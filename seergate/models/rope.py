@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from seergate.errors import SeergateError
 
 RopeKind = Literal["plain", "none", "other"]
+CHANGING = ("dynamic", "longrope")
+"""Types of RoPE whose frequencies depend on the length of the text."""
 
 
 def gate_frequencies(
@@ -30,6 +32,29 @@ def gate_frequencies(
     parameters = parameters.get(layer_type, parameters)
     exponents = torch.arange(0, gate_dim, 2, dtype=torch.float32) / gate_dim
     return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
+
+
+def changing_rope(config: Any) -> tuple[str, int] | None:
+    """Find RoPE whose frequencies depend on the length of the text: dynamic NTK and LongRoPE scaling.
+
+    Such frequencies are those of the longest row of a batch, and cached keys keep those of an earlier length.
+
+    Args:
+        config: configuration of a language model, with RoPE parameters of all layers or per layer type.
+
+    Returns:
+        The type of RoPE, and the maximum length in tokens of a text for which its frequencies stay the same; ``None``
+        if they always do.
+    """
+    rope, own = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None)
+    parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
+    found = list[tuple[str, int]]()
+    for part in parts:
+        kind, given = str(part.get("rope_type")), part.get("original_max_position_embeddings")
+        length = own if kind == "dynamic" or given is None else given
+        if kind in CHANGING and length is not None:
+            found.append((kind, int(length)))
+    return min(found, key=lambda each: each[1], default=None)
 
 
 def model_frequencies(rotary: nn.Module, layer_type: str) -> tuple[str, Tensor]:
@@ -62,6 +87,7 @@ class Rotary:
         self._family, self._layer_type = type(attention).__name__, layer_type
         takes_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
+        self._changing = changing_rope(getattr(decoder, "config", None))
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows."""
@@ -77,6 +103,14 @@ class Rotary:
         # Rotating there and back scales each pair by cos^2 + sin^2: the squared attention factor, and bf16 rounding.
         stretch = self._turn(self._turn(torch.ones_like(x[:, :1], dtype=torch.float32), cos, sin), cos, -sin)
         return (self._turn(x.float(), cos, -sin) / stretch).to(x.dtype)
+
+    def check_recoverable(self, tokens: int) -> None:
+        """Raise `SeergateError` if keys before RoPE cannot be recovered from the cache of a text of so many tokens."""
+        if self._changing is not None and tokens > self._changing[1]:
+            raise SeergateError(
+                f"tokens are taken back from a text of {tokens:,}, whose keys before RoPE cannot be recovered: "
+                f"{self._changing[0]} RoPE has other frequencies beyond {self._changing[1]:,} tokens"
+            )
 
     def frequencies(self) -> Tensor:
         """RoPE frequencies in radians per position, one per rotated pair."""

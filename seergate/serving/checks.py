@@ -11,8 +11,15 @@ from seergate.gates.bank import Gates
 from seergate.hf.loading import skeleton
 from seergate.hf.resolving import check_anchors
 from seergate.methods import SelectingMethod
-from seergate.models.families import check_gates, full_attention_modules, kv_heads, rope_kind, text_config
-from seergate.models.rope import RopeKind
+from seergate.models.families import (
+    check_gates,
+    full_attention_modules,
+    kv_heads,
+    layer_type,
+    rope_kind,
+    text_config,
+)
+from seergate.models.rope import RopeKind, changing_rope
 
 
 def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> None:
@@ -28,8 +35,13 @@ def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> 
     if not set(kinds) - set(dense_layers):
         raise SeergateError(f"seergate.dense_layers holds {list(dense_layers)}; that leaves no layer to make sparse")
     check_anchors(method, kv_heads(model))
-    rope = getattr(hf_config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
+    text = hf_config.get_text_config()
+    if any(layer_type(text, layer) == "sliding_attention" for layer in kinds):
+        raise SeergateError(
+            f"sliding_window is {text.sliding_window}, as long as the model's positions; inside a server it must be "
+            "null in the model's configuration, which computes the same"
+        )
+    if (changing_rope(text) or ("",))[0] == "longrope":
         raise SeergateError(
             "models with longrope are not supported inside a server: its table of angles has another form"
         )

@@ -16,6 +16,7 @@ from seergate.eval import make_task
 from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid, with_each
 from tests.eval import support
+from tests.models import tiny_model
 
 
 def call(*arguments: object) -> int:
@@ -232,3 +233,28 @@ def test_labels_are_what_they_were_for_one_block_size():
     specs = grid(["quest", "dense"], [64], 16)
     assert [spec.label for spec in specs] == ["dense", "quest-64"]
     assert grid(["quest"], [64], 16, (0, 1))[0].label == "quest-64-dense0,1"
+
+
+def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path, capsys):
+    tiny_model("qwen3", vocab_size=len(support.tokenizer()), max_position_embeddings=24).save_pretrained(
+        tmp_path / "m"
+    )
+    support.tokenizer().save_pretrained(tmp_path / "m")
+    (tmp_path / "short.jsonl").write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a1 " * 25, "answer": "3"}))
+    given = ("eval", "--model", tmp_path / "m", "--method", "dense", "--out", tmp_path / "runs", "--task")
+    graded = "--grader", "exact"
+    assert call(*given, tmp_path / "long.jsonl", *graded) == 2
+    assert "the prompt of problem 1 has 25 tokens; the model has 24 positions" in capsys.readouterr().err
+    assert call(*given, tmp_path / "short.jsonl", *graded, "--max-new-tokens", "21") == 2
+    assert "at most 21 new tokens, and the longest prompt has 4: the model has 24" in capsys.readouterr().err
+    assert call(*given, "perplexity:length=25:scored=2") == 2
+    assert "a text of the task's length has 25 tokens; the model has 24 positions" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*/*")), "before any work"
+    assert call(*given, tmp_path / "short.jsonl", *graded, "--threads", "1") == 0
+    said = "at most 24 tokens, prompt included, instead of at most 32768 tokens, prompt included: the model has 24 pos"
+    assert said in capsys.readouterr().out
+    config = yaml.safe_load((tmp_path / "runs" / "dense" / "config.yaml").read_text())
+    assert config["generation"]["max_total_tokens"] == 24
+    (sample,) = (tmp_path / "runs" / "dense" / "samples.jsonl").read_text().splitlines()
+    assert json.loads(sample)["n_tokens"] <= 20

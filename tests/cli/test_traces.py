@@ -125,6 +125,8 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
     assert done.returncode == 2 and f"--prompts is {prompts!r}, in which nothing can be asked {why}" in done.stderr
     assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
+    done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "4097")
+    assert "a text of --max-length has 4,097 tokens; the model has 4,096 positions" in done.stderr
 
 
 def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:

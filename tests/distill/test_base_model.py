@@ -119,6 +119,10 @@ def test_packs_are_as_long_as_the_model_has_positions(
             "model has 2048 positions; set --max-length to that at most, or .* --rope-scaling",
         ),
         ({"max_length": 8193, "rope_scaling": json.dumps(YARN)}, "max_length is 8193, but the model has 8192 pos"),
+        (
+            {"max_length": 2049, "rope_scaling": '{"rope_type": "dynamic", "factor": 4.0}'},
+            "max_length is 2049, but the model's dynamic RoPE has other frequencies beyond 2048 tokens",
+        ),
         ({"rope_scaling": '{"rope_type": "yarn"}'}, r"rope_scaling is {.*}: .*Missing required keys"),
         ({"rope_scaling": '{"rope_type": "yran", "factor": 4}'}, r"rope_scaling is {.*}: did you mean 'yarn'"),
         ({"rope_scaling": '{"rope_type": "linear", "factor": "4"}'}, "its factor must be a number of at least 1"),

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from seergate import methods
 from seergate.cache.offload import Offload
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch, Limit, Request, encode, prompt_text
+from seergate.eval.engine import Batch, Limit, Request, beginning, encode, prompt_text
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.task import Problem
 from seergate.hf.attach import attached
@@ -20,6 +22,7 @@ from seergate.reason.paging import Paging
 from tests.eval import support
 from tests.methods.evictors import EVICTORS
 from tests.methods.evictors import _with_gate as with_gate
+from tests.models import prompt as random_prompt
 from tests.models import tiny_model
 
 
@@ -323,3 +326,71 @@ def test_a_tokenizer_without_chat_template_is_told():
     tokenizer.chat_template = None
     with pytest.raises(SeergateError, match="no chat template"):
         prompt_text(tokenizer, Problem("p", "1", messages=({"role": "user", "content": "x"},)))
+
+
+ROPE = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPE)
+@torch.inference_mode()
+def test_rope_whose_frequencies_change_is_decoded_up_to_where_they_do(kind):
+    """Up to there the logits are those of a pass without a cache and do not depend on other rows."""
+    model = tiny_model("qwen3", rope_parameters=ROPE[kind], max_position_embeddings=64)
+    short, long = random_prompt(24, 1)[0].tolist(), random_prompt(63, 2)[0].tolist()
+    dense = [
+        model(torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in (short, long, [*short, 5], [*long, 5])
+    ]
+    with attached(model, "dense") as handle:
+        batch = Batch(model)
+        found = [*batch.add([short, long]), *batch.step([5, 5])]
+        torch.testing.assert_close(torch.stack(found), torch.stack(dense))
+        with pytest.raises(
+            SeergateError, match=f"has 65 tokens; the model's {kind} RoPE has other frequencies beyond 64"
+        ):
+            batch.step([5, 5])
+        with pytest.raises(SeergateError, match="a prompt has 65 tokens"):
+            Batch(model).add([short, [*long, 5, 5]])
+        done = []
+        for new, refused in ((2, False), (3, True)):
+            engine = support.engine(handle, done.append, limit=Limit(new))
+            requests = [Request(i, "", tuple(ids)) for i, ids in enumerate((short, long[:62]))]
+            with pytest.raises(SeergateError, match="answer has 65 tokens") if refused else nullcontext():
+                engine.run(requests)
+        assert sorted(len(each.token_ids) for each in done) == [2, 2], "refused before any work"
+
+
+def fast_tokenizer(single, pre_tokenizer):
+    words = ["<unk>", "<s>", "</s>", "[gMASK]", "a", "b", "\u2581a", "\u2581b"]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizer
+    special = [(word, raw.token_to_id(word)) for word in words[1:4]]
+    raw.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    raw.add_special_tokens(words[1:4])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize(
+    ("single", "start"),
+    [("$A", []), ("<s> $A", [1]), ("$A </s>", []), ("<s> $A </s>", [1]), ("[gMASK] <s> $A", [3, 1])],
+)
+@pytest.mark.parametrize("marks", [False, True])
+def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(single, start, marks):
+    """Also in a vocabulary that marks the beginnings of words; what a tokenizer puts behind texts would end them."""
+    splits = pre_tokenizers.Metaspace(prepend_scheme="first") if marks else pre_tokenizers.WhitespaceSplit()
+    tokenizer = fast_tokenizer(single, splits)
+    words = [6, 7] if marks else [4, 5]
+    text = prompt_text(tokenizer, Problem("p", "1", prompt="a b"))
+    assert encode(tokenizer, text) == start + words
+    assert tokenizer("a b")["input_ids"][: len(start) + 2] == start + words
+    assert prompt_text(tokenizer, Problem("p", "1", prompt=text)) == text, "never twice"
+    assert encode(tokenizer, beginning(tokenizer).rstrip() or "a") == (start or words[:1])

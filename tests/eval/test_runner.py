@@ -9,9 +9,12 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, store, sweep
+from seergate.eval.engine import Limit
 from seergate.eval.regrade import regrade
+from seergate.eval.runner import encoded_prompts
 from seergate.eval.settings import grid, with_each
 from tests.eval import killed_run, support
+from tests.models import tiny_model
 
 FIELDS = {
     "task",
@@ -119,6 +122,34 @@ def test_the_limits_of_a_task_and_of_the_caller(tmp_path):
     assert (config["max_new_tokens"], config["max_total_tokens"]) == (None, 9)
     with pytest.raises(SeergateError, match="leaves no room for an answer"):
         small(tmp_path / "x", task=task, max_new_tokens=None, max_total_tokens=4)
+
+
+def test_the_limits_of_the_model(tmp_path):
+    """A task's own limit is cut to them; what the caller asks for beyond them is refused, and so is a long prompt."""
+    path, tokenizer = tmp_path / "mine.jsonl", support.tokenizer()
+    path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
+    task = make_task(str(path), grader="exact")
+    text = tiny_model("qwen3", max_position_embeddings=16).config
+
+    def limit(**options):
+        return encoded_prompts(tokenizer, task.problems(), task, RunOptions(**options), text)[1]
+
+    assert limit() == Limit(None, 16)
+    assert limit(max_new_tokens=12) == Limit(12)
+    assert limit(max_new_tokens=13, max_total_tokens=16) == Limit(13, 16)
+    for options in ({"max_new_tokens": 13}, {"max_total_tokens": 17}):
+        with pytest.raises(SeergateError, match="longest prompt has 4: the model has 16 positions"):
+            limit(**options)
+    fresh = replace(task, max_total_tokens=None, max_new_tokens=12)
+    assert RunOptions().limit_of(fresh, text, 4) == Limit(12) and RunOptions().limit_of(fresh, text, 5) == Limit(
+        12, 16
+    )
+    path.write_text(json.dumps({"prompt": "a1 " * 17, "answer": "3"}))
+    with pytest.raises(SeergateError, match="the prompt of problem 1 has 17 tokens; the model has 16 positions"):
+        limit()
+    text.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    with pytest.raises(SeergateError, match="has 17 tokens; the model's dynamic RoPE has other frequencies beyond 16"):
+        limit()
 
 
 def test_regrading_changes_grades_only(tmp_path):

@@ -12,7 +12,7 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.hf.call import QKHook
 from seergate.models import families
 from seergate.models.rope import modeling_module
-from tests.models import FAMILIES, prompt, tiny_model
+from tests.models import FAMILIES, left_padded, prompt, tiny_model
 
 UNROTATED = ("cohere2", "exaone4")
 """Families whose full-attention layers do not rotate."""
@@ -141,6 +141,68 @@ def test_mla_is_refused_with_the_reason():
 def test_a_model_of_sliding_windows_only_is_refused():
     with pytest.raises(SeergateError, match="no layer of this mistral model has full attention"):
         GateBank.for_model(tiny_model("mistral", sliding_window=16))
+
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+MIXED = ["sliding_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "gated"),
+    [
+        ("phi3", {"sliding_window": 128}, (0, 1)),
+        ("mistral", {"sliding_window": 500}, (0, 1)),
+        ("mistral", {"sliding_window": 127}, ()),
+        ("mistral", {"sliding_window": 128, "rope_parameters": LINEAR}, ()),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, (0, 1)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 128, "layer_types": MIXED}, (0, 1)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 127, "layer_types": MIXED}, (1,)),
+        ("cohere2", {"sliding_window": 128}, (0, 1)),  # RoPE in the layers with a window only
+        ("gemma3_text", {"sliding_window": 128}, (1,)),  # another RoPE in the layers with a window
+    ],
+)
+def test_a_window_as_long_as_all_positions_is_full_attention(family, changes, gated):
+    model = tiny_model(family, **{"max_position_embeddings": 128, **changes})
+    if not gated:
+        with pytest.raises(SeergateError, match="has full attention"):
+            seergate.attach(model, "dense")
+        return
+    batch = left_padded([prompt(110), prompt(60, seed=1)])
+    plain = model.generate(**batch, max_new_tokens=8)
+    bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
+    assert bank.geometry.layers == gated
+    for cache in ("dynamic", "static"):
+        with seergate.attached(model, bank, token_budget=128) as handle:
+            assert torch.equal(model.generate(**batch, max_new_tokens=8, cache_implementation=cache), plain)
+            assert handle.stats()["layers"] == list(gated)
+    if family == "phi3":
+        with (
+            seergate.attached(model, bank, token_budget=32),
+            pytest.raises(SeergateError, match="129 tokens, more than layer 0 attends to"),
+        ):
+            model(input_ids=prompt(129), use_cache=True)
+
+
+@pytest.mark.parametrize("method", ["dense", "quest", "h2o"])
+def test_generate_passes_the_length_at_which_longrope_changes(method):
+    """There transformers computes Phi-3's cache again."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    changes = {"original_max_position_embeddings": 64, "max_position_embeddings": 256}
+    model, ids = tiny_model("phi3", rope_parameters=rope, **changes), prompt(50)
+    plain = model.generate(ids, max_new_tokens=30)
+    with seergate.attached(model, method, **({} if method == "dense" else {"token_budget": 512})):
+        assert torch.equal(model.generate(ids, max_new_tokens=30), plain)
+
+
+def test_keys_before_changing_rope_are_not_recovered_beyond_its_length():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=64)
+    bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
+    for length, refused in ((64, False), (65, True)):
+        with seergate.attached(model, bank, token_budget=32):
+            cache = model(input_ids=prompt(length), use_cache=True).past_key_values
+            with pytest.raises(SeergateError, match="other frequencies beyond 64") if refused else nullcontext():
+                cache.crop(20)
 
 
 def test_a_tensor_parallel_model_is_refused(model):

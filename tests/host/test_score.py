@@ -138,3 +138,22 @@ def test_a_loss_of_many_tokens_is_told_to_be_dense(model):
     with warnings.catch_warnings(), seergate.attached(model, "quest", token_budget=128):
         warnings.simplefilter("error")
         model(ids)
+
+
+@torch.no_grad()
+def test_rope_that_changes_with_the_length():
+    """Padding behind a row does not count, and a longer text is refused."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    changing = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=64)
+    rows = [prompt(64, 1), prompt(40, 2)]
+    ids, mask = torch.zeros(2, 2, 90, dtype=torch.long)
+    for row, (text, first) in enumerate(zip(rows, (0, 24), strict=True)):  # the first 60 slots are read as prompts
+        ids[row, first : first + text.shape[1]], mask[row, first : first + text.shape[1]] = text[0], 1
+    with seergate.attached(changing, "quest", **METHODS["quest"] | {"token_budget": 512}):
+        found = seergate.score(changing, ids, mask, start=60).log_probs
+        for row, (text, start) in enumerate(zip(rows, (60, 36), strict=True)):
+            alone = changing(text, use_cache=False).logits.log_softmax(-1)[0, start - 1 : -1]
+            expected = alone.gather(-1, text[0, start:, None])[:, 0]
+            torch.testing.assert_close(found[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(SeergateError, match="a text has 65 tokens; the model's dynamic RoPE"):
+            seergate.score(changing, prompt(65), start=10)

@@ -171,6 +171,7 @@ def test_drafts_whose_numbers_only_a_gpu_knows() -> None:
     ("family", "options", "sentence"),
     [
         ("mistral", {"sliding_window": 64}, "no layer of this mistral model has full attention"),
+        ("mistral", {"sliding_window": 4096}, "inside a server it must be null"),
         ("gpt_oss", {}, "attention sinks for all heads together"),
         ("hunyuan_v1_dense", {}, "cached keys are not simply rotated"),
     ],
