@@ -2,12 +2,13 @@ r"""Normalisation of mathematical answers, and rejection of those that math-veri
 
 math-verify ignores the words after a number and everything else that it cannot parse, and would compare only the rest
 of such an answer: ``5 \text{ or more}`` as 5. Therefore every symbol and word of an answer must be one that
-math-verify is known to parse, a unit, or also in the gold answer.
+math-verify is known to parse, a unit or a counted noun, or also in the gold answer (docs/evaluation.md has the rule).
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"
 """A space within a line: a command of LaTeX, or a space character of any width."""
@@ -16,9 +17,11 @@ INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 
 _ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
 _FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple arguments, in braces or without
-_DECORATION = re.compile(
-    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|rm|displaystyle|limits)(?![A-Za-z])"
+DECORATION = re.compile(
+    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
+    r"|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
 )
+"""Commands of LaTeX that change how a text looks only."""
 _ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:|\\approx(?![A-Za-z])|≈)\s*")
 _AROUND = re.compile(
     r"\A(?:(\*\*?|`|\$\$?)([^*`$]+)\1|\\[(\[]((?:(?!\\[()\[\]]).)+)\\[)\]]|\{([^{}]*)\})\Z", re.DOTALL
@@ -29,19 +32,54 @@ _THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)"
 _NOTHING = re.compile(
     r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
 )
+_MIXED = re.compile(rf"(?<![\w.^}}/])(\d+){SPACE}+(\d+)/(\d+)(?!\.?\d|/)")
+_MULTIPLES = {"dozen": "12"} | dict(
+    zip("hundred thousand million billion trillion".split(), "10^{2} 10^{3} 10^{6} 10^{9} 10^{12}".split(), strict=True)
+)
+_MULTIPLE = re.compile(rf"(?<=[\d}}]){SPACE}*(\\text\s*\{{\s*)?({'|'.join(_MULTIPLES)})(?![A-Za-z])")
+_SIGN = dict(
+    zip(
+        "∞ × ÷ · ⋅ ± ∓ ≤ ≥ ≠ ∪ ∩ ∅ ∈ →".split(),
+        "infty times div cdot cdot pm mp le ge ne cup cap emptyset in to".split(),
+        strict=True,
+    )
+)
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\w))?")
+
+
+def latex(text: str) -> str:
+    r"""A text with its mathematical signs in LaTeX (``√3`` as ``\sqrt{3}``, ``½`` as ``\frac{1}{2}``, ``x²`` as
+    ``x^{2}``, π as ``\pi``), digits and letters of other widths and fonts as ordinary ones, and nothing invisible.
+    """
+
+    def written(sign: str) -> str:
+        if unicodedata.name(sign, "").startswith("VULGAR FRACTION") and unicodedata.decimal(sign, None) is None:
+            return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("⁄"))
+        sign = unicodedata.normalize("NFKC", sign)
+        letter = re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER (\w+)", unicodedata.name(sign, "") if len(sign) == 1 else "")
+        if letter:
+            name = letter[2].replace("LAMDA", "LAMBDA").capitalize()
+            return f"\\{name if letter[1] == 'CAPITAL' else name.lower()} "
+        return f"\\{_SIGN[sign]} " if sign in _SIGN else sign
+
+    text = INVISIBLE.sub("", text).translate(dict.fromkeys(map(ord, "–−"), "-") | dict.fromkeys(map(ord, "⁄∕"), "/"))
+    for raised, pattern in {"^": "[⁰¹²³⁴-⁹⁺⁻ⁿ]+", "_": "[₀-₉]+"}.items():
+        text = re.sub(pattern, lambda run, at=raised: f"{at}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}" if root[1] or root[2] else r"\sqrt", text)
+    return "".join(map(written, text)).replace("−", "-")
 
 
 def plain(text: str) -> str:
     r"""Normalise an answer for math-verify: nothing around the formula, no punctuation at the end; ``^\circ``
-    for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; powers of ten,
-    the imaginary unit and the empty set in their usual form.
+    for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
+    powers of ten, the imaginary unit and the empty set in their usual form; signs as `latex` has them.
     """
-    text, before = INVISIBLE.sub("", text), None
+    text, before = latex(text), None
     while text != before:  # repeated, because wrappers may be nested
-        before, text = text, _ANSWER.sub("", _END.sub("", _DECORATION.sub("", text))).strip()
+        before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
         text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
-    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text).replace("–", "-").replace("−", "-")
+    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text)
     text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}", text)
     text = re.sub(
         r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}",
@@ -51,7 +89,9 @@ def plain(text: str) -> str:
     text = _FRACTION.sub(
         lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
     )
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
+    for _ in _MULTIPLE.findall(text):
+        text = _MULTIPLE.sub(lambda match: rf"\times {_MULTIPLES[match[2]]} {match[1] or ''}", text)
     words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
     return text if words is None else " ".join(re.findall(r"\w+", re.sub(_TEXT, r" \1 ", text)))
 
@@ -69,7 +109,9 @@ _UNITS = """
 
 _CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
-_LAST_WORDS = re.compile(rf"(?:{_TEXT}|(?<![A-Za-z\\_^{{])([A-Za-z]{{2,}}))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z")
+_LAST_WORDS = re.compile(
+    rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
+)
 _JOINED = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z]))")
 _SIGNS = """
     frac dfrac tfrac cfrac over sqrt cdot times div pm mp left right big Big bigg Bigg bigl bigr Bigl Bigr infty
@@ -82,9 +124,10 @@ _SIGNS = """
 """
 """The commands of LaTeX that math-verify interprets correctly."""
 
-_FOREIGN = re.compile(r"[^\x20-\x7e\sπθ√∞×·÷±∅≤≥≠<>∪∈£€°²³]|['?#@`]|\.\.\.|\+\s*\Z")
-_DENIAL = re.compile(  # words that change what a name before "=" means
-    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at"
+_FOREIGN = re.compile(r"[^\x20-\x7e\s£€°]|['?#@`]|\.\.\.|\+\s*\Z")
+_DENIAL = re.compile(  # words that change what a name before "=" or a number before them means
+    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at|is|are|was"
+    "|squared|cubed|factorial|hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
@@ -117,14 +160,27 @@ def _unit(words: str, power: str | None) -> list[str] | None:
     return sorted(factors) if 0 < len(factors) <= 4 and not raised else None
 
 
-def _without_unit(text: str) -> tuple[str, list[str]]:
-    """A quantity without the unit at its end, and the unit's factors, which are empty if there is no unit."""
+def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
+    r"""A quantity without the unit or the counted noun at its end, and the unit's factors or the noun, which are empty
+    if there is none. ``upright`` are the letters that are known to be units, as they stand in ``\text{}``.
+    """
     found = _LAST_WORDS.search(text)
     if found is None or not re.search(r"\d", text[: found.start()]):
         return text, []
-    unit = _unit(found[1] or found[2] or "", found[3])
+    words = (found[1] or found[2] or "").strip()
+    unit = _unit(words, found[3])
+    names = re.findall(r"[A-Za-z]+", words)
+    if found[2]:  # a letter outside of \text{} is a variable, unless it is beside a unit of several letters (km/h)
+        if all(len(name) == 1 and name not in upright for name in names):
+            return text, []
     if unit is None:
-        return text, []
+        long = 2 if found[1] else 4  # "ab" may be a product of variables
+        space = found[1] or re.search(r"\s\Z", text[: found.start()])
+        if not space or len(names) > 4 or len(names[-1:][0] if names else "") < long or not re.fullmatch("[A-Za-z -]+", words):
+            return text, []
+        if found[3] or any(_DENIAL.fullmatch(name.lower()) for name in names):
+            return text, []
+        unit = [re.sub("e?s?$", "", names[-1].lower())]
     return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", text[: found.start()]), unit
 
 
@@ -177,9 +233,12 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("numbers beside each other are no product")
     if {_brackets(gold), _brackets(answer)} == {"{", "("}:
         raise MisreadError("a set and a tuple")
-    if _several(gold):
+    if not _RELATION.search(gold):
+        gold = _JOINED.sub(", ", gold)
+    if _several(gold) or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
-    (gold, unit), (answer, other) = _without_unit(gold), _without_unit(answer)
+    upright = {letter for inside in re.findall(_TEXT, gold + answer) for letter in re.findall("[A-Za-z]+", inside)}
+    (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
     known = {match[0] for match in _FOREIGN.finditer(gold)}
