@@ -33,9 +33,7 @@ _NOTHING = re.compile(
     r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
 )
 _MIXED = re.compile(rf"(?<![\w.^}}/])(\d+){SPACE}+(\d+)/(\d+)(?!\.?\d|/)")
-_MULTIPLES = {"dozen": "12"} | dict(
-    zip("hundred thousand million billion trillion".split(), "10^{2} 10^{3} 10^{6} 10^{9} 10^{12}".split(), strict=True)
-)
+_MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MULTIPLE = re.compile(rf"(?<=[\d}}]){SPACE}*(\\text\s*\{{\s*)?({'|'.join(_MULTIPLES)})(?![A-Za-z])")
 _SIGN = dict(
     zip(
@@ -56,7 +54,9 @@ def latex(text: str) -> str:
         if unicodedata.name(sign, "").startswith("VULGAR FRACTION") and unicodedata.decimal(sign, None) is None:
             return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("⁄"))
         sign = unicodedata.normalize("NFKC", sign)
-        letter = re.fullmatch(r"GREEK (SMALL|CAPITAL) LETTER (\w+)", unicodedata.name(sign, "") if len(sign) == 1 else "")
+        letter = re.fullmatch(
+            r"GREEK (SMALL|CAPITAL) LETTER (\w+)", unicodedata.name(sign, "") if len(sign) == 1 else ""
+        )
         if letter:
             name = letter[2].replace("LAMDA", "LAMBDA").capitalize()
             return f"\\{name if letter[1] == 'CAPITAL' else name.lower()} "
@@ -67,6 +67,13 @@ def latex(text: str) -> str:
         text = re.sub(pattern, lambda run, at=raised: f"{at}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}" if root[1] or root[2] else r"\sqrt", text)
     return "".join(map(written, text)).replace("−", "-")
+
+
+def multiplied(text: str) -> str:
+    r"""A text with the word after a number as a power of ten: ``3 million`` as ``3\times 10^{6}``."""
+    while _MULTIPLE.search(text):  # repeated for "3 hundred thousand"
+        text = _MULTIPLE.sub(lambda match: rf"\times 10^{{{_MULTIPLES[match[2]]}}} {match[1] or ''}", text)
+    return text
 
 
 def plain(text: str) -> str:
@@ -90,8 +97,7 @@ def plain(text: str) -> str:
         lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
     )
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
-    for _ in _MULTIPLE.findall(text):
-        text = _MULTIPLE.sub(lambda match: rf"\times {_MULTIPLES[match[2]]} {match[1] or ''}", text)
+    text = multiplied(text)
     words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
     return text if words is None else " ".join(re.findall(r"\w+", re.sub(_TEXT, r" \1 ", text)))
 
@@ -102,12 +108,13 @@ _UNITS = """
     day; week; month; year yr; mg milligram; g gram; kg kilogram; lb pound; oz ounce; ton tonne;
     ml mL milliliter millilitre; l L liter litre; gal gallon; qt quart; pt pint; cup; degree deg; radian rad;
     percent; cent; dollar usd; euro eur; mph; Hz hertz; N newton; J joule; kJ kilojoule; W watt; V volt;
-    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person; student;
+    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person; man men; student;
     point; time; item; term; digit
 """
 """A unit and its other names; plurals are recognised."""
 
-_CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+"""A unit's names, and the one that stands for all."""
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
 _LAST_WORDS = re.compile(
     rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
@@ -124,9 +131,9 @@ _SIGNS = """
 """
 """The commands of LaTeX that math-verify interprets correctly."""
 
-_FOREIGN = re.compile(r"[^\x20-\x7e\s£€°]|['?#@`]|\.\.\.|\+\s*\Z")
+_FOREIGN = re.compile(r"[^\x20-\x7e\s£€]|['?#@`]|\.\.\.|\+\s*\Z")
 _DENIAL = re.compile(  # words that change what a name before "=" or a number before them means
-    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at|is|are|was"
+    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at|is|are|was|dozen"
     "|squared|cubed|factorial|hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
@@ -150,7 +157,7 @@ def _unit(words: str, power: str | None) -> list[str] | None:
             factors[-1] += {"squared": "2", "cubed": "3"}.get(word.lower(), word.strip("^"))
         else:
             names = (word, word.lower(), word.lower().removesuffix("s"))
-            unit = next((_CANONICAL[name] for name in names if name in _CANONICAL), None)
+            unit = next((UNITS[name] for name in names if name in UNITS), None)
             if unit is None:
                 return None
             factors.append(unit + raised)
@@ -161,27 +168,25 @@ def _unit(words: str, power: str | None) -> list[str] | None:
 
 
 def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
-    r"""A quantity without the unit or the counted noun at its end, and the unit's factors or the noun, which are empty
-    if there is none. ``upright`` are the letters that are known to be units, as they stand in ``\text{}``.
+    r"""A quantity without the unit or the counted noun at its end, and the unit's factors or the noun; no factors if
+    there is neither. ``upright`` are the words in the ``\text{}`` of both answers.
     """
     found = _LAST_WORDS.search(text)
-    if found is None or not re.search(r"\d", text[: found.start()]):
+    if found is None or not re.search(r"\d", before := text[: found.start()]):
         return text, []
     words = (found[1] or found[2] or "").strip()
+    names = re.findall("[A-Za-z]+", words)
+    if found[2] and all(len(name) == 1 and name not in upright for name in names):
+        return text, []  # variables; in km/h, a letter is beside a longer unit
     unit = _unit(words, found[3])
-    names = re.findall(r"[A-Za-z]+", words)
-    if found[2]:  # a letter outside of \text{} is a variable, unless it is beside a unit of several letters (km/h)
-        if all(len(name) == 1 and name not in upright for name in names):
-            return text, []
+    # Outside of \text{}, two or three letters may be a product of variables.
+    is_noun = found[1] or (max(map(len, names)) > 3 and before[-1].isspace())
+    if unit is None and is_noun and not found[3] and 0 < len(names) <= 4 and re.fullmatch("[A-Za-z -]{2,}", words):
+        if not any(_DENIAL.fullmatch(name.lower()) for name in names):
+            unit = [re.sub("e?s?$", "", names[-1].lower())]
     if unit is None:
-        long = 2 if found[1] else 4  # "ab" may be a product of variables
-        space = found[1] or re.search(r"\s\Z", text[: found.start()])
-        if not space or len(names) > 4 or len(names[-1:][0] if names else "") < long or not re.fullmatch("[A-Za-z -]+", words):
-            return text, []
-        if found[3] or any(_DENIAL.fullmatch(name.lower()) for name in names):
-            return text, []
-        unit = [re.sub("e?s?$", "", names[-1].lower())]
-    return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", text[: found.start()]), unit
+        return text, []
+    return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", before), unit
 
 
 def _words(text: str, letters: set[str]) -> set[str]:
@@ -237,7 +242,7 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         gold = _JOINED.sub(", ", gold)
     if _several(gold) or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
-    upright = {letter for inside in re.findall(_TEXT, gold + answer) for letter in re.findall("[A-Za-z]+", inside)}
+    upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(_TEXT, gold + answer))))
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
