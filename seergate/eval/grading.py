@@ -60,8 +60,8 @@ class Grade:
 def last_boxed(text: str) -> str | None:
     r"""The contents of the last complete ``\boxed{...}``, braces inside it balanced, or ``None``.
 
-    ``\boxed C`` is a box as well, but not ``\boxed 52``: TeX puts only the 5 into it. A ``\boxed{`` that is never closed
-    (a truncated generation) is ignored. An escaped brace (``\{``) is a character.
+    ``\boxed C`` is a box as well, but not ``\boxed 52``: TeX puts only the 5 into it. A ``\boxed{`` that is never
+    closed (a truncated generation) is ignored. An escaped brace (``\{``) is a character.
     """
     # One pass with a stack of open braces: a model may open thousands of boxes, and trying each would be quadratic.
     best: tuple[int, int] | None = None  # where the contents of the best box begin and end
@@ -89,15 +89,18 @@ def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return "".join(answer.split()) == "".join(gold.split()), "compared as text"
 
 
-_UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff"
-"""Thai, Lao, Burmese, Khmer, Chinese, Japanese and Korean, whose words follow each other or a particle without a space."""
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff"
+    r"\U00020000-\U0003ffff"
+)
+"""Characters of Thai, Lao, Burmese, Khmer, Chinese, Japanese and Korean: no space need follow a word."""
 
 _PUNCTUATION = str.maketrans("‘’“”‐‑–−", "''\"\"----")
 
 
 def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """Every line of the gold answer must occur in the answer as whole words, in any case, order and Unicode form. A word
-    of a script that is written without spaces may stand anywhere.
+    """Every line of the gold answer must occur in the answer as whole words, in any case, order and Unicode form. In a
+    script that is written without spaces, it may stand anywhere.
     """
     parts, text = filter(None, map(_folded, gold.splitlines())), _folded(answer)
     missing = [part for part in parts if not re.search(_whole(part), text)]
@@ -117,12 +120,12 @@ def _whole(part: str) -> str:
 
 
 _GROUP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
-_FRACTION = re.compile(r"(\d?)\s*\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
+_FRACTION = re.compile(r"(?:(\d)\s{0,3})?\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
 _POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d_.^/])(?<![\^_}]\{)(?<!sqrt\{)"  # no part of a name, of a number, a power, a denominator, a root
     r"((?:(?<![A-Za-z\d)}])[-+])?)(?:\\?[$€£])?"
-    r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)((?:[eE][-+]?\d{1,3}){0,2}))"
+    r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
     r"(?!\.?\d|/\d|\^\{?[-\d]|\s*\\(?:sqrt|pi)(?![A-Za-z]))([A-Za-z_]*)"
 )
 
@@ -133,18 +136,18 @@ def last_number(text: str) -> str | None:
     Letters after a number must be a unit (``120km``).
     """
     text = multiplied(latex(_GROUP.sub(",", text)))
-    text = _FRACTION.sub(lambda m: f"{m[1]} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
+    text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
     found = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
     if not found:
         return None
-    sign, whole, top, bottom, decimal, powers, _ = found[-1].groups()
+    sign, whole, top, bottom, decimal, power, _ = found[-1].groups()
     if len(found[-1][0]) > MAX_ANSWER:
         return found[-1][0].replace(",", "")
     if top:
         value = int(whole or 0) + Fraction(int(top), int(bottom))
-    elif powers:
-        value = Fraction(decimal.replace(",", "")) * Fraction(10) ** sum(map(int, re.findall(r"[-+]?\d+", powers)))
+    elif power:
+        value = Fraction(decimal.replace(",", "")) * Fraction(10) ** int(power)
     else:
         return sign + decimal.replace(",", "")
     return str(-value if sign == "-" else value)
@@ -177,8 +180,9 @@ _DENIED = re.compile(r"(?:is|was)\s+(?:wrong|incorrect|false|not)\b|(?:or|and|no
 def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     r"""Multiple choice: the box must hold one letter, alone or followed by punctuation and the option's text.
 
-    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV``, ``C - 4 eV`` and ``C \quad 4 eV`` are read as C. ``4 eV``,
-    ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` hold two.
+    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV``, ``C - 4 eV`` and ``C \quad 4 eV`` are read as C.
+    ``4 eV``, ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and
+    ``A. 4 eV or C. 5 eV`` hold two.
     """
     text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", INVISIBLE.sub("", answer))
     text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")

@@ -34,14 +34,11 @@ _NOTHING = re.compile(
 )
 _MIXED = re.compile(rf"(?<![\w.^}}/])(\d+){SPACE}+(\d+)/(\d+)(?!\.?\d|/)")
 _MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_MULTIPLE = re.compile(rf"(?<=[\d}}]){SPACE}*(\\text\s*\{{\s*)?({'|'.join(_MULTIPLES)})(?![A-Za-z])")
-_SIGN = dict(
-    zip(
-        "∞ × ÷ · ⋅ ± ∓ ≤ ≥ ≠ ∪ ∩ ∅ ∈ →".split(),
-        "infty times div cdot cdot pm mp le ge ne cup cap emptyset in to".split(),
-        strict=True,
-    )
+_MULTIPLE = re.compile(
+    rf"(?<=[\d}}]){SPACE}*(\\text\s*\{{\s*)?((?:{'|'.join(_MULTIPLES)})(?:{SPACE}+(?:{'|'.join(_MULTIPLES)}))*)(?![A-Za-z])"
 )
+_SIGN = {"∞": "infty", "×": "times", "÷": "div", "·": "cdot", "⋅": "cdot", "±": "pm", "∓": "mp", "≤": "le", "≥": "ge"}
+_SIGN |= {"≠": "ne", "∪": "cup", "∩": "cap", "∅": "emptyset", "∈": "in", "→": "to"}
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\w))?")
 
 
@@ -50,7 +47,8 @@ def latex(text: str) -> str:
     ``x^{2}``, π as ``\pi``), digits and letters of other widths and fonts as ordinary ones, and nothing invisible.
     """
 
-    def written(sign: str) -> str:
+    def written(match: re.Match[str]) -> str:
+        sign = match[0]
         if unicodedata.name(sign, "").startswith("VULGAR FRACTION") and unicodedata.decimal(sign, None) is None:
             return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("⁄"))
         sign = unicodedata.normalize("NFKC", sign)
@@ -66,14 +64,16 @@ def latex(text: str) -> str:
     for raised, pattern in {"^": "[⁰¹²³⁴-⁹⁺⁻ⁿ]+", "_": "[₀-₉]+"}.items():
         text = re.sub(pattern, lambda run, at=raised: f"{at}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}" if root[1] or root[2] else r"\sqrt", text)
-    return "".join(map(written, text)).replace("−", "-")
+    return re.sub(r"[^\x00-\x7f]", written, text).replace("−", "-")  # after ⁻
 
 
 def multiplied(text: str) -> str:
-    r"""A text with the word after a number as a power of ten: ``3 million`` as ``3\times 10^{6}``."""
-    while _MULTIPLE.search(text):  # repeated for "3 hundred thousand"
-        text = _MULTIPLE.sub(lambda match: rf"\times 10^{{{_MULTIPLES[match[2]]}}} {match[1] or ''}", text)
-    return text
+    r"""A text with the words after a number as a power of ten: ``3 million`` as ``3\times 10^{6}``."""
+
+    def power(match: re.Match[str]) -> str:
+        return rf"\times 10^{{{sum(_MULTIPLES[word] for word in re.findall('[a-z]+', match[2]))}}} {match[1] or ''}"
+
+    return _MULTIPLE.sub(power, text)
 
 
 def plain(text: str) -> str:
@@ -108,8 +108,8 @@ _UNITS = """
     day; week; month; year yr; mg milligram; g gram; kg kilogram; lb pound; oz ounce; ton tonne;
     ml mL milliliter millilitre; l L liter litre; gal gallon; qt quart; pt pint; cup; degree deg; radian rad;
     percent; cent; dollar usd; euro eur; mph; Hz hertz; N newton; J joule; kJ kilojoule; W watt; V volt;
-    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person; man men; student;
-    point; time; item; term; digit
+    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person;
+    man men; student; point; time; item; term; digit
 """
 """A unit and its other names; plurals are recognised."""
 
@@ -179,13 +179,14 @@ def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
     if found[2] and all(len(name) == 1 and name not in upright for name in names):
         return text, []  # variables; in km/h, a letter is beside a longer unit
     unit = _unit(words, found[3])
-    # Outside of \text{}, two or three letters may be a product of variables.
-    is_noun = found[1] or (max(map(len, names)) > 3 and before[-1].isspace())
-    if unit is None and is_noun and not found[3] and 0 < len(names) <= 4 and re.fullmatch("[A-Za-z -]{2,}", words):
-        if not any(_DENIAL.fullmatch(name.lower()) for name in names):
-            unit = [re.sub("e?s?$", "", names[-1].lower())]
     if unit is None:
-        return text, []
+        # Outside of \text{}, two or three letters may be a product of variables.
+        is_noun = found[1] or (any(len(name) > 3 for name in names) and before[-1].isspace())
+        if not is_noun or found[3] or len(names) > 4 or not re.fullmatch("[A-Za-z -]{2,}", words):
+            return text, []
+        if any(_DENIAL.fullmatch(name.lower()) for name in names):
+            return text, []
+        unit = [re.sub("e?s?$", "", names[-1].lower())]
     return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", before), unit
 
 
