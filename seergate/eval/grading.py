@@ -133,9 +133,9 @@ _NUMBER = re.compile(
 def last_number(text: str) -> str | None:
     r"""The last number in a text, or ``None``: an integer or decimal without separators, else a fraction ``a/b``.
 
-    Letters after a number must be a unit (``120km``).
+    Letters after a number must be a unit (``120km``). Only the last 10,000 characters are read, which bounds the time.
     """
-    text = multiplied(latex(_GROUP.sub(",", text)))
+    text = multiplied(latex(_GROUP.sub(",", text[-10_000:])))
     text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
     found = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
