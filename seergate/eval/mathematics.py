@@ -61,8 +61,8 @@ def latex(text: str) -> str:
         return f"\\{_SIGN[sign]} " if sign in _SIGN else sign
 
     text = INVISIBLE.sub("", text).translate(dict.fromkeys(map(ord, "–−"), "-") | dict.fromkeys(map(ord, "⁄∕"), "/"))
-    for raised, pattern in {"^": "[⁰¹²³⁴-⁹⁺⁻ⁿ]+", "_": "[₀-₉]+"}.items():
-        text = re.sub(pattern, lambda run, at=raised: f"{at}{{{unicodedata.normalize('NFKC', run[0])}}}", text)
+    for at, pattern in {"^": "[⁰¹²³⁴-⁹⁺⁻ⁿ]+", "_": "[₀-₉]+"}.items():
+        text = re.sub(pattern, rf"{at}{{\g<0>}}", text)
     text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}" if root[1] or root[2] else r"\sqrt", text)
     return re.sub(r"[^\x00-\x7f]", written, text).replace("−", "-")  # after ⁻
 
