@@ -7,7 +7,6 @@ the processor time in seconds that a comparison may take.
 from __future__ import annotations
 
 import json
-import math
 import signal
 import sys
 from typing import Any
@@ -21,10 +20,17 @@ OUT_OF_MEMORY = 77
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Test two answers for mathematical equivalence with math-verify; return the verdict and its reason."""
-    from math_verify import LatexExtractionConfig, parse, verify
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig, grader, parse, verify
 
-    # Parse as LaTeX only: math-verify's other parser takes any number from plain text. Time is limited outside.
-    configs = [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]
+    # Parse as LaTeX only: math-verify's other parser takes any number from plain text. Its units are off, as they
+    # would remove a last letter such as h (`seergate.eval.mathematics` removes units). Time is limited outside.
+    normalization = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+    configs = [
+        LatexExtractionConfig(
+            boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=normalization
+        )
+    ]
     wanted, found = (
         parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)
     )
@@ -34,10 +40,44 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
         return False, "an equation that is not solved"
     if _untrue(found[0]):
         return False, "an equation that does not hold"
+    # math-verify calls this for every two expressions, also inside sets, matrices, intervals and equations. Its own
+    # function sets differences below 1e-16 to zero, whatever the size of the two numbers.
+    grader.sympy_numeric_eq = _equal
     # The order matters: gold first. An interval may be answered as an inequality.
-    digits = 6 + _leading_zeros(wanted[0])
-    correct = verify(wanted, found, float_rounding=digits, timeout_seconds=None, allow_set_relation_comp=True)
+    correct = verify(wanted, found, timeout_seconds=None, allow_set_relation_comp=True)
     return bool(correct), "compared by math-verify"
+
+
+def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bool:
+    """Test two expressions for equality: exactly, or rounded to ``rounding`` decimals if one of them is a decimal.
+
+    Leading zeros are no decimals: 1.23e-30 is rounded to 36. Matrices are compared by element.
+    """
+    from math_verify.grader import get_pct_val
+    from sympy import Float, Rational
+
+    if gold.is_Matrix and answer.is_Matrix:
+        gold, answer = gold.doit(), answer.doit()
+        return gold.shape == answer.shape and all(map(_equal, gold.flat(), answer.flat()))
+    rounded = gold.has(Float) or answer.has(Float)
+    # A percent sign may be missing in one of the two. Floats come from decimals, which are exact.
+    for pair in (gold, answer), (get_pct_val(gold, gold), get_pct_val(answer, answer)):
+        a, b = (side.xreplace({x: Rational(str(x)) for x in side.atoms(Float)}).doit() for side in pair)
+        if a == b or _is_zero(a - b):
+            return True
+        if rounded and a.is_number and b.is_number:
+            digits = rounding + _leading_zeros(a)
+            if a.round(digits) == b.round(digits):
+                return True
+    return False
+
+
+def _is_zero(difference: Any) -> bool:
+    """True if an expression without decimals is zero, to the 100 digits that sympy's ``evalf`` tries."""
+    if not difference.is_number:
+        return bool(difference.evalf(100, chop=True) == 0)
+    # evalf gives a result of precision 1 if no digit of it is certain.
+    return all(not part or part._prec == 1 for part in difference.evalf().as_real_imag())
 
 
 def _untrue(answer: Any) -> bool:
@@ -46,19 +86,18 @@ def _untrue(answer: Any) -> bool:
 
     for relation in answer.args if isinstance(answer, And) else [answer]:
         if isinstance(relation, Eq) and relation.lhs.is_number and relation.rhs.is_number:
-            apart = abs(complex(relation.lhs) - complex(relation.rhs))
+            apart = abs(relation.lhs - relation.rhs)
             rounded = relation.has(Float)  # 1/3 = 0.333
-            if apart > (2e-3 if rounded else 1e-9) * abs(complex(relation.rhs)):
+            if apart.evalf() > 2e-3 * abs(relation.rhs) if rounded else not _is_zero(apart):
                 return True
     return False
 
 
-def _leading_zeros(gold: Any) -> int:
+def _leading_zeros(number: Any) -> int:
     """Zeros between the decimal point and the first other digit; rounding must keep the digits after them."""
-    from sympy import Float
+    from sympy import floor, log
 
-    value = abs(float(gold)) if isinstance(gold, Float) else 1.0
-    return max(0, -math.floor(math.log10(value)) - 1) if value else 0
+    return 0 if _is_zero(number) else max(0, -int(floor(log(abs(number), 10).evalf())) - 1)
 
 
 def _unsolved(gold: Any, answer: Any) -> bool:

@@ -10,14 +10,27 @@ Every grade records its reason. math-verify decides on mathematical equivalence,
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
+from fractions import Fraction
 
 from seergate.errors import SeergateError
-from seergate.eval.mathematics import INVISIBLE, SPACE, MisreadError, plain, readable
+from seergate.eval.mathematics import (
+    DECORATION,
+    INVISIBLE,
+    SPACE,
+    UNITS,
+    MisreadError,
+    latex,
+    multiplied,
+    plain,
+    readable,
+)
 
-_TOKEN = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a box, an escaped character, a brace
+_TOKEN = re.compile(
+    r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL
+)  # box, escaped character, brace
 
 MAX_ANSWER = 2000
 """Characters of a boxed answer above which it is wrong; symbolic algebra on it could take for ever."""
@@ -47,7 +60,8 @@ class Grade:
 def last_boxed(text: str) -> str | None:
     r"""The contents of the last complete ``\boxed{...}``, braces inside it balanced, or ``None``.
 
-    A ``\boxed{`` that is never closed (a truncated generation) is ignored. An escaped brace (``\{``) is a character.
+    ``\boxed C`` is a box as well, but not ``\boxed 52``: TeX puts only the 5 into it. A ``\boxed{`` that is never
+    closed (a truncated generation) is ignored. An escaped brace (``\{``) is a character.
     """
     # One pass with a stack of open braces: a model may open thousands of boxes, and trying each would be quadratic.
     best: tuple[int, int] | None = None  # where the contents of the best box begin and end
@@ -58,6 +72,8 @@ def last_boxed(text: str) -> str | None:
             begin = braces.pop() if braces else None
             if begin is not None and (best is None or begin > best[0]):
                 best = begin, match.start()
+        elif token.startswith("\\boxed") and token[-1] != "{":
+            best = max(best or (0, 0), (match.end() - 1, match.end()))
         elif token[-1] == "{" and token != "\\{":
             braces.append(match.end() if token.startswith("\\boxed") else None)
     return None if best is None else text[best[0] : best[1]].strip()
@@ -73,36 +89,80 @@ def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return "".join(answer.split()) == "".join(gold.split()), "compared as text"
 
 
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff"
+    r"\U00020000-\U0003ffff"
+)
+"""Characters of Thai, Lao, Burmese, Khmer, Chinese, Japanese and Korean: no space need follow a word."""
+
+_PUNCTUATION = str.maketrans("‘’“”‐‑–−", "''\"\"----")
+
+
 def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """Every line of the gold answer must occur in the answer as whole words, in any case and order."""
-    parts, text = filter(None, map(_lower, gold.splitlines())), _lower(answer)
-    missing = [part for part in parts if not re.search(rf"(?<!\w){re.escape(part)}(?!\w)", text)]
+    """Every line of the gold answer must occur in the answer as whole words, in any case, order and Unicode form. In a
+    script that is written without spaces, it may stand anywhere.
+    """
+    parts, text = filter(None, map(_folded, gold.splitlines())), _folded(answer)
+    missing = [part for part in parts if not re.search(_whole(part), text)]
     return not missing, f"{missing[0]!r} is missing" if missing else "all of it is there"
 
 
-def _lower(text: str) -> str:
-    return " ".join(text.lower().split())
+def _folded(text: str) -> str:
+    text = unicodedata.normalize("NFKC", INVISIBLE.sub("", text).translate(_PUNCTUATION)).casefold()
+    return " ".join(unicodedata.normalize("NFKC", text).split())
 
 
-_NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
+def _whole(part: str) -> str:
+    """A pattern for a text with no letter or digit beside it, unless one of the two is of a script without spaces."""
+    letter, ends = rf"[^\W_{_UNSPACED}]", [re.match(f"[{_UNSPACED}]", end) for end in (part[0], part[-1])]
+    before, after = "" if ends[0] else f"(?<!{letter})", "" if ends[1] else f"(?!{letter})"
+    return before + re.escape(part) + after
+
+
+_GROUP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
+_FRACTION = re.compile(r"(?:(\d)\s{0,3})?\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
+_POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
+_NUMBER = re.compile(
+    r"(?<![A-Za-z\d_.^/])(?<![\^_}]\{)(?<!sqrt\{)"  # no part of a name, of a number, a power, a denominator, a root
+    r"((?:(?<![A-Za-z\d)}])[-+])?)(?:\\?[$€£])?"
+    r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
+    r"(?!\.?\d|/\d|\^\{?[-\d]|\s*\\(?:sqrt|pi)(?![A-Za-z]))([A-Za-z_]*)"
+)
 
 
 def last_number(text: str) -> str | None:
-    """The last number in a text, without commas between its digits, or ``None``."""
-    found = _NUMBER.findall(text)
-    return found[-1].replace(",", "") if found else None
+    r"""The last number in a text, or ``None``: an integer or decimal without separators, else a fraction ``a/b``.
+
+    Letters after a number must be a unit (``120km``). Only the last 10,000 characters are read, which bounds the time.
+    """
+    text = multiplied(latex(_GROUP.sub(",", text[-10_000:])))
+    text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
+    text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
+    found = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
+    if not found:
+        return None
+    sign, whole, top, bottom, decimal, power, _ = found[-1].groups()
+    if len(found[-1][0]) > MAX_ANSWER:
+        return found[-1][0].replace(",", "")
+    if top:
+        value = int(whole or 0) + Fraction(int(top), int(bottom))
+    elif power:
+        value = Fraction(decimal.replace(",", "")) * Fraction(10) ** int(power)
+    else:
+        return sign + decimal.replace(",", "")
+    return str(-value if sign == "-" else value)
 
 
 def grade_number(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """The last number of the answer must equal the gold one."""
+    """The last number of the answer must equal the gold one. Units, currencies and percent signs are ignored."""
     found, right = last_number(answer), last_number(gold)
-    equal = None not in (found, right) and Decimal(str(found)) == Decimal(str(right))
-    return equal, "compared as numbers"
+    if found is None or right is None or max(len(found), len(right)) > 2 * MAX_ANSWER:
+        return found is not None and found == right, "compared as text"
+    return Fraction(found) == Fraction(right), "compared as numbers"
 
 
-_SETTING = re.compile(  # colours, fonts, formulas, markdown, quotation marks
-    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:(?:text|math)[a-z]*|mbox|fbox|boldsymbol|bm|underline|emph|bf|it|rm|sf|tt)"
-    r"(?![A-Za-z])|\\[()\[\]]|[${}*`\"]"
+_SETTING = re.compile(  # colours, fonts, sizes, formulas, markdown, quotation marks
+    rf"{DECORATION.pattern}|\\(?:(?:text|math)[a-z]*|mbox|fbox|boxed|emph|left|right)(?![A-Za-z])|\\[()\[\]]|[${{}}*`\"]"
 )
 _CHOICE = re.compile(  # the letter, what ends it, the option's text
     r"(?:(?:the\s+)?(?:(?:correct|right|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*){0,2}"
@@ -113,17 +173,21 @@ _ANOTHER = re.compile(  # a second letter: labelled, or last behind "or", or bef
     r"(?<![\w\\^'-])\(?([A-J])[.:)](?=\s|\Z)|(?:\bor\b|\\(?:lor|vee)\b)\s*\(?([A-J])\b(?=\W*\Z)"
     r"|\A\(?([A-H])\b(?=\s*(?:\Z|\b(?:or|and)\b|[/,;|&+]))"
 )
+_DASH = r"\s+[-–—]+\s+(?=[^\\]*[A-Za-z]{2})"  # before an option's text, not in a difference
 _DENIED = re.compile(r"(?:is|was)\s+(?:wrong|incorrect|false|not)\b|(?:or|and|not)\b", re.IGNORECASE)
 
 
 def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     r"""Multiple choice: the box must hold one letter, alone or followed by punctuation and the option's text.
 
-    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV`` and ``C \quad 4 eV`` are read as C. ``4 eV``,
-    ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and ``A. 4 eV or C. 5 eV`` hold two.
+    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV``, ``C - 4 eV`` and ``C \quad 4 eV`` are read as C.
+    ``4 eV``, ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and
+    ``A. 4 eV or C. 5 eV`` hold two.
     """
     text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", INVISIBLE.sub("", answer))
     text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
+    if re.match(rf"[A-Z]{_DASH}", text, re.IGNORECASE):
+        text = re.sub(rf"\b([A-Ja-j]){_DASH}", r"\1. ", text)
     found = _CHOICE.fullmatch(text)
     if found is None or _DENIED.match(found[2]):
         return False, "the box does not hold one letter"

@@ -2,12 +2,13 @@ r"""Normalisation of mathematical answers, and rejection of those that math-veri
 
 math-verify ignores the words after a number and everything else that it cannot parse, and would compare only the rest
 of such an answer: ``5 \text{ or more}`` as 5. Therefore every symbol and word of an answer must be one that
-math-verify is known to parse, a unit, or also in the gold answer.
+math-verify is known to parse, a unit or a counted noun, or also in the gold answer (docs/evaluation.md has the rule).
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 
 SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"
 """A space within a line: a command of LaTeX, or a space character of any width."""
@@ -16,9 +17,11 @@ INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 
 _ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
 _FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple arguments, in braces or without
-_DECORATION = re.compile(
-    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|rm|displaystyle|limits)(?![A-Za-z])"
+DECORATION = re.compile(
+    r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
+    r"|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
 )
+"""Commands of LaTeX that change how a text looks only."""
 _ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:|\\approx(?![A-Za-z])|≈)\s*")
 _AROUND = re.compile(
     r"\A(?:(\*\*?|`|\$\$?)([^*`$]+)\1|\\[(\[]((?:(?!\\[()\[\]]).)+)\\[)\]]|\{([^{}]*)\})\Z", re.DOTALL
@@ -29,19 +32,61 @@ _THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)"
 _NOTHING = re.compile(
     r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
 )
+_MIXED = re.compile(rf"(?<![\w.^}}/])(\d+){SPACE}+(\d+)/(\d+)(?!\.?\d|/)")
+_MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MULTIPLE = re.compile(
+    rf"(?<=[\d}}]){SPACE}*(\\text\s*\{{\s*)?((?:{'|'.join(_MULTIPLES)})(?:{SPACE}+(?:{'|'.join(_MULTIPLES)}))*)(?![A-Za-z])"
+)
+_SIGN = {"∞": "infty", "×": "times", "÷": "div", "·": "cdot", "⋅": "cdot", "±": "pm", "∓": "mp", "≤": "le", "≥": "ge"}
+_SIGN |= {"≠": "ne", "∪": "cup", "∩": "cap", "∅": "emptyset", "∈": "in", "→": "to"}
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\w))?")
+
+
+def latex(text: str) -> str:
+    r"""A text with its mathematical signs in LaTeX (``√3`` as ``\sqrt{3}``, ``½`` as ``\frac{1}{2}``, ``x²`` as
+    ``x^{2}``, π as ``\pi``), digits and letters of other widths and fonts as ordinary ones, and nothing invisible.
+    """
+
+    def written(match: re.Match[str]) -> str:
+        sign = match[0]
+        if unicodedata.name(sign, "").startswith("VULGAR FRACTION") and unicodedata.decimal(sign, None) is None:
+            return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", sign).split("⁄"))
+        sign = unicodedata.normalize("NFKC", sign)
+        letter = re.fullmatch(
+            r"GREEK (SMALL|CAPITAL) LETTER (\w+)", unicodedata.name(sign, "") if len(sign) == 1 else ""
+        )
+        if letter:
+            name = letter[2].replace("LAMDA", "LAMBDA").capitalize()
+            return f"\\{name if letter[1] == 'CAPITAL' else name.lower()} "
+        return f"\\{_SIGN[sign]} " if sign in _SIGN else sign
+
+    text = INVISIBLE.sub("", text).translate(dict.fromkeys(map(ord, "–−"), "-") | dict.fromkeys(map(ord, "⁄∕"), "/"))
+    for at, pattern in {"^": "[⁰¹²³⁴-⁹⁺⁻ⁿ]+", "_": "[₀-₉]+"}.items():
+        text = re.sub(pattern, rf"{at}{{\g<0>}}", text)
+    text = _ROOT.sub(lambda root: rf"\sqrt{{{root[1] or root[2]}}}" if root[1] or root[2] else r"\sqrt", text)
+    return re.sub(r"[^\x00-\x7f]", written, text).replace("−", "-")  # after ⁻
+
+
+def multiplied(text: str) -> str:
+    r"""A text with the words after a number as a power of ten: ``3 million`` as ``3\times 10^{6}``."""
+
+    def power(match: re.Match[str]) -> str:
+        return rf"\times 10^{{{sum(_MULTIPLES[word] for word in re.findall('[a-z]+', match[2]))}}} {match[1] or ''}"
+
+    return _MULTIPLE.sub(power, text)
 
 
 def plain(text: str) -> str:
     r"""Normalise an answer for math-verify: nothing around the formula, no punctuation at the end; ``^\circ``
-    for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; powers of ten,
-    the imaginary unit and the empty set in their usual form.
+    for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
+    powers of ten, the imaginary unit and the empty set in their usual form; signs as `latex` has them.
     """
-    text, before = INVISIBLE.sub("", text), None
+    text, before = latex(text), None
     while text != before:  # repeated, because wrappers may be nested
-        before, text = text, _ANSWER.sub("", _END.sub("", _DECORATION.sub("", text))).strip()
+        before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
         text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
-    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text).replace("–", "-").replace("−", "-")
+    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text)
     text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}", text)
     text = re.sub(
         r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}",
@@ -51,7 +96,8 @@ def plain(text: str) -> str:
     text = _FRACTION.sub(
         lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
     )
-    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
+    text = multiplied(text)
     words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
     return text if words is None else " ".join(re.findall(r"\w+", re.sub(_TEXT, r" \1 ", text)))
 
@@ -62,14 +108,17 @@ _UNITS = """
     day; week; month; year yr; mg milligram; g gram; kg kilogram; lb pound; oz ounce; ton tonne;
     ml mL milliliter millilitre; l L liter litre; gal gallon; qt quart; pt pint; cup; degree deg; radian rad;
     percent; cent; dollar usd; euro eur; mph; Hz hertz; N newton; J joule; kJ kilojoule; W watt; V volt;
-    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person; student;
-    point; time; item; term; digit
+    A amp ampere; K kelvin; Pa pascal; atm; mol mole; eV; MeV; C coulomb; T tesla; way; people person;
+    man men; student; point; time; item; term; digit
 """
 """A unit and its other names; plurals are recognised."""
 
-_CANONICAL = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
+"""A unit's names, and the one that stands for all."""
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
-_LAST_WORDS = re.compile(rf"(?:{_TEXT}|(?<![A-Za-z\\_^{{])([A-Za-z]{{2,}}))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z")
+_LAST_WORDS = re.compile(
+    rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
+)
 _JOINED = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z]))")
 _SIGNS = """
     frac dfrac tfrac cfrac over sqrt cdot times div pm mp left right big Big bigg Bigg bigl bigr Bigl Bigr infty
@@ -82,9 +131,10 @@ _SIGNS = """
 """
 """The commands of LaTeX that math-verify interprets correctly."""
 
-_FOREIGN = re.compile(r"[^\x20-\x7e\sπθ√∞×·÷±∅≤≥≠<>∪∈£€°²³]|['?#@`]|\.\.\.|\+\s*\Z")
-_DENIAL = re.compile(  # words that change what a name before "=" means
-    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at"
+_FOREIGN = re.compile(r"[^\x20-\x7e\s£€]|['?#@`]|\.\.\.|\+\s*\Z")
+_DENIAL = re.compile(  # words that change what a name before "=" or a number before them means
+    "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at|is|are|was|dozen"
+    "|squared|cubed|factorial|hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
@@ -107,7 +157,7 @@ def _unit(words: str, power: str | None) -> list[str] | None:
             factors[-1] += {"squared": "2", "cubed": "3"}.get(word.lower(), word.strip("^"))
         else:
             names = (word, word.lower(), word.lower().removesuffix("s"))
-            unit = next((_CANONICAL[name] for name in names if name in _CANONICAL), None)
+            unit = next((UNITS[name] for name in names if name in UNITS), None)
             if unit is None:
                 return None
             factors.append(unit + raised)
@@ -117,15 +167,27 @@ def _unit(words: str, power: str | None) -> list[str] | None:
     return sorted(factors) if 0 < len(factors) <= 4 and not raised else None
 
 
-def _without_unit(text: str) -> tuple[str, list[str]]:
-    """A quantity without the unit at its end, and the unit's factors, which are empty if there is no unit."""
+def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
+    r"""A quantity without the unit or the counted noun at its end, and the unit's factors or the noun; no factors if
+    there is neither. ``upright`` are the words in the ``\text{}`` of both answers.
+    """
     found = _LAST_WORDS.search(text)
-    if found is None or not re.search(r"\d", text[: found.start()]):
+    if found is None or not re.search(r"\d", before := text[: found.start()]):
         return text, []
-    unit = _unit(found[1] or found[2] or "", found[3])
+    words = (found[1] or found[2] or "").strip()
+    names = re.findall("[A-Za-z]+", words)
+    if found[2] and all(len(name) == 1 and name not in upright for name in names):
+        return text, []  # variables; in km/h, a letter is beside a longer unit
+    unit = _unit(words, found[3])
     if unit is None:
-        return text, []
-    return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", text[: found.start()]), unit
+        # Outside of \text{}, two or three letters may be a product of variables.
+        is_noun = found[1] or (any(len(name) > 3 for name in names) and before[-1].isspace())
+        if not is_noun or found[3] or len(names) > 4 or not re.fullmatch("[A-Za-z -]{2,}", words):
+            return text, []
+        if any(_DENIAL.fullmatch(name.lower()) for name in names):
+            return text, []
+        unit = [re.sub("e?s?$", "", names[-1].lower())]
+    return re.sub(rf"(?:{SPACE}|\\q?quad)+\Z", "", before), unit
 
 
 def _words(text: str, letters: set[str]) -> set[str]:
@@ -177,9 +239,12 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("numbers beside each other are no product")
     if {_brackets(gold), _brackets(answer)} == {"{", "("}:
         raise MisreadError("a set and a tuple")
-    if _several(gold):
+    if not _RELATION.search(gold):
+        gold = _JOINED.sub(", ", gold)
+    if _several(gold) or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
-    (gold, unit), (answer, other) = _without_unit(gold), _without_unit(answer)
+    upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(_TEXT, gold + answer))))
+    (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
     known = {match[0] for match in _FOREIGN.finditer(gold)}

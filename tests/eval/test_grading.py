@@ -189,6 +189,38 @@ def test_other_ways_of_writing_what_is_right(judges, gold, answers):
         assert found.correct, (answer, found.reason)
 
 
+@pytest.mark.parametrize(
+    ("gold", "right", "wrong"),
+    [
+        (r"6.63\times10^{-34}", ["6.63e-34"], [r"1.05\times10^{-34}", "0.0"]),
+        ("3^{-70}", [r"\frac{1}{3^{70}}"], ["3^{-71}"]),
+        ("1-2^{-60}", [r"\frac{2^{60}-1}{2^{60}}"], ["1-2^{-61}", "1"]),
+        (r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}", [], [r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}"]),
+        ("10^{-20}x", ["x/10^{20}"], ["10^{-21}x"]),
+        (r"1.1\times10^{30}", [r"11\times10^{29}"], [r"1.2\times10^{30}"]),
+        ("3h", [r"h\cdot 3", r"3\text{ h}"], ["3", "3m"]),
+        ("3", [r"3\text{ h}"], ["3h", "3 h"]),
+        (r"\pi r^2 h", [r"r^2 h\pi", "πr²h"], [r"\pi r^2"]),
+        (r"5\text{ m}", ["5 m", "5"], ["5 h", "5 cm"]),
+        ("60", ["60 km/h", "60 cookies", "60 red apples"], ["60 ab", "60 is wrong", "60 halves", "60 million"]),
+        ("42 apples", ["42", r"42\text{ apples}"], ["42 oranges", "43 apples"]),
+        (r"6 \text{ and } 8", ["8, 6", "6 and 8"], ["6", "6, 9"]),
+        (r"x<1 \text{ or } x>3", [r"x<1 \text{ or } x>3"], [r"x<1 \text{ and } x>3"]),
+        (r"3\pm\sqrt{2}", [r"3+\sqrt2 \text{ and } 3-\sqrt2", "3±√2"], [r"3+\sqrt2"]),
+        (r"\frac{7}{4}", ["1 3/4", "1¾"], ["1 3/5", "3/4"]),
+        ("3000000", ["3 million", r"\$3\text{ million}"], ["3", "3 billion"]),
+        ("10^5", ["10⁵"], ["105"]),
+        (r"(-\infty,2)", ["(−∞, 2)"], ["(∞, 2)"]),
+    ],
+)
+def test_numbers_letters_and_words(judges, gold, right, wrong):
+    for answer in right:
+        found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
+        assert found.correct, (answer, found.reason)
+    for answer in wrong:
+        assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
+
+
 HALF_READ = {
     "5": r"""
         n \equiv 3 \pmod 5 || 5\bmod 7 || 5 \pmod{7} || 5 \text{ (mod } 7) || 5\mid n || \sim 5 || 5 \text{ or more}
@@ -453,6 +485,26 @@ def test_exact_ignores_spaces_only():
         ("number", "x2 and 7b", "7", None, False),
         ("number", r"\boxed{12 cm}", "12", "12 cm", True),
         *((grader, " \n", "7", None, False) for grader in ("exact", "contains", "number")),
+        *(
+            ("number", text, "9500", "9500", True)
+            for text in ("$9{,}500$", r"9\,500", "9\u202f500", "9500km", "９５００個")
+        ),
+        *(("number", text, "0.5", "1/2", True) for text in ("1/2", r"\frac12", "½")),
+        *(("number", text, "1.75", "7/4", True) for text in ("1 3/4", r"1\frac{3}{4}", "1¾")),
+        *(("number", text, "3000000", "3000000", True) for text in ("3 million", r"3\times 10^6", "3e6")),
+        ("number", "x = −5", "-5", "-5", True),
+        ("number", "-$.50.", "-0.5", "-.50", True),
+        *(("number", text, "2", None, False) for text in ("x²", r"2\pi", r"\frac{x}{2}", "√2", "1/0")),
+        *(
+            ("contains", text, gold, text, True)
+            for text, gold in (("答案是北京市", "北京"), ("番号は77013です", "77013"))
+        ),
+        *(("contains", text, gold, text, True) for text, gold in (("I don’t", "don't"), ("a cafe\u0301.", "café"))),
+        *(
+            ("contains", text, gold, text, True)
+            for text, gold in (("_Paris_", "Paris"), ("수도는 서울입니다", "서울"))
+        ),
+        ("contains", "Parisian", "Paris", "Parisian", False),
     ],
 )
 def test_answers_without_a_box(grader, completion, gold, pred, correct):

@@ -18,7 +18,7 @@ ONE = r"""
     Choice C || The correct option is (C) || C. 4 eV || C) 4 eV || C: 4 eV || C \quad 4 eV || C\\4 eV || C (4 eV)
     C. A rise of 4 J || C. Vitamin C || C. between A and B || C. I and II only || C. $F = A/B$ || C. A-B bonds
     (C) at 25 D || \text{C} || \textbf{C.} 4 eV || \mathrm{(C)} || \(C\) || **C** || `C` || "C" || \,C || {\bf C}
-    \rm C || \color{blue}{\textbf{(C)}} || \text{Option C}
+    \rm C || \color{blue}{\textbf{(C)}} || \text{Option C} || C - 4 eV || \large C || \displaystyle C || \boxed C
 """
 
 
@@ -39,7 +39,14 @@ def test_two_letters_however_they_are_joined(joint, second):
 @pytest.mark.parametrize(
     "answer",
     [
-        *("C. 4 eV or D. 5 eV", "C) 4 eV and D) 5 eV", "(C) 4 eV or (D) 5 eV", "C. 4 eV\nD. 5 eV", "C. 4 eV or D"),
+        *(
+            "C. 4 eV or D. 5 eV",
+            "C) 4 eV and D) 5 eV",
+            "C - 4 eV or D - 5 eV",
+            "(C) 4 eV or (D) 5 eV",
+            "C. 4 eV\nD. 5 eV",
+            "C. 4 eV or D",
+        ),
         *("C or possibly D", "C (or D)", "C. A and B", "C is wrong, D is right", "C. is wrong", "not C", "[C, D]"),
         *("4 eV", "Carbon", "", r"\boxed{}", "C = 4", "C - 4", "C'", r"\{C\}"),
     ],
