@@ -229,7 +229,13 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
     formatter = Formatter(tokenizer, config.data_column, config.chat_template)
     templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
     key = json.dumps(
-        [FORMAT, rows._fingerprint, config.data_column, _identity(tokenizer), [file.read_text() for file in templates]]
+        [
+            FORMAT,
+            rows._fingerprint,
+            config.data_column,
+            _identity(tokenizer),
+            [file.read_text(encoding="utf-8") for file in templates],
+        ]
     )
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     cache.mkdir(parents=True, exist_ok=True)

@@ -218,7 +218,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """Read DeepSpeed's configuration file and add the run's values; raise `SeergateError` if they contradict it."""
     assert config.deepspeed is not None
     try:
-        values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text())
+        values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SeergateError(f"deepspeed is {config.deepspeed!r}; it must be a JSON file that can be read") from error
     if not isinstance(values, dict):

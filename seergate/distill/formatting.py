@@ -61,7 +61,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     """
     if override is not None:
         try:
-            template = Path(override).read_text()
+            template = Path(override).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise SeergateError(f"chat_template is {override!r}; it must be a readable .jinja file") from error
         if not _keeps_reasoning(tokenizer, template):
@@ -82,7 +82,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     if _keeps_reasoning(tokenizer, own):
         return own
     for markup, name in _TRAINING.items():
-        if markup in own and _keeps_reasoning(tokenizer, template := (TEMPLATES / name).read_text()):
+        if markup in own and _keeps_reasoning(tokenizer, template := (TEMPLATES / name).read_text(encoding="utf-8")):
             return template
     raise SeergateError(
         "the model's chat template deletes the reasoning that the gates are trained on; give one that keeps it with "

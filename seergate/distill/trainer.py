@@ -397,7 +397,7 @@ class _Run:
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
         report = json.dumps(asdict(self.data.report), indent=1)
-        world.from_main(lambda: (self.dir / "data.json").write_text(report))
+        world.from_main(lambda: (self.dir / "data.json").write_text(report, encoding="utf-8"))
 
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
