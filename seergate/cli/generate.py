@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     config = check_model(path, [method], [] if bank is None else [bank])
     tokenizer = load_tokenizer(path)
     problem = _problem(options, tiny, bool(tokenizer.chat_template))
-    ids = encode(tokenizer, prompt_text(tokenizer, problem))
+    ids = encode(tokenizer, prompt_text(tokenizer, problem, today=True))
     positions = model_positions(config.get_text_config())
     if positions is not None and len(ids) > positions:
         raise SeergateError(f"the prompt has {len(ids):,} tokens; {path} has {positions:,} positions")
@@ -149,7 +149,7 @@ def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
     text = options.prompt
     if options.prompt_file is not None:
         try:
-            text = options.prompt_file.read_text(encoding="utf-8")
+            text = options.prompt_file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise SeergateError(f"the prompt {options.prompt_file} cannot be read: {error}") from error
     if text is None and not tiny:

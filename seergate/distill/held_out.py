@@ -13,6 +13,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import Formatter, MalformedRow
 from seergate.distill.long_text import SUFFIXES, referring_back, texts, texts_here, windows
 from seergate.errors import SeergateError
+from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +67,7 @@ def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(islice(filter(str.strip, lines), ROWS), 1):
                 try:
-                    seen.append(formatter.text(row := json.loads(line)).text)
+                    seen.append(formatter.text(row := read_json_text(line)).text)
                     rows.append(row)
                 except (MalformedRow, json.JSONDecodeError) as error:
                     malformed.append(f"row {number}: {error}")

@@ -36,6 +36,7 @@ from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
+from seergate.hf.loading import chat_text
 from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.stats import DecodeStats
 
@@ -467,13 +468,13 @@ class Engine:
             raise
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    """The text that the model continues: the problem's prompt, or its messages in the model's chat template."""
+def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
+    """The text that the model continues: the problem's prompt, or its messages in the model's markup (`chat_text`)."""
     if problem.prompt is not None:
         return problem.prompt
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
-    return str(tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True))
+    return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

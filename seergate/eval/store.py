@@ -13,6 +13,7 @@ import yaml
 
 from seergate.durable import replacing
 from seergate.errors import SeergateError
+from seergate.json_file import read_json_text
 from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
@@ -60,7 +61,7 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     seen: set[Key] = set()
     for number, line in enumerate(lines, 1):
         try:
-            sample = json.loads(line)
+            sample = read_json_text(line)
             key = key_of(sample)
         except (ValueError, KeyError, TypeError) as error:
             raise SeergateError(
@@ -146,7 +147,7 @@ def _mend_last_line(file: FileIO) -> None:
 def _is_whole(line: bytes) -> bool:
     """True if a line is a complete JSON object; a truncated object never parses."""
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(read_json_text(line), dict)
     except ValueError:
         return False
 
@@ -203,7 +204,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON file, or ``None`` if it is not there."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -22,6 +22,7 @@ from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
 from seergate.gates.record import parse_record, to_record
+from seergate.json_file import read_json_text
 from seergate.version import __version__
 
 CONFIG_FILE, WEIGHTS_FILE, SIGN_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
@@ -119,8 +120,8 @@ def read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON:
             raise ValueError(f"it has {path.stat().st_size} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        return read_json_text(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
         raise SeergateError(f"{path} is not readable JSON: {error}") from error
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,18 @@ if TYPE_CHECKING:
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+DATE = datetime(2024, 7, 26)
+"""The date in training texts and evaluated prompts; Llama 3's chat templates state it where they have no clock."""
+
+_STATED = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFhHIjmMpRSTuUVwWxXyYzZ"}
+_STATED |= {f"%-{code}": _STATED[f"%{code}"].lstrip("0") or "0" for code in "dHIjmMSy"} | {"%%": "%"}
+_FIXED_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace({code!r}, {text!r})" for code, text in _STATED.items())
+    + " }}{% endmacro %}\n"  # transformers removes a line feed after a tag
+)
+"""The beginning of a chat template in which the time is `DATE`. transformers passes no functions to templates."""
 
 
 def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
@@ -129,6 +142,23 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
 
     tokenizer: PreTrainedTokenizerBase = _reading("tokenizer of", name, AutoTokenizer.from_pretrained, **options)
     return tokenizer
+
+
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Iterable[dict[str, str]], *, today: bool = False, **options: Any
+) -> str:
+    """Return a conversation in the model's markup.
+
+    Args:
+        today: let a template that states the date (``strftime_now``) state today's; by default it states `DATE`, so
+            that the same conversation gives the same text on every day.
+        **options: for `apply_chat_template`, such as ``chat_template`` or ``add_generation_prompt``.
+    """
+    template = options.pop("chat_template", None) or tokenizer.get_chat_template()
+    if not today and "strftime_now" in template:
+        template = _FIXED_CLOCK + template
+    text = tokenizer.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options)
+    return str(text)
 
 
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
