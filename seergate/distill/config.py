@@ -20,7 +20,7 @@ import yaml
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_retention, scorer_kind
 from seergate.errors import SeergateError, did_you_mean
-from seergate.paths import GGUF, is_local_model, shipped
+from seergate.paths import GGUF, exists, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -264,11 +264,11 @@ class _Share(NamedTuple):
 
 
 def _share(source: str) -> _Share | None:
-    """Parse ``NAME:SHARE``, or ``NAME@REVISION:SHARE`` for the Hub; ``None`` if the text has no share."""
+    """Parse ``NAME:SHARE``, or ``NAME@REVISION:SHARE`` for the Hub; ``None`` for an existing path or no share."""
     place, _, share = source.rpartition(":")
-    if not place or not _SHARE.fullmatch(share):
+    if not place or not _SHARE.fullmatch(share) or exists(source):
         return None
-    if place.startswith(("/", ".", "~")) or Path(place).exists():
+    if place.startswith(("/", ".", "~")) or exists(place):
         return _Share(place, None, float(share))
     name, _, revision = place.partition("@")
     return _Share(name, revision or None, float(share))
@@ -301,7 +301,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         shares = [found.share if found else 0.0 for found in self._shares()]
         names = [found.name for found in self._shares() if found]
         mixed = all(shares) and len(set(names)) == len(names)
-        one = not any(shares) and ("," not in self.data or Path(self.data).exists())
+        one = not names and ("," not in self.data or exists(self.data))
         self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
         if self.rope_scaling is not None:
             self._must("rope_scaling", "rope_type" in self.rope_parameters, 'a JSON object with "rope_type"')
@@ -351,7 +351,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
 
     def _shares(self) -> list[_Share | None]:
-        return [_share(source) for source in self.data.split(",")]
+        return [None] if exists(self.data) else [_share(source) for source in self.data.split(",")]
 
     @property
     def sources(self) -> list[tuple[TrainConfig, float]]:

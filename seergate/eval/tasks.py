@@ -23,6 +23,7 @@ from seergate.eval.retrieval import key_value, needle, perplexity, variable_trac
 from seergate.eval.sampling import Sampling
 from seergate.eval.task import Problem, Task
 from seergate.json_file import json_lines
+from seergate.paths import exists
 
 CHAIN_SUM_SEEDS = 1_000_000
 """Evaluation problems are drawn with seeds below this number, training problems with seeds from it on."""
@@ -166,9 +167,10 @@ def make_task(name: str, **options: Any) -> Task:
     """
     given = {key: value for key, value in options.items() if value is not None}
     arguments: tuple[str, ...] = ()
-    if name.partition(":")[0] in TASKS:
+    is_file = name.endswith((".jsonl", ".ndjson"))
+    if name.partition(":")[0] in TASKS and not (is_file and exists(name)):
         make: Callable[..., Task] = TASKS[name.partition(":")[0]]
-    elif name.endswith((".jsonl", ".ndjson")):
+    elif is_file:
         make, arguments = jsonl, (name,)
     else:
         raise SeergateError(f"there is no task {name!r}; {did_you_mean(name, TASKS)} (or give a .jsonl file)")

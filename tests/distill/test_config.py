@@ -76,7 +76,20 @@ def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.Monke
         assert [(one.data, one.data_revision, share) for one, share in at.sources] == [
             (place, None, 1e-5), ("org/a", "c", 2.0)
         ]  # fmt: skip
-    for wrong in ("org/a:0.7,org/b", "org/a:0,org/b:1", "a.jsonl,b.jsonl", "org/a:0.5,org/a@v1:0.5"):
+    for name in ("run", "run:2", "run:2:3", "T10:30:00"):
+        (tmp_path / name).mkdir()
+    for one in ("run:2", "run:2:3", "T10:30:00", str(tmp_path / "run:2")):
+        config = load_train_config("tiny-reasoner", {"data": one})
+        assert config.sources == [(config, 1.0)]
+    mixed = load_train_config("tiny-reasoner", {"data": "run:2:0.5,T10:30:00:0.5"}).with_data_revisions([None, None])
+    assert [(one.data, share) for one, share in mixed.sources] == [("run:2", 0.5), ("T10:30:00", 0.5)]
+    for wrong in (
+        "nowhere-T10:30:00",
+        "org/a:0.7,org/b",
+        "org/a:0,org/b:1",
+        "a.jsonl,b.jsonl",
+        "org/a:0.5,org/a@v1:0.5",
+    ):
         with pytest.raises(
             ValueError, match="data is .*; it must be one source, or different ones with a positive sh"
         ):
