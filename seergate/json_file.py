@@ -10,14 +10,22 @@ from typing import Any
 from seergate.errors import SeergateError
 
 
-def read_json_text(text: str | bytes) -> Any:
-    """Parse JSON; a `json.JSONDecodeError` for every text that Python does not read, even one nested too deeply."""
+def read_json_text(text: str | bytes, *, unique: bool = False) -> Any:
+    """Parse JSON; a `ValueError` for every text that Python does not read, even one nested too deeply. If ``unique``,
+    also for an object with the same key twice, of which Python would take the last.
+    """
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except (ValueError, RecursionError) as error:  # no UTF-8, a number of thousands of digits, thousands of brackets
-        raise json.JSONDecodeError(str(error), "", 0) from error
+        return json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given again")
+    return found
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:

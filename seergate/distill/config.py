@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -37,6 +38,9 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 MAX_LENGTH = 32768
 """Tokens per pack in the paper; packs are shorter for models with fewer positions."""
+
+MOST_PACKS = 1_000_000
+"""Largest number of packs per optimizer step; every process makes a list of them."""
 
 _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
@@ -226,9 +230,20 @@ class RunOptions:
 
 _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     (
-        "max_steps packs_per_step gradient_accumulation_steps max_length data_limit save_total_limit logging_steps",
+        "max_steps max_length data_limit save_total_limit logging_steps",
         lambda number: number >= 1,
         "a positive integer",
+    ),
+    (
+        "packs_per_step gradient_accumulation_steps",
+        lambda number: 1 <= number <= MOST_PACKS,
+        f"a positive integer, at most {MOST_PACKS:,}",
+    ),
+    ("seed", lambda seed: 0 <= seed < 2**63, "0 or a positive integer below 2**63"),
+    (
+        "revision output_dir data_config data_revision data_column chat_template token_cache",
+        bool,
+        "a name or a path, or left out",
     ),
     ("warmup_steps save_steps eval_steps eval_packs", lambda number: number >= 0, "0 or a positive integer"),
     ("learning_rate", lambda rate: 0 < rate < math.inf, "a positive number"),
@@ -512,7 +527,13 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         ValueError: if an option is out of range.
     """
     overrides = dict(overrides or {})
-    model = model or overrides.get("model") or DEFAULT_PRESET
+    if model is None:
+        model = overrides.get("model", DEFAULT_PRESET)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(model, str) or not model.strip():
+        raise SeergateError(
+            f"model is {model!r}; it must be a preset, a directory, a GGUF file or a Hub id (org/name)"
+        )
     known = presets()
     values: dict[str, Any] = {"model": model}
     if is_local_model(model):

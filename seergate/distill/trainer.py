@@ -271,8 +271,8 @@ class Averages:
         tokens: total number of tokens of the packs.
         non_finite: number of packs that are left out because their loss is not finite.
         kl_per_layer: KL of each layer in nats per row; NaN if all packs are left out.
-        recall: token budget -> for each layer and KV head, the share of the teacher's mass in the gate's best blocks; NaN
-            if all packs are left out.
+        recall: token budget -> for each layer and KV head, the share of the teacher's mass in the gate's best blocks;
+            NaN if all packs are left out.
         stop: whether any process was asked to stop.
     """
 

@@ -20,6 +20,10 @@ CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.jso
 UNGRADED = "ungraded.jsonl"
 """File of finished samples that are not graded yet. It exists only during a run, or after a kill."""
 
+GRADE = ("pred", "correct")
+FIELDS = ("completion", "gold", "n_prompt_tokens", "n_tokens", "finish_reason", "seconds", *GRADE)
+"""What every graded sample holds beside its `Key`. An ungraded one lacks the `GRADE`."""
+
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
 
@@ -50,13 +54,14 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     """All complete samples in a file of a run. An incomplete last line, left by a killed process, is skipped.
 
     Raises:
-        SeergateError: if an earlier line is damaged, or a sample is there twice.
+        SeergateError: if an earlier line is damaged, or a sample lacks a field or is there twice.
     """
     path = directory / name
     if not path.exists():
         return []
     *lines, last = path.read_bytes().split(b"\n")
     lines += [last] if _is_whole(last) else []
+    needed = FIELDS if name == SAMPLES else FIELDS[: -len(GRADE)]
     samples: list[dict[str, Any]] = []
     seen: set[Key] = set()
     for number, line in enumerate(lines, 1):
@@ -67,6 +72,10 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
             raise SeergateError(
                 f"{path}, line {number} is damaged; remove that line to have its sample made again"
             ) from error
+        if missing := [name for name in needed if name not in sample]:
+            raise SeergateError(
+                f"{path}, line {number} has a sample without {missing[0]!r}; remove that line to have it made again"
+            )
         if key in seen:
             raise SeergateError(f"{path}, line {number} repeats the sample {key}; remove one of the two")
         seen.add(key)

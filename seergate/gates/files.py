@@ -45,7 +45,8 @@ def read_adapter(directory: Path, kind: type[G]) -> G:
             raise SeergateError(_what_is_missing(directory, path.name))
     record = read_json(config)
     described = parse_record(record, str(config))
-    if record.get("files") not in (None, _sums(weights)):
+    said = record.get("files")
+    if said is not None and (_size(said, weights.name) != weights.stat().st_size or said != _sums(weights)):
         raise SeergateError(
             f"{weights} is damaged, or not the file that {CONFIG_FILE} was saved with: its SHA-256 is another"
         )
@@ -120,7 +121,7 @@ def read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON:
             raise ValueError(f"it has {path.stat().st_size} bytes")
-        return read_json_text(path.read_text(encoding="utf-8"))
+        return read_json_text(path.read_text(encoding="utf-8"), unique=True)
     except (ValueError, OSError) as error:
         raise SeergateError(f"{path} is not readable JSON: {error}") from error
 
@@ -128,6 +129,12 @@ def read_json(path: Path) -> Any:
 def write_json(path: Path, value: Any) -> None:
     """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _size(files: Any, name: str) -> Any:
+    """The size of a file in the entry ``files`` of a configuration, which may be damaged."""
+    entry = files.get(name) if isinstance(files, dict) else None
+    return entry.get("size") if isinstance(entry, dict) else None
 
 
 def _sums(weights: Path) -> dict[str, Any]:

@@ -256,8 +256,9 @@ def test_a_question_of_half_a_surrogate_pair_is_malformed() -> None:
 
 def test_the_date_in_a_template_does_not_change() -> None:
     row = chat("<think>a</think>b", "Q")
-    dated = "{%- set day = '%B' -%}\n  {% if strftime_now is defined %}\n{{ strftime_now('%-d ' + day + ' %Y, %a %H:%M') }}"
-    tokenizer = byte_tokenizer(dated + ":{% endif %}\n" + TEMPLATES["plain"])
+    dated = "{%- set month = '%B' -%}\n  {% if strftime_now is defined %}\n"
+    dated += "{{ strftime_now('%-d ' + month + ' %Y, %a %H:%M') }}:{% endif %}\n"
+    tokenizer = byte_tokenizer(dated + TEMPLATES["plain"])
     without = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row).text
     assert Formatter(tokenizer).text(row).text == "26 July 2024, Fri 00:00:" + without
     problem = Problem("1", "", messages=tuple(row["messages"][:1]))
