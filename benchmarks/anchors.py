@@ -231,7 +231,7 @@ def main() -> None:
     for key in ("model", "gates", "data", "calibration"):
         asked[key] = asked[key] and Path(asked[key]).name
     file = options.output / f"{options.name}.json"
-    known = json.loads(file.read_text()) if file.exists() else {"rows": [], "options": asked}
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "options": asked}
     rows = [row for row in known["rows"] if row["part"] not in options.parts]
     if rows and known["options"] != asked:
         parser.error(f"{file} was made with {known['options']}; use the same, or another --name")

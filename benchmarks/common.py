@@ -167,13 +167,13 @@ def resident(reset_peak: bool = False) -> int:
     if not Path("/proc/self/clear_refs").exists():
         return 0
     if reset_peak:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return in_memory("VmRSS" if reset_peak else "VmHWM")
 
 
 def in_memory(field: str) -> int:
     """Resident bytes of this process as Linux counts them: ``"VmRSS"`` is the current value, ``"VmHWM"`` the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
@@ -219,7 +219,7 @@ def provenance(device: torch.device) -> dict[str, str | int | None]:
     """Machine, versions and commit."""
     cpu = platform.processor()
     if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -240,5 +240,5 @@ def save(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     record = {"machine": provenance(device), "options": options, "rows": rows}
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return path

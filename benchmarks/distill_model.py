@@ -81,7 +81,7 @@ class Resident:
     def restart(self) -> int:
         """Reset the peak, and return the current bytes."""
         self.peak()
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
         return in_memory("VmRSS")
 
 
@@ -124,7 +124,7 @@ def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
 
 def cores_used() -> tuple[float, float]:
     """Seconds of processor time so far, of all programs and of this one."""
-    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    ticks = [int(x) for x in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
     idle = ticks[3] + ticks[4]
     own = resource.getrusage(resource.RUSAGE_SELF)
     return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
@@ -134,7 +134,7 @@ def write_base(folder: Path, layers: int, dtype: str) -> None:
     """Save a model with random weights: Qwen3-8B with fewer layers and a smaller vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = json.loads((shipped("configs") / "architectures" / "qwen3-8b.json").read_text())
+    shape = json.loads((shipped("configs") / "architectures" / "qwen3-8b.json").read_text(encoding="utf-8"))
     config = AutoConfig.for_model(**shape | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": dtype})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
@@ -291,7 +291,7 @@ def main() -> None:
     asked = described(options)
     name, rows = f"distill_model-cpu-{options.dtype}-{options.threads}t", []
     if options.add:
-        table = json.loads((options.output / f"{name}.json").read_text())["rows"]
+        table = json.loads((options.output / f"{name}.json").read_text(encoding="utf-8"))["rows"]
         rows = [row for row in table if "way" in row]
     with tempfile.TemporaryDirectory() as scratch:
         # Each cell has a new process, so memory of earlier cells does not count.

@@ -72,7 +72,7 @@ class Shape:
     """Weight counts of a preset's model (dense, with grouped queries and a gated MLP) and of its gates."""
 
     def __init__(self, name: str) -> None:
-        known = json.loads((ROOT / f"configs/architectures/{name}.json").read_text())
+        known = json.loads((ROOT / f"configs/architectures/{name}.json").read_text(encoding="utf-8"))
         self.hidden, self.layers, self.mlp = (
             known[x] for x in ("hidden_size", "num_hidden_layers", "intermediate_size")
         )
@@ -260,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
     if parser.parse_args().write:
-        PAGE.write_text(filled(PAGE.read_text()))
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
         return
     for name, make in TABLES.items():
         print(f"\n{name}\n", *make(Shape("qwen3-8b")), sep="\n")

@@ -748,7 +748,7 @@ NAMED = {step.__name__: step for step in (*STEPS, tiny)}
 def child(name: str, path: Path) -> None:
     """Run one step in this process, and write each row at once as a JSON line, so that a kill loses none."""
     torch.manual_seed(0)
-    with path.open("w") as file:
+    with path.open("w", encoding="utf-8") as file:
         try:
             for row in NAMED[name]():
                 file.write(json.dumps(row, default=str) + "\n")
@@ -771,7 +771,7 @@ def perform(name: str, seconds: float, folder: Path) -> Row:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         ended = f"stopped after {seconds:.0f} s"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     path.unlink(missing_ok=True)
     return {"ended": ended, "seconds": time.perf_counter() - start, "rows": [json.loads(line) for line in lines]}
 
@@ -830,7 +830,7 @@ def main() -> None:
         # The deadlines are for a GPU; in the interpreter only the total time is limited.
         steps[name] = perform(name, min(left, STEPS[NAMED[name]]) if ON_GPU else left, options.output)
         record = {"machine": provenance(DEVICE), "interpreted": not ON_GPU, "steps": steps, "verdict": verdict(steps)}
-        path.write_text(json.dumps(record, indent=1) + "\n")
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: ended {steps[name]['ended']}, {steps[name]['seconds']:.0f} s", flush=True)
     for kernel, line in verdict(steps).items():
         print(f"{kernel}: {line}")

@@ -33,7 +33,7 @@ NAMES = [gpu.name for gpu in GPUS]
 
 def saved() -> list[dict[str, Any]]:
     """Rows of the saved table."""
-    return json.loads(TABLE.read_text())["rows"] if TABLE.exists() else []
+    return json.loads(TABLE.read_text(encoding="utf-8"))["rows"] if TABLE.exists() else []
 
 
 def known() -> dict[tuple[str, str], Resources]:
@@ -52,7 +52,7 @@ def write(rows: list[dict[str, Any]]) -> None:
     rows.sort(key=lambda row: (row["triton"], NAMES.index(row["gpu"])))
     lines = ",\n".join(json.dumps(row) for row in rows)
     note, machine = map(json.dumps, ("compiled ahead of time, not run on a GPU", provenance(CPU)))
-    TABLE.write_text(f'{{"note": {note}, "machine": {machine}, "rows": [\n{lines}\n]}}\n')
+    TABLE.write_text(f'{{"note": {note}, "machine": {machine}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 def row(example: Example, launch: Launch, gpu: KnownGpu, done: dict[tuple[str, str], Resources]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 def rows_of(name: str) -> list[Row]:
     """The rows of a file of results."""
-    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    rows: list[Row] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return rows
 
 

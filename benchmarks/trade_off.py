@@ -41,7 +41,7 @@ STEPS = {
 
 def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
     """Method -> per budget, bytes read in percent of dense attention's, mean KL from it, standard error."""
-    rows = json.loads((results / "smollm2_texts.json").read_text())["rows"]
+    rows = json.loads((results / "smollm2_texts.json").read_text(encoding="utf-8"))["rows"]
     (dense,) = (row["bytes_read_per_step"] for row in rows if row["method"] == "dense")
     found: dict[str, list[tuple[float, float, float]]] = {}
     for row in sorted((row for row in rows if row["method"] in DRAWN), key=lambda row: row["budget"]):
@@ -53,7 +53,7 @@ def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
 def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
     """Line -> rows -> milliseconds per step at the longest context; and the options of the measurement."""
     (path,) = results.glob("serving_model-*.json")
-    record = json.loads(path.read_text())
+    record = json.loads(path.read_text(encoding="utf-8"))
     longest = [row for row in record["rows"] if row["length"] == max(record["options"]["lengths"])]
     found = {
         label: {row["batch"]: row["step_median_ms"][name] for row in longest} for label, (name, *_) in STEPS.items()
@@ -98,7 +98,7 @@ def draw(results: Path) -> Any:
 
 def draw_anchors(results: Path) -> Any:
     """KL from dense attention against the number of layers that choose."""
-    rows = json.loads((results / "anchors_smollm2.json").read_text())["rows"]
+    rows = json.loads((results / "anchors_smollm2.json").read_text(encoding="utf-8"))["rows"]
     figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
     for label, method, part in (
         ("oracle", "oracle", "anchors"),

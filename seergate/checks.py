@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
@@ -62,3 +64,19 @@ def check(name: str, value: object, right: bool, must_be: str) -> None:
     """Raise a `ValueError` about ``value`` unless ``right`` is true."""
     if not right:
         raise ValueError(f"{name} is {value!r}; it must be {must_be}")
+
+
+def holds_turns(text: str) -> bool:
+    """True if a text is a conversation in JSON, or as Python prints it, instead of what is said in one."""
+    if text.lstrip()[:1] not in ("[", "{", '"') or "role" not in text or "content" not in text:
+        return False
+    for read in (json.loads, ast.literal_eval):
+        try:
+            found = read(text.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        if isinstance(found, str):
+            return found != text and holds_turns(found)
+        turns = found if isinstance(found, list) else [found]
+        return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
+    return False

@@ -16,6 +16,7 @@ TARGETS = ("max", "sum", "selected")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg", "none")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
+MAX_GATE_DIM = 65_536
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,8 @@ class GateConfig:
         if kind.retention:
             object.__setattr__(self, "rope", False)
         check_count("block_size", self.block_size, MIN_BLOCK_SIZE, MAX_BLOCK_SIZE)
-        check_counts(self, sink_blocks=0, gate_dim=1)
+        check_counts(self, sink_blocks=0)
+        check_count("gate_dim", self.gate_dim, 1, MAX_GATE_DIM)
         check("gate_dim", self.gate_dim, not self.rope or self.gate_dim % 2 == 0, "even when rope is on")
         object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
         check_flags(self, "qk_norm", "rope")

@@ -17,6 +17,12 @@ class SeergateError(ValueError):
     """
 
 
+LONGEST = 4000
+"""Characters of an error on the command line; from the middle of a longer one, such as an option's value, parts are
+left out.
+"""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the most similar known name, or all known names.
 
@@ -64,4 +70,5 @@ def sentence(error: BaseException) -> str:
     """An error in one line for the command line; an `OSError` about a file becomes the file's name and the reason."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return visible(f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}")
-    return visible(" ".join(str(error).split()))
+    said = visible(" ".join(str(error).split()))
+    return said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} ... {said[-LONGEST // 2 :]}"

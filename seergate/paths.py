@@ -45,6 +45,11 @@ def directory_here(name: str | os.PathLike[str]) -> Path | None:
     return Path(found) if os.path.isdir(found) else None
 
 
+def exists(name: str) -> bool:
+    """True if a name is an existing file or directory, whatever signs it holds; ``~`` is the home directory."""
+    return os.path.exists(os.path.expanduser(name))
+
+
 def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
     """The GGUF file of a model: the file of this name, or the only GGUF file in a directory of this name without a
     `config.json`; ``None`` if there is none.

@@ -9,9 +9,32 @@ import yaml
 
 from seergate.errors import SeergateError, first_line
 
+MOST_VALUES = 100_000
+"""Largest number of values in a file, where each alias (``*name``) counts as all values that it stands for."""
+
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that refuses repeated keys; PyYAML would take the last value."""
+    """A safe YAML loader that refuses repeated keys, of which PyYAML would take the last, and aliases of aliases that
+    stand for too many values.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Compose the document."""
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and self._count(node, {}) > MOST_VALUES:
+            raise yaml.MarkedYAMLError(
+                problem=f"it holds more than {MOST_VALUES:,} values", problem_mark=node.start_mark
+            )
+        return node
+
+    def _count(self, node: yaml.Node, known: dict[int, int]) -> int:
+        """Number of values in a node; ``known`` holds those of nodes that were counted before."""
+        if id(node) not in known:
+            known[id(node)] = 1  # also where an alias stands inside the node that it names
+            parts = node.value if isinstance(node, yaml.CollectionNode) else []
+            each = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
+            known[id(node)] += sum(self._count(part, known) for part in each)
+        return known[id(node)]
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping; refuse repeated keys."""

@@ -83,6 +83,20 @@ def test_a_huge_header_and_a_huge_model_cost_nothing(banks, tmp_path):
         bytes(64 << 20)  # the test can tell
 
 
+def test_repeated_keys_are_refused_and_weights_of_another_size_are_not_hashed(banks, tmp_path, monkeypatch):
+    banks[0].save_pretrained(tmp_path)
+    config, weights = tmp_path / "gate_config.json", tmp_path / "gate_model.safetensors"
+    before = config.read_text(encoding="utf-8")
+    config.write_text(before.replace("{", '{"files": null, ', 1), encoding="utf-8")
+    with pytest.raises(SeergateError, match="'files' is given again"):
+        GateBank.from_pretrained(tmp_path)
+    config.write_text(before, encoding="utf-8")
+    weights.write_bytes(weights.read_bytes() + b"x")
+    monkeypatch.setattr("seergate.gates.files.hashlib.file_digest", lambda *_: pytest.fail("it was hashed"))
+    with pytest.raises(SeergateError, match="is damaged, or not the file"):
+        GateBank.from_pretrained(tmp_path)
+
+
 def test_a_pickle_under_our_names_is_not_run(banks, tmp_path):
     banks[0].save_pretrained(tmp_path)
     path, target = tmp_path / "gate_config.json", tmp_path / "exploded"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from seergate.errors import did_you_mean
+from seergate.errors import did_you_mean, sentence
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ from seergate.errors import did_you_mean
 )
 def test_the_known_name_that_is_most_like_it_or_all_of_them(name, known, said):
     assert did_you_mean(name, known) == said
+
+
+def test_a_long_error_keeps_its_ends():
+    said = sentence(ValueError(f"the option is {'x' * 600_000}; it must be short"))
+    assert len(said) < 5000 and said.startswith("the option is xxx") and said.endswith("; it must be short")

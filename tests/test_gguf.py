@@ -56,7 +56,9 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(file: Path, model: PreTrainedModel) -> dict[str, np.ndarray]:
+def write_gguf(
+    file: Path, model: PreTrainedModel, split: dict[str, int] | None = None, without: str = ""
+) -> dict[str, np.ndarray]:
     """Write a model with a byte-level tokenizer, its matrices in 8 bits; returns the weights that are in the file."""
     config, written = model.config, dict[str, np.ndarray]()
     writer = gguf.GGUFWriter(file, "llama")
@@ -77,8 +79,10 @@ def write_gguf(file: Path, model: PreTrainedModel) -> dict[str, np.ndarray]:
     writer.add_eos_token_id(len(VOCABULARY) - 1)
     writer.add_pad_token_id(len(VOCABULARY) - 1)
     writer.add_chat_template(TEMPLATE)
+    for key, value in (split or {}).items():
+        writer.add_uint16(key, value)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight":  # tied
+        if name == "lm_head.weight" or name_in_gguf(name) == without:  # tied
             continue
         weight = tensor.numpy()
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
@@ -126,6 +130,20 @@ def test_weights_are_those_that_were_written(made: tuple[Path, dict[str, np.ndar
     loaded.save_pretrained(tmp_path / "saved")
     assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")) == fingerprint(loaded)
     assert load_base(file, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_part_of_a_model_is_refused(made: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        write_gguf(part, llama(), {"split.no": number, "split.count": 2})
+        for read in (load_base, base_config, load_tokenizer):
+            with pytest.raises(SeergateError, match="one of several files of a GGUF model; .* --merge"):
+                read(part)
+    with pytest.raises(SeergateError, match="holds a GGUF model in several files; .* --merge"):
+        base_config(tmp_path)
+    write_gguf(tmp_path / "torn.gguf", llama(), without="blk.1.ffn_up.weight")
+    with pytest.raises(SeergateError, match=r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_base(tmp_path / "torn.gguf")
 
 
 def test_its_tokenizer_comes_with_it(file: Path) -> None:

@@ -301,6 +301,30 @@ def tracked_files() -> list[Path]:
     return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
+def in_locale(call: ast.Call) -> bool:
+    """Whether a call opens a text file in the encoding of the locale."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    if name in ("read_text", "write_text"):
+        given = len(call.args) > (name == "write_text")
+    elif name == "open" and getattr(getattr(call.func, "value", None), "id", "") != "os":
+        mode = call.args[isinstance(call.func, ast.Name) :][:1]
+        given = bool(mode) and isinstance(mode[0], ast.Constant) and "b" in str(mode[0].value)
+    else:
+        return False
+    return not given and "encoding" not in {keyword.arg for keyword in call.keywords}
+
+
+def test_text_files_are_in_utf8_in_every_locale() -> None:
+    places = [path for name in ("benchmarks", "docs", "train") for path in (ROOT / name).rglob("*.py")]
+    faults = [
+        f"{named(path)}:{call.lineno}"
+        for path in [*sources(), *places, ROOT / "train.py"]
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and in_locale(call)
+    ]
+    assert not faults
+
+
 def test_no_paths_of_somebodys_machine() -> None:
     absolute = re.compile(r"(?<![\w./:}~-])/(?:home|root|work|Users|mnt|scratch)/[\w.]+")
     outside = re.compile(r"(?:\.\./)+[A-Za-z_.][\w./-]*")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.cli.arguments import Command, numbers
 from seergate.errors import SeergateError
 from seergate.gates.card import percent_right, scoring
-from seergate.paths import is_hub_id, is_local_model
+from seergate.paths import exists, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
     from seergate.hf.bank import GateBank
@@ -249,7 +249,8 @@ def _export(options: argparse.Namespace) -> None:
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")
-    sources = [source for source in options.sources.split(",") if source]
+    named = [options.sources] if exists(options.sources) else options.sources.split(",")
+    sources = [source for source in named if source]
     if options.weights and len(sources) < 2:
         raise SeergateError("weights are for an average; name two sources or more, with commas")
     banks = [_read_gates(source, options) for source in sources]

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.checks import check_counts
+from seergate.checks import check_count, check_counts
 from seergate.cli.arguments import decoding_args, model_args, run_args
 from seergate.errors import SeergateError
 from seergate.escaping import Terminal
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> None:
     config = check_model(path, [method], [] if bank is None else [bank])
     tokenizer = load_tokenizer(path)
     problem = _problem(options, tiny, bool(tokenizer.chat_template))
-    ids = encode(tokenizer, prompt_text(tokenizer, problem))
+    ids = encode(tokenizer, prompt_text(tokenizer, problem, today=True))
     text = config.get_text_config()
     check_positions(text, len(ids), "the prompt")
     longest = min(options.max_new_tokens, max(1, (model_positions(text) or sys.maxsize) - len(ids)))
@@ -130,6 +130,7 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse values out of range, and a page that cannot be written."""
     check_counts(options, max_new_tokens=1)
     check_counts(options, optional=True, threads=1)
+    check_count("seed", options.seed, 0, 2**63 - 1)
     if options.temperature is not None and options.temperature < 0:
         raise ValueError(f"temperature is {options.temperature}; it must be 0 (greedy) or a positive number")
     if options.trace is None:
@@ -152,13 +153,17 @@ def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
     text = options.prompt
     if options.prompt_file is not None:
         try:
-            text = options.prompt_file.read_text(encoding="utf-8")
+            text = options.prompt_file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise SeergateError(f"the prompt {options.prompt_file} cannot be read: {error}") from error
     if text is None and not tiny:
         raise SeergateError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     if text is None:
         return make_task("chain_sum", problems=1, variables=16).problems()[0]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SeergateError(f"the prompt is not UTF-8 text: {error}") from error
     if not text.strip():
         raise SeergateError("the prompt is empty; there is nothing to answer")
     return Problem("prompt", "", messages=({"role": "user", "content": text},)) if chats else Problem("", "", (), text)

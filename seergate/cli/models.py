@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from seergate.errors import SeergateError, sentence
 from seergate.gates.files import CONFIG_FILE
-from seergate.paths import gguf_file, shipped
+from seergate.paths import exists, gguf_file, shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +48,7 @@ def gates_for(model: str, gates: str | None) -> str | None:
 
 def named_gates(text: str) -> str | dict[str, str]:
     """Parse ``--gates``: one adapter, or several named ones as ``NAME=DIR,NAME=DIR``."""
-    if os.sep in text.partition("=")[0] or "=" not in text or Path(text).exists():
+    if os.sep in text.partition("=")[0] or "=" not in text or exists(text):
         return text
     pairs = [part.strip().partition("=") for part in text.split(",")]
     named = {name: place for name, _, place in pairs}

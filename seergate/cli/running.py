@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_counts
 from seergate.errors import SeergateError
+from seergate.paths import exists
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +61,7 @@ def each_task(plan: SweepPlan) -> list[SweepPlan]:
             f"task is missing, and chain_sum, the default, is for {TINY} only; give --task (in a file: task): "
             f"{', '.join(TASKS)}, or a .jsonl file"
         )
-    tasks = [plan.task] if Path(plan.task).exists() or not plan.task else plan.task.split(",")
+    tasks = [plan.task] if exists(plan.task) or not plan.task else plan.task.split(",")
     return [
         replace(plan, task=task, out=plan.out and str(Path(plan.out) / directory_of(task)) if tasks[1:] else plan.out)
         for task in tasks

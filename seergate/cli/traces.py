@@ -193,12 +193,13 @@ def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -
 def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
     """Row number -> question and answer, from a file. An incomplete last line of a killed process is removed."""
     from seergate.eval.store import write_text
+    from seergate.json_file import read_json_text
 
     if not path.exists():
         return {}
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
-        lines: list[Any] = [json.loads(line) for line in whole.split("\n") if line]
+        lines: list[Any] = [read_json_text(line) for line in whole.split("\n") if line]
         found = {int(line["row"]): line["messages"] for line in lines}
         if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):
             raise ValueError

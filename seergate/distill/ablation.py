@@ -227,7 +227,7 @@ class _Watch(Callback):
             return  # only the last evaluation is the result; it is written before the run ends
         outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": median_high(self._seconds or [0.0])}
         with replacing(self._config.run_dir / RESULT) as draft:
-            draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}))
+            draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}), encoding="utf-8")
 
 
 def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
@@ -235,8 +235,8 @@ def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
     from safetensors import safe_open
 
     try:
-        found = json.loads((config.run_dir / RESULT).read_text())
-        tokens = json.loads((config.run_dir / CONFIG_FILE).read_text())["training"]["tokens_seen"]
+        found = json.loads((config.run_dir / RESULT).read_text(encoding="utf-8"))
+        tokens = json.loads((config.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["training"]["tokens_seen"]
         with safe_open(config.run_dir / "gate_model.safetensors", "pt") as gates:
             parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
     except (OSError, ValueError):

@@ -85,7 +85,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
         {name: x.contiguous() for name, x in tensors.items()}, draft / "state.safetensors", metadata={"format": "pt"}
     )
     record = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "progress": checkpoint.progress}
-    (draft / "state.json").write_text(json.dumps(record, indent=1))
+    (draft / "state.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
     for file in draft.iterdir():
         flush(file)
     flush(draft)
@@ -107,7 +107,7 @@ def newest_checkpoint(root: Path) -> Path | None:
 def read_record(path: Path) -> dict[str, Any]:
     """Read the JSON part of a checkpoint; raises `SeergateError` if it is damaged or of another format."""
     with _damage(path):
-        record: dict[str, Any] = json.loads((path / "state.json").read_text())
+        record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
     if record.get("format") != FORMAT:
         raise SeergateError(f"the checkpoint {path} has format {record.get('format')}; this version reads {FORMAT}")
     return record

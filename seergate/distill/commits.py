@@ -60,12 +60,12 @@ def keep(entries: dict[str, Any], directory: Path) -> None:
     """Write the entries that `pin` returned to ``commits.json``."""
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / FILE) as draft:
-        draft.write_text(json.dumps(entries, indent=1))
+        draft.write_text(json.dumps(entries, indent=1), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        entries: dict[str, Any] = json.loads(path.read_text())
+        entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -106,7 +106,7 @@ def data_commit(config: TrainConfig) -> str | None:
             return last if COMMIT.fullmatch(last) else None
         ref = Path(constants.HF_HUB_CACHE) / f"datasets--{config.data.replace('/', '--')}" / "refs" / revision
         if ref.is_file():
-            return ref.read_text().strip()
+            return ref.read_text(encoding="utf-8").strip()
         raise SeergateError(
             f"the Hub does not answer, so the revision {revision!r} of the dataset {config.data!r} cannot be looked "
             f"up; to use the commit that was downloaded last, set data_revision to {last}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -20,7 +21,7 @@ import yaml
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_retention, scorer_kind
 from seergate.errors import SeergateError, did_you_mean
-from seergate.paths import GGUF, is_local_model, shipped
+from seergate.paths import GGUF, exists, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -37,6 +38,9 @@ TRACKERS = ("tensorboard", "wandb", "trackio")
 
 MAX_LENGTH = 32768
 """Tokens per pack in the paper; packs are shorter for models with fewer positions."""
+
+MOST_PACKS = 1_000_000
+"""Largest number of packs per optimizer step; every process makes a list of them."""
 
 _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
@@ -226,9 +230,20 @@ class RunOptions:
 
 _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     (
-        "max_steps packs_per_step gradient_accumulation_steps max_length data_limit save_total_limit logging_steps",
+        "max_steps max_length data_limit save_total_limit logging_steps",
         lambda number: number >= 1,
         "a positive integer",
+    ),
+    (
+        "packs_per_step gradient_accumulation_steps",
+        lambda number: 1 <= number <= MOST_PACKS,
+        f"a positive integer, at most {MOST_PACKS:,}",
+    ),
+    ("seed", lambda seed: 0 <= seed < 2**63, "0 or a positive integer below 2**63"),
+    (
+        "revision output_dir data_config data_revision data_column chat_template token_cache",
+        bool,
+        "a name or a path, or left out",
     ),
     ("warmup_steps save_steps eval_steps eval_packs", lambda number: number >= 0, "0 or a positive integer"),
     ("learning_rate", lambda rate: 0 < rate < math.inf, "a positive number"),
@@ -264,11 +279,11 @@ class _Share(NamedTuple):
 
 
 def _share(source: str) -> _Share | None:
-    """Parse ``NAME:SHARE``, or ``NAME@REVISION:SHARE`` for the Hub; ``None`` if the text has no share."""
+    """Parse ``NAME:SHARE``, or ``NAME@REVISION:SHARE`` for the Hub; ``None`` for an existing path or no share."""
     place, _, share = source.rpartition(":")
-    if not place or not _SHARE.fullmatch(share):
+    if not place or not _SHARE.fullmatch(share) or exists(source):
         return None
-    if place.startswith(("/", ".", "~")) or Path(place).exists():
+    if place.startswith(("/", ".", "~")) or exists(place):
         return _Share(place, None, float(share))
     name, _, revision = place.partition("@")
     return _Share(name, revision or None, float(share))
@@ -301,7 +316,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         shares = [found.share if found else 0.0 for found in self._shares()]
         names = [found.name for found in self._shares() if found]
         mixed = all(shares) and len(set(names)) == len(names)
-        one = not any(shares) and ("," not in self.data or Path(self.data).exists())
+        one = not names and ("," not in self.data or exists(self.data))
         self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
         if self.rope_scaling is not None:
             self._must("rope_scaling", "rope_type" in self.rope_parameters, 'a JSON object with "rope_type"')
@@ -351,7 +366,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
 
     def _shares(self) -> list[_Share | None]:
-        return [_share(source) for source in self.data.split(",")]
+        return [None] if exists(self.data) else [_share(source) for source in self.data.split(",")]
 
     @property
     def sources(self) -> list[tuple[TrainConfig, float]]:
@@ -512,7 +527,13 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         ValueError: if an option is out of range.
     """
     overrides = dict(overrides or {})
-    model = model or overrides.get("model") or DEFAULT_PRESET
+    if model is None:
+        model = overrides.get("model", DEFAULT_PRESET)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    if not isinstance(model, str) or not model.strip():
+        raise SeergateError(
+            f"model is {model!r}; it must be a preset, a directory, a GGUF file or a Hub id (org/name)"
+        )
     known = presets()
     values: dict[str, Any] = {"model": model}
     if is_local_model(model):

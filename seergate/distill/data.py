@@ -19,12 +19,13 @@ from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRo
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import SeergateError
+from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 1
+FORMAT = 2
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -229,7 +230,13 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
     formatter = Formatter(tokenizer, config.data_column, config.chat_template)
     templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
     key = json.dumps(
-        [FORMAT, rows._fingerprint, config.data_column, _identity(tokenizer), [file.read_text() for file in templates]]
+        [
+            FORMAT,
+            rows._fingerprint,
+            config.data_column,
+            _identity(tokenizer),
+            [file.read_text(encoding="utf-8") for file in templates],
+        ]
     )
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
     cache.mkdir(parents=True, exist_ok=True)
@@ -301,8 +308,8 @@ def _parsed(row: dict[str, Any]) -> Any:
     if row["problem"]:
         raise MalformedRow(row["problem"])
     try:
-        return json.loads(row["json"])
-    except (ValueError, RecursionError) as error:
+        return read_json_text(row["json"])
+    except ValueError as error:
         raise MalformedRow("not JSON") from error
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import socket
 import time
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from seergate.checks import is_number
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import DistributedState, expect_steps
 from seergate.errors import SeergateError, how_to_install
@@ -214,20 +216,31 @@ class DeepSpeedEngine(Engine):
                 safe_set_full_optimizer_state(parameter, state[f"{m}.{name}"].to(parameter.device), m)
 
 
+REDUCE_BUCKET_SIZE = 500_000_000
+"""DeepSpeed's default, in elements."""
+
+
 def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """Read DeepSpeed's configuration file and add the run's values; raise `SeergateError` if they contradict it."""
     assert config.deepspeed is not None
     try:
-        values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text())
+        values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SeergateError(f"deepspeed is {config.deepspeed!r}; it must be a JSON file that can be read") from error
     if not isinstance(values, dict):
         raise SeergateError(f"deepspeed is {config.deepspeed!r}; the file must hold a JSON object")
-    stage = values.get("zero_optimization", {}).get("stage", 0)
+    values = _without_auto(values)
+    zero = values.get("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise SeergateError(f"{config.deepspeed} sets zero_optimization to {zero!r}; it must be a JSON object")
+    stage, bucket = zero.get("stage", 0), zero.setdefault("reduce_bucket_size", REDUCE_BUCKET_SIZE)
     if stage not in (1, 2):
         raise SeergateError(f"{config.deepspeed} asks for ZeRO stage {stage}; the gates train with stage 1 or 2")
+    if not is_number(bucket) or not 0 <= bucket < math.inf:
+        raise SeergateError(f"{config.deepspeed} sets reduce_bucket_size to {bucket!r}; it must be a number or 'auto'")
     for name in ("bf16", "fp16"):
-        if values.pop(name, {}).get("enabled") is True:
+        section = values.pop(name, None)
+        if isinstance(section, dict) and section.get("enabled") is True:
             raise SeergateError(
                 f"{config.deepspeed} switches {name} on; the gates train in float32, and the frozen model's precision "
                 "is dtype"
@@ -245,7 +258,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "gradient_clipping": config.max_grad_norm,
     }
     for name, value in implied.items():
-        if values.setdefault(name, value) not in (value, "auto"):
+        if values.setdefault(name, value) != value:
             raise SeergateError(
                 f"{config.deepspeed} sets {name} to {values[name]}; this run needs {value} (or 'auto')"
             )
@@ -260,7 +273,16 @@ def bucket_bytes(config: TrainConfig, processes: int) -> int:
     if not config.deepspeed:
         return 0
     zero = deepspeed_config(config, processes)["zero_optimization"]
-    return 4 * int(zero.get("reduce_bucket_size", 500_000_000)) if zero.get("contiguous_gradients", True) else 0
+    return 4 * int(zero["reduce_bucket_size"]) if zero.get("contiguous_gradients", True) else 0
+
+
+def _without_auto(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the values ``"auto"``, which Hugging Face's trainers replace; DeepSpeed's defaults apply."""
+    return {
+        name: _without_auto(value) if isinstance(value, dict) else value
+        for name, value in values.items()
+        if value != "auto"
+    }
 
 
 def prepare_deepspeed() -> None:

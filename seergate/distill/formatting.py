@@ -12,7 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from seergate.checks import holds_turns
 from seergate.errors import SeergateError
+from seergate.hf.loading import chat_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,7 +63,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     """
     if override is not None:
         try:
-            template = Path(override).read_text()
+            template = Path(override).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise SeergateError(f"chat_template is {override!r}; it must be a readable .jinja file") from error
         if not _keeps_reasoning(tokenizer, template):
@@ -82,7 +84,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     if _keeps_reasoning(tokenizer, own):
         return own
     for markup, name in _TRAINING.items():
-        if markup in own and _keeps_reasoning(tokenizer, template := (TEMPLATES / name).read_text()):
+        if markup in own and _keeps_reasoning(tokenizer, template := (TEMPLATES / name).read_text(encoding="utf-8")):
             return template
     raise SeergateError(
         "the model's chat template deletes the reasoning that the gates are trained on; give one that keeps it with "
@@ -99,13 +101,11 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
     import jinja2
 
     try:
-        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        return chat_text(tokenizer, messages, chat_template=template)
     except jinja2.TemplateSyntaxError as error:
         raise SeergateError(f"the chat template cannot be read: {error}") from error
     except (jinja2.TemplateError, TypeError) as error:
         raise MalformedRow("refused by the chat template") from error
-    assert isinstance(text, str)
-    return text
 
 
 class Formatter:
@@ -135,10 +135,7 @@ class Formatter:
             made = TrainingText(content, False, [])
         else:
             made = self._chat(content)
-        try:
-            made.text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair: valid in JSON, but no tokenizer accepts it
-            raise MalformedRow("invalid unicode") from error
+        _check_unicode(made.text)
         return made
 
     def _content(self, row: Any) -> str | list[Any]:
@@ -146,8 +143,10 @@ class Formatter:
             raise MalformedRow("not a record")
         if self.column is not None:
             content = row.get(self.column)
+            if self.column != "text" and isinstance(content, str):
+                content = _said(content)
         elif row.get("messages") is not None:
-            content = row["messages"]
+            content = _listed(row["messages"])
         elif row.get("prompt") is not None and row.get("completion") is not None:
             content = [*_turns(row["prompt"], "user"), *_turns(row["completion"], "assistant")]
         elif row.get("text") is not None:
@@ -197,18 +196,42 @@ def question(row: Any) -> list[dict[str, str]]:
     """Return the turns of a row before its last answer, for a model to answer; raises `MalformedRow` without any."""
     if not isinstance(row, Mapping):
         raise MalformedRow("not a record")
-    turns = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), None)
-    messages = [] if turns is None else [_message(turn) for turn in _turns(turns, "user")]
+    name = next((name for name in ("messages", "prompt", "question") if row.get(name) is not None), None)
+    turns = [] if name is None else _listed(row[name]) if name == "messages" else _turns(row[name], "user")
+    messages = [_message(turn) for turn in turns]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise MalformedRow("no messages, prompt or question")
+    for message in messages:
+        _check_unicode(message["role"] + message["content"])
     return messages
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair: valid in JSON, but no tokenizer accepts it
+        raise MalformedRow("invalid unicode") from error
+
+
+def _listed(messages: Any) -> list[Any]:
+    if isinstance(messages, str):
+        raise MalformedRow("messages that are a text instead of a list; parse it first")
+    if not isinstance(messages, list):
+        raise MalformedRow("neither messages nor text")
+    return messages
+
+
+def _said(text: str) -> str:
+    if holds_turns(text):
+        raise MalformedRow("a conversation as JSON text instead of a list; parse it first")
+    return text
 
 
 def _turns(value: Any, role: str) -> list[Any]:
     if isinstance(value, str):
-        return [{"role": role, "content": value}]
+        return [{"role": role, "content": _said(value)}]
     return value if isinstance(value, list) else [None]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from itertools import islice
@@ -13,6 +12,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import Formatter, MalformedRow
 from seergate.distill.long_text import SUFFIXES, referring_back, texts, texts_here, windows
 from seergate.errors import SeergateError
+from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,9 +66,14 @@ def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(islice(filter(str.strip, lines), ROWS), 1):
                 try:
-                    seen.append(formatter.text(row := json.loads(line)).text)
+                    row = read_json_text(line)
+                except ValueError as error:
+                    malformed.append(f"row {number}: {error}")
+                    continue
+                try:
+                    seen.append(formatter.text(row).text)
                     rows.append(row)
-                except (MalformedRow, json.JSONDecodeError) as error:
+                except MalformedRow as error:
                     malformed.append(f"row {number}: {error}")
     except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"data is {str(path)!r}, which cannot be read: {error}") from error

@@ -288,5 +288,5 @@ def architecture(config: TrainConfig) -> PretrainedConfig:
         shape = shipped("configs") / "architectures" / f"{name}.json"
         named = str(read_yaml(path).get("model", "")).lower()
         if shape.is_file() and not Path(located.model).is_dir() and named == config.model.lower():
-            return AutoConfig.for_model(**json.loads(shape.read_text()))
+            return AutoConfig.for_model(**json.loads(shape.read_text(encoding="utf-8")))
     return base_config(located.model, revision=config.revision)

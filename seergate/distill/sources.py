@@ -19,6 +19,7 @@ from seergate.chain_sum import make_problems
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
 from seergate.hub import hub_call
+from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -152,7 +153,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, str]]:
         stream.seek(mark)
         if first == b"[":
             try:
-                rows = json.loads(stream.read().decode())
+                rows = read_json_text(stream.read().decode())
             except ValueError as error:
                 raise SeergateError(f"{file} begins like a JSON list but is none: {error}") from error
             yield from map(_as_json, rows)

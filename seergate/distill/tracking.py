@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import zlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ class Tracker(Callback, ABC):
         self.numbers(log.scalars(), log.step)
 
     def on_eval(self, log: EvalLog) -> None:
-        for budget, values in log.recall.items():
+        for budget, values in log.recall.items() if math.isfinite(log.kl) else ():
             title = f"% of the teacher's mass in the gate's best {budget} tokens; held out, step {log.step}"
             image = heat_map(np.asarray(values), log.layers, title)
             self.picture(f"held_out/recall_at_{budget}_map", image, log.step)

@@ -270,8 +270,9 @@ class Averages:
     Attributes:
         tokens: total number of tokens of the packs.
         non_finite: number of packs that are left out because their loss is not finite.
-        kl_per_layer: KL of each layer in nats per row.
-        recall: token budget -> for each layer and KV head, the share of the teacher's mass in the gate's best blocks.
+        kl_per_layer: KL of each layer in nats per row; NaN if all packs are left out.
+        recall: token budget -> for each layer and KV head, the share of the teacher's mass in the gate's best blocks;
+            NaN if all packs are left out.
         stop: whether any process was asked to stop.
     """
 
@@ -298,11 +299,11 @@ class Averages:
             pack[1] = ~finite
             sums += pack
         stops, non_finite, loss, tokens, *rest = run.world.sum(sums).tolist()
-        finite_packs = max(1, packs - int(non_finite))
-        values = torch.tensor(rest, dtype=torch.float64) / finite_packs
+        finite_packs = packs - int(non_finite)
+        values = torch.tensor(rest, dtype=torch.float64) / (finite_packs or math.nan)  # nothing was measured
         recall = dict(zip(budgets, values[layers:].view(-1, layers, heads).tolist(), strict=True))
         kl_per_layer = values[:layers].tolist()
-        return cls(loss / finite_packs, int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)
+        return cls(loss / max(1, finite_packs), int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)
 
 
 class _Run:
@@ -397,7 +398,7 @@ class _Run:
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
         report = json.dumps(asdict(self.data.report), indent=1)
-        world.from_main(lambda: (self.dir / "data.json").write_text(report))
+        world.from_main(lambda: (self.dir / "data.json").write_text(report, encoding="utf-8"))
 
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
@@ -540,7 +541,8 @@ class _Run:
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
-        progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
+        if means.non_finite < config.packs_per_step:
+            progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
         log = StepLog(
             step=step + 1,
             loss=means.loss,
@@ -570,11 +572,15 @@ class _Run:
             if output.far is not None:
                 far += torch.where(output.loss.isfinite(), output.far, 0.0)
         beyond = Far.of(self.world.sum(far).tolist(), self.config.recall_budgets)
-        means = Averages.over(self, outputs, len(self.data.held_out))
+        count = len(self.data.held_out)
+        means = Averages.over(self, outputs, count)
+        if means.non_finite:
+            lost = f"{means.non_finite} of {count} held-out packs gave no finite loss and were left out"
+            self._say(f"step {step + 1}: {lost}")
         log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers, beyond)
         for callback in self.callbacks:
             callback.on_eval(log)
-        if self.progress.best_kl is None or log.kl < self.progress.best_kl:
+        if math.isfinite(log.kl) and (self.progress.best_kl is None or log.kl < self.progress.best_kl):
             self.progress.best_kl, self.progress.best_step = log.kl, step + 1
             self._export(self.dir / "best")
 

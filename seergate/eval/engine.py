@@ -38,6 +38,7 @@ from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
 from seergate.eval.task import Problem
 from seergate.hf.attach import Handle
+from seergate.hf.loading import chat_text
 from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.models.families import check_angles, text_config
 from seergate.stats import DecodeStats
@@ -493,8 +494,8 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
     return text
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
-    """The text that the model continues, with its special tokens: the problem's messages in the model's chat template,
+def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
+    """The text that the model continues, with its special tokens: the problem's messages in the model's markup (`chat_text`),
     or its prompt after the tokenizer's `beginning`, unless the prompt itself begins so.
     """
     if problem.prompt is not None:
@@ -503,7 +504,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem) -> str:
         return problem.prompt if given else start + problem.prompt
     if not tokenizer.chat_template:
         raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
-    return str(tokenizer.apply_chat_template(list(problem.messages), tokenize=False, add_generation_prompt=True))
+    return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

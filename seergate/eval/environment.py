@@ -46,7 +46,7 @@ def git_revision() -> str | None:
 def processor() -> str:
     """The CPU's name."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:

@@ -24,7 +24,7 @@ def free_bytes(device: torch.device) -> int:
     free = int(psutil.virtual_memory().available)
     limits = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
-        limit, used = (path.read_text().strip() for path in limits)
+        limit, used = (path.read_text(encoding="utf-8").strip() for path in limits)
     except OSError:
         return free  # not Linux, or no control groups
     return free if limit == "max" else min(free, int(limit) - int(used))

@@ -21,9 +21,6 @@ UNFINISHED = "regrading"
 """A key of the task in `config.yaml` while samples are being replaced. A kill leaves it there, so that the run is not
 resumed or compared as one of either grader until it has been graded again."""
 
-NEEDED = ("completion", "gold", "correct", "pred")
-"""Fields of a sample that are read."""
-
 
 @dataclass(frozen=True)
 class Regraded:
@@ -58,10 +55,6 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
         samples = store.read_samples(directory)
         if not samples:
             return Regraded(0, float("nan"), float("nan"), [])
-        if missing := next((key for s in samples for key in NEEDED if key not in s), None):
-            raise SeergateError(
-                f"{directory / store.SAMPLES} has a sample without {missing!r}; remove its line to have it made again"
-            )
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)

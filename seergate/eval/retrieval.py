@@ -10,7 +10,6 @@ problem is determined by the seed, its length, depth and number, and the text.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from seergate.errors import SeergateError
 from seergate.eval.engine import beginning, encode, prompt_text
 from seergate.eval.sampling import Sampling
 from seergate.eval.task import Problem, Task
+from seergate.json_file import json_lines
 
 _NAMES = """
 Paris London Rome Madrid Berlin Vienna Prague Warsaw Budapest Lisbon Dublin Oslo Stockholm Helsinki Copenhagen
@@ -248,11 +248,7 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
 
 def texts_of(path: str) -> Iterator[str]:
     """The texts of a ``.jsonl`` file; a `SeergateError` names the line that has none."""
-    for number, line in enumerate(text_of(path)[1].splitlines(), 1):
-        try:
-            record = json.loads(line) if line.strip() else {"text": ""}
-        except ValueError as error:
-            raise SeergateError(f"{path}, line {number} is not JSON: {error}") from error
+    for number, record in json_lines(Path(path)):
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise SeergateError(f"{path}, line {number} has no 'text'")
         if record["text"].strip():
@@ -339,7 +335,7 @@ def text_of(data: str | None) -> tuple[str, str]:
         version = ".".join(map(str, sys.version_info[:3]))
         return f"pydoc_data.topics of Python {version}", "\n\n".join(topics[name] for name in sorted(topics))
     try:
-        text = Path(data).read_text(encoding="utf-8")
+        text = Path(data).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"data is {data!r}, which cannot be read as text: {error}") from error
     if not text.strip():

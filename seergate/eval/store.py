@@ -13,11 +13,16 @@ import yaml
 
 from seergate.durable import replacing
 from seergate.errors import SeergateError
+from seergate.json_file import read_json_text
 from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
 UNGRADED = "ungraded.jsonl"
 """File of finished samples that are not graded yet. It exists only during a run, or after a kill."""
+
+GRADE = ("pred", "correct")
+FIELDS = ("completion", "gold", "n_prompt_tokens", "n_tokens", "finish_reason", "seconds", *GRADE)
+"""What every graded sample holds beside its `Key`. An ungraded one lacks the `GRADE`."""
 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
@@ -49,23 +54,28 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
     """All complete samples in a file of a run. An incomplete last line, left by a killed process, is skipped.
 
     Raises:
-        SeergateError: if an earlier line is damaged, or a sample is there twice.
+        SeergateError: if an earlier line is damaged, or a sample lacks a field or is there twice.
     """
     path = directory / name
     if not path.exists():
         return []
     *lines, last = path.read_bytes().split(b"\n")
     lines += [last] if _is_whole(last) else []
+    needed = FIELDS if name == SAMPLES else FIELDS[: -len(GRADE)]
     samples: list[dict[str, Any]] = []
     seen: set[Key] = set()
     for number, line in enumerate(lines, 1):
         try:
-            sample = json.loads(line)
+            sample = read_json_text(line)
             key = key_of(sample)
         except (ValueError, KeyError, TypeError) as error:
             raise SeergateError(
                 f"{path}, line {number} is damaged; remove that line to have its sample made again"
             ) from error
+        if missing := [name for name in needed if name not in sample]:
+            raise SeergateError(
+                f"{path}, line {number} has a sample without {missing[0]!r}; remove that line to have it made again"
+            )
         if key in seen:
             raise SeergateError(f"{path}, line {number} repeats the sample {key}; remove one of the two")
         seen.add(key)
@@ -146,7 +156,7 @@ def _mend_last_line(file: FileIO) -> None:
 def _is_whole(line: bytes) -> bool:
     """True if a line is a complete JSON object; a truncated object never parses."""
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(read_json_text(line), dict)
     except ValueError:
         return False
 
@@ -203,7 +213,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON file, or ``None`` if it is not there."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = read_json_text(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.chain_sum import GIVENS, NAMES, make_problems
-from seergate.checks import check_count, is_int
+from seergate.checks import check_count, holds_turns, is_int
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.grading import BOXED, GRADERS, check_gold
 from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
@@ -22,6 +22,8 @@ from seergate.eval.method_text import read_options
 from seergate.eval.retrieval import key_value, needle, perplexity, variable_tracking
 from seergate.eval.sampling import Sampling
 from seergate.eval.task import Problem, Task
+from seergate.json_file import json_lines
+from seergate.paths import exists
 
 CHAIN_SUM_SEEDS = 1_000_000
 """Evaluation problems are drawn with seeds below this number, training problems with seeds from it on."""
@@ -83,21 +85,12 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
 
 
 def _records(path: Path, grader: str) -> Iterator[Problem]:
-    with path.open(encoding="utf-8-sig") as lines:  # a file of some editors begins with a byte order mark
-        try:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _checked(line, f"{path}, line {number}", number, grader)
-        except UnicodeDecodeError as error:
-            raise SeergateError(f"{path} is not UTF-8 text: {error}") from error
+    for number, record in json_lines(path):
+        yield _checked(record, f"{path}, line {number}", number, grader)
 
 
-def _checked(line: str, where: str, number: int, grader: str) -> Problem:
+def _checked(record: Any, where: str, number: int, grader: str) -> Problem:
     """The problem in a line; a `SeergateError` names the line if it is damaged."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise SeergateError(f"{where} is not JSON: {error}") from error
     if not isinstance(record, dict) or "answer" not in record:
         raise SeergateError(f"{where} has no 'answer'")
     try:
@@ -123,6 +116,8 @@ def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
     for field in ("prompt", "question"):
         if field in record and not isinstance(record[field], str):
             raise ValueError(f"{field!r} is {record[field]!r}; it must be a text")
+        if holds_turns(record.get(field, "")):
+            raise ValueError(f"{field!r} holds a conversation as JSON text; give it as a list in 'messages'")
     if "prompt" in record:
         if grader in BOXED and "boxed" not in record["prompt"]:
             free = ", ".join(name for name in GRADERS if name not in BOXED)
@@ -172,9 +167,10 @@ def make_task(name: str, **options: Any) -> Task:
     """
     given = {key: value for key, value in options.items() if value is not None}
     arguments: tuple[str, ...] = ()
-    if name.partition(":")[0] in TASKS:
+    is_file = name.endswith((".jsonl", ".ndjson"))
+    if name.partition(":")[0] in TASKS and not (is_file and exists(name)):
         make: Callable[..., Task] = TASKS[name.partition(":")[0]]
-    elif name.endswith((".jsonl", ".ndjson")):
+    elif is_file:
         make, arguments = jsonl, (name,)
     else:
         raise SeergateError(f"there is no task {name!r}; {did_you_mean(name, TASKS)} (or give a .jsonl file)")

@@ -22,6 +22,7 @@ from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
 from seergate.gates.record import parse_record, to_record
+from seergate.json_file import read_json_text
 from seergate.version import __version__
 
 CONFIG_FILE, WEIGHTS_FILE, SIGN_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
@@ -44,7 +45,8 @@ def read_adapter(directory: Path, kind: type[G]) -> G:
             raise SeergateError(_what_is_missing(directory, path.name))
     record = read_json(config)
     described = parse_record(record, str(config))
-    if record.get("files") not in (None, _sums(weights)):
+    said = record.get("files")
+    if said is not None and (_size(said, weights.name) != weights.stat().st_size or said != _sums(weights)):
         raise SeergateError(
             f"{weights} is damaged, or not the file that {CONFIG_FILE} was saved with: its SHA-256 is another"
         )
@@ -119,14 +121,20 @@ def read_json(path: Path) -> Any:
     try:
         if path.stat().st_size > MAX_JSON:
             raise ValueError(f"it has {path.stat().st_size} bytes")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        return read_json_text(path.read_text(encoding="utf-8"), unique=True)
+    except (ValueError, OSError) as error:
         raise SeergateError(f"{path} is not readable JSON: {error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write an indented JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _size(files: Any, name: str) -> Any:
+    """The size of a file in the entry ``files`` of a configuration, which may be damaged."""
+    entry = files.get(name) if isinstance(files, dict) else None
+    return entry.get("size") if isinstance(entry, dict) else None
 
 
 def _sums(weights: Path) -> dict[str, Any]:

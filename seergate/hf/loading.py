@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +23,21 @@ if TYPE_CHECKING:
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_MERGE = "seergate reads one file: merge them with `llama-gguf-split --merge FIRST_FILE MERGED_FILE`"
+
+DATE = datetime(2024, 7, 26)
+"""The date in training texts and evaluated prompts; Llama 3's chat templates state it where they have no clock."""
+
+_STATED = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFhHIjmMpRSTuUVwWxXyYzZ"}
+_STATED |= {f"%-{code}": _STATED[f"%{code}"].lstrip("0") or "0" for code in "dHIjmMSy"} | {"%%": "%"}
+_FIXED_CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace({code!r}, {text!r})" for code, text in _STATED.items())
+    + " }}{% endmacro %}\n"  # transformers removes a line feed after a tag
+)
+"""The beginning of a chat template in which the time is `DATE`. transformers passes no functions to templates."""
 
 
 def base_config(name: str | os.PathLike[str], **options: Any) -> Any:
@@ -69,7 +87,13 @@ def load_base(
             raise SeergateError(f"quantization_config is given; it must be left out for {file}, which is dequantised")
         if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model: PreTrainedModel = _reading("base model", name, read, **options).eval()
+    model: PreTrainedModel
+    model, found = _reading("base model", name, read, output_loading_info=True, **options)
+    if missing := sorted(found["missing_keys"]):
+        raise SeergateError(
+            f"the base model {name} lacks {len(missing)} of its weights, such as {missing[0]}; they must all be there"
+        )
+    model.eval()
     if file is not None:
         model.config.name_or_path = file
         if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its marks prevent `save_pretrained`
@@ -131,6 +155,34 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     return tokenizer
 
 
+def chat_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Iterable[dict[str, str]], *, today: bool = False, **options: Any
+) -> str:
+    """Return a conversation in the model's markup.
+
+    Args:
+        today: let a template that states the date (``strftime_now``) state today's; by default it states `DATE`, so
+            that the same conversation gives the same text on every day.
+        **options: for `apply_chat_template`, such as ``chat_template`` or ``add_generation_prompt``.
+    """
+    given = options.get("chat_template")
+    if not today and "strftime_now" in str(given or tokenizer.chat_template):
+        options["chat_template"] = _FIXED_CLOCK + tokenizer.get_chat_template(given)
+    return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+
+@lru_cache
+def _is_shard(file: Path, changed: int) -> bool:
+    """Return whether a GGUF file is a part of a split model; ``changed`` is its time stamp, for the cache."""
+    from gguf import GGUFReader
+
+    try:
+        count = GGUFReader(file).get_field("split.count")
+    except (OSError, ValueError, IndexError, KeyError):  # damaged, which transformers reports
+        return False
+    return count is not None and int(count.contents()) > 1
+
+
 def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
     """Call a ``from_pretrained`` and report its errors as a `SeergateError` of one sentence."""
     file = gguf_file(name)
@@ -139,10 +191,14 @@ def _reading(what: str, name: str | os.PathLike[str], read: Callable[..., Any], 
         kind = "file" if str(name).lower().endswith(GGUF) else "directory"
         raise SeergateError(f"the {what} {name} could not be loaded: there is no such {kind}")
     if file is None and here is not None and not (here / "config.json").exists() and any(here.glob(f"*{GGUF}")):
+        if any(map(_SHARD.search, map(str, here.glob(f"*{GGUF}")))):
+            raise SeergateError(f"{name} holds a GGUF model in several files; {_MERGE}")
         raise SeergateError(f"{name} holds several GGUF files; name one of them")
     if file is not None:
         if importlib.util.find_spec("gguf") is None:
             raise SeergateError(f"{file} is a GGUF file, which needs the package gguf; {how_to_install('gguf')}")
+        if _is_shard(file, file.stat().st_mtime_ns):
+            raise SeergateError(f"{file} is one of several files of a GGUF model; {_MERGE}")
         options["gguf_file"] = file.name
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     from_hub = here is None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import yaml
@@ -48,6 +48,23 @@ def test_an_unknown_model_gets_a_suggestion(model: str, suggestion: str) -> None
     assert repr(model) in str(caught.value)
 
 
+@pytest.mark.parametrize("model", ["", " ", None, [], 5])
+def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
+    with pytest.raises(SeergateError, match="model is .*; it must be a preset"):
+        load_train_config(None, {"model": model})
+    if model is not None:
+        with pytest.raises(SeergateError, match="model is .*; it must be a preset"):
+            load_train_config(model)
+
+
+def test_aliases_may_not_stand_for_too_many_values(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
+    (tmp_path / "c.yaml").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(SeergateError, match="holds more than 100,000 values"):
+        read_yaml(tmp_path / "c.yaml")
+
+
 def test_an_unknown_option_gets_a_suggestion() -> None:
     with pytest.raises(SeergateError, match="'blocksize' is not an option of training; did you mean 'block_size'"):
         load_train_config("qwen3-8b", {"blocksize": 32})
@@ -76,7 +93,20 @@ def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.Monke
         assert [(one.data, one.data_revision, share) for one, share in at.sources] == [
             (place, None, 1e-5), ("org/a", "c", 2.0)
         ]  # fmt: skip
-    for wrong in ("org/a:0.7,org/b", "org/a:0,org/b:1", "a.jsonl,b.jsonl", "org/a:0.5,org/a@v1:0.5"):
+    for name in ("run", "run:2", "run:2:3", "T10:30:00"):
+        (tmp_path / name).mkdir()
+    for one in ("run:2", "run:2:3", "T10:30:00", str(tmp_path / "run:2")):
+        config = load_train_config("tiny-reasoner", {"data": one})
+        assert config.sources == [(config, 1.0)]
+    mixed = load_train_config("tiny-reasoner", {"data": "run:2:0.5,T10:30:00:0.5"}).with_data_revisions([None, None])
+    assert [(one.data, share) for one, share in mixed.sources] == [("run:2", 0.5), ("T10:30:00", 0.5)]
+    for wrong in (
+        "nowhere:00",
+        "org/a:0.7,org/b",
+        "org/a:0,org/b:1",
+        "a.jsonl,b.jsonl",
+        "org/a:0.5,org/a@v1:0.5",
+    ):
         with pytest.raises(
             ValueError, match="data is .*; it must be one source, or different ones with a positive sh"
         ):
@@ -105,7 +135,8 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("chain_sum_variables", "9,5"), ("chain_sum_variables", "3,5"), ("chain_sum_variables", "8,81"),
         ("gradient_accumulation_steps", 0), ("report_to", "tensorbored"), ("report_to", "none,wandb"),
         ("data_limit", 0), ("data", ""), ("resume", "perhaps"), ("save_steps", -1), ("init_gates", ""),
-        ("sink_blocks", -1), ("row_stride", 0), ("row_stride", 1.5),
+        ("sink_blocks", -1), ("row_stride", 0), ("row_stride", 1.5), ("output_dir", ""), ("seed", 10**24),
+        ("seed", 1e24), ("packs_per_step", 10**9), ("gate_dim", 10**12),
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from transformers import PreTrainedTokenizerFast
 from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.data import prepare_data, token_files, tokenise
-from seergate.distill.formatting import Formatter, MalformedRow, training_template
+from seergate.distill.formatting import Formatter, MalformedRow, question, training_template
 from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
+from seergate.eval.engine import prompt_text
+from seergate.eval.task import Problem
 from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
 
 REASONING = "First, naïve 3 × 5 = 15.\n\nWait — 🙂 check: 15."
@@ -226,6 +228,42 @@ def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> N
     own = replace(config, data_column="talk")
     assert only_text(own, tokenizer, {"talk": chat("<think>a</think>b", "Q")["messages"], "text": "no"}) == expected
     assert only_text(own, tokenizer, {"talk": "left exactly as it is"}) == "left exactly as it is"
+
+
+@pytest.mark.parametrize("written", [json.dumps, str, lambda turns: json.dumps(json.dumps(turns))])
+def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> None:
+    asked, answer = chat("<think>a</think>b", "Q")["messages"]
+    formatter, named = (Formatter(byte_tokenizer(TEMPLATES["plain"]), column) for column in (None, "talk"))
+    for read, row in (
+        (formatter.text, {"messages": written([asked, answer])}),
+        (formatter.text, {"prompt": written([asked]), "completion": "<think>a</think>b"}),
+        (formatter.text, {"prompt": "Q", "completion": written([answer])}),
+        (named.text, {"talk": written([asked, answer])}),
+        (question, {"messages": written([asked, answer])}),
+        (question, {"prompt": written([asked])}),
+        (question, {"question": written(asked)}),
+    ):
+        with pytest.raises(MalformedRow, match="instead of a list; parse it first"):
+            read(row)
+    for said in ("[1, 2] is a list with a role and content", '{"role": "king"}', '"the role and its content"'):
+        assert question({"prompt": said}) == [{"role": "user", "content": said}]
+
+
+def test_a_question_of_half_a_surrogate_pair_is_malformed() -> None:
+    with pytest.raises(MalformedRow, match="invalid unicode"):
+        question({"prompt": "half a pair: \ud83d"})
+
+
+def test_the_date_in_a_template_does_not_change() -> None:
+    row = chat("<think>a</think>b", "Q")
+    dated = "{%- set month = '%B' -%}\n  {% if strftime_now is defined %}\n"
+    dated += "{{ strftime_now('%-d ' + month + ' %Y, %a %H:%M') }}:{% endif %}\n"
+    tokenizer = byte_tokenizer(dated + TEMPLATES["plain"])
+    without = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row).text
+    assert Formatter(tokenizer).text(row).text == "26 July 2024, Fri 00:00:" + without
+    problem = Problem("1", "", messages=tuple(row["messages"][:1]))
+    assert prompt_text(tokenizer, problem).startswith("26 July 2024, Fri 00:00:")
+    assert not prompt_text(tokenizer, problem, today=True).startswith("26 July 2024")
 
 
 def test_tokens_are_cached(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

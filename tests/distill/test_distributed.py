@@ -124,6 +124,12 @@ def test_a_patience_that_is_no_time_is_refused(monkeypatch, given):
     assert patience() >= timedelta(hours=10)
 
 
+def test_a_rank_without_its_world_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SeergateError, match="RANK is 3 and WORLD_SIZE 1"):
+        init_distributed()
+
+
 def test_a_failure_of_one_is_known_to_all_and_said_once():
     done = pair(["-c", FATES])
     assert [one.returncode for one in done] == [0, 0], done

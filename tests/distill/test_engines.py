@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -17,6 +18,7 @@ from seergate.distill.engines import (
     BETAS,
     BUILD_SECONDS,
     PlainEngine,
+    bucket_bytes,
     deepspeed_config,
     wait_for_builds,
 )
@@ -77,6 +79,18 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monke
     assert losses == pytest.approx(want_losses, rel=1e-3) and norms == pytest.approx(want_norms, rel=1e-2)
     for name, want in want_gates.items():
         torch.testing.assert_close(gates[name], want, rtol=0, atol=5e-3)
+
+
+def test_deepspeed_takes_its_defaults_for_auto(config, tmp_path):
+    file = tmp_path / "ds.json"
+    zero = {"stage": 2, "reduce_bucket_size": "auto", "contiguous_gradients": "auto", "overlap_comm": False}
+    section = {"enabled": "auto"}
+    file.write_text(json.dumps({"zero_optimization": zero, "steps_per_print": "auto", "bf16": section}), "utf-8")
+    config = replace(config, deepspeed=str(file), packs_per_step=6)
+    assert bucket_bytes(config, 2) == 4 * 500_000_000
+    values = deepspeed_config(config, 2)
+    assert values["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 500_000_000}
+    assert values["gradient_accumulation_steps"] == 3 and "steps_per_print" not in values and "bf16" not in values
 
 
 def test_deepspeed_does_not_wait_for_the_device_to_time_it(config):

@@ -247,6 +247,27 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(
     assert any(not torch.equal(gates[0][name], gates[1][name]) for name in gates[0])
 
 
+def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = teacher_forward.ops.gate_kl
+
+    def gate_kl(*args: Any, **options: Any) -> Any:
+        loss, stats = real(*args, **options)
+        return (loss if torch.is_grad_enabled() else loss * float("nan")), stats
+
+    monkeypatch.setattr(teacher_forward.ops, "gate_kl", gate_kl)
+    heard = Recorder()
+    out = run_distillation(replace(config, max_steps=2, eval_steps=1), [heard])
+    assert [math.isnan(log.kl) for log in heard.evals] == [True, True]
+    count = json.loads((out / "data.json").read_text(encoding="utf-8"))["held_out"]
+    said = f"{count} of {count} held-out packs gave no finite loss and were left out"
+    assert [f"step {step}: {said}" in heard.messages for step in (1, 2)] == [True, True]
+    training = json.loads((out / "gate_config.json").read_text(encoding="utf-8"))["training"]
+    assert training["kl_held_out_best"] is None and math.isfinite(training["kl_last_step"])
+    assert not (out / "best").exists()
+
+
 def test_too_many_packs_that_are_not_finite_end_the_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     poisoned(monkeypatch, set(range(1000)))
     config = replace(config, eval_packs=0, max_steps=100, packs_per_step=8)
@@ -494,6 +515,9 @@ def test_schedule() -> None:
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "switches bf16 on"),
         ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}}, "sets the optimizer"),
         ({"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}, "sets gradient_clipping to 5.0"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "sets reduce_bucket_size to 'big'"),
+        ({"zero_optimization": "auto"}, "ZeRO stage 0"),
+        ({"zero_optimization": 2}, "sets zero_optimization to 2; it must be a JSON object"),
         ("not json", "must be a JSON file"),
     ],
 )

@@ -134,6 +134,13 @@ def test_texts_are_rows_or_pieces(tmp_path, data) -> None:
     assert [p.problem_id for p in each] == ["text-2", "text-3"] and each[0].prompt == TEXT
     cut = made("perplexity:length=200:scored=50", data=data, problems=4)
     assert len(cut) == 4 and all(len(encode(Words(), p.prompt)) >= 200 for p in cut)
+    for sign, codec in (("\u2028", "utf-8"), ("\u2029", "utf-8"), ("\x85", "utf-8"), ("", "utf-8-sig")):
+        text = f"{sign}{TEXT}"
+        rows.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding=codec)
+        assert made("perplexity:length=200:scored=50", data=str(rows))[0].prompt == text
+    rows.write_text("[" * 100_000)
+    with pytest.raises(SeergateError, match="line 1 is not JSON"):
+        made("perplexity:length=200:scored=50", data=str(rows))
     rows.write_text('{"text": "a"}\n{"txt": "b"}')
     with pytest.raises(SeergateError, match="line 2 has no 'text'"):
         made("perplexity:length=200:scored=50", data=str(rows))

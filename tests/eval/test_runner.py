@@ -257,6 +257,13 @@ def test_damage_is_told(tmp_path):
     path.write_text(lines[0] + lines[1] + lines[0])
     with pytest.raises(SeergateError, match="line 3 repeats"):
         small(tmp_path)
+    for found, said in (
+        ("[" * 100_000 + "\n", "line 2 is damaged"),
+        (lines[1].replace('"seconds"', '"s"'), "'seconds'"),
+    ):
+        path.write_text(lines[0] + found + lines[2])
+        with pytest.raises(SeergateError, match=said):
+            small(tmp_path)
 
 
 def test_two_writers_are_refused(tmp_path):

@@ -87,6 +87,10 @@ def test_jsonl(tmp_path):
         (b'{"messages": [{"role": "user", "content": 5}], "answer": 1}\n', "line 1: 'messages' must be a list"),
         (b'{"prompt": "boxed \\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
         (b'{"prompt": "boxed x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
+        (
+            b'{"question": "[{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]", "answer": 1}\n',
+            "holds a conversation as JSON",
+        ),
         (b"", "no problems"),
         (b'{"prompt": "boxed \xff", "answer": 1}\n', "not UTF-8"),
     ],
@@ -119,6 +123,12 @@ def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
         SeergateError, match=r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
     ):
         make_task(str(path)).problems()
+
+
+def test_a_file_that_begins_like_a_task_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "needle:1.jsonl").write_text('{"prompt": "boxed x", "answer": 7}', encoding="utf-8")
+    assert make_task("needle:1.jsonl").problems()[0].gold == "7"
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path):

@@ -196,7 +196,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, history: l
     model.generation_config.update(do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    (out / "pretraining.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history))
+    (out / "pretraining.jsonl").write_text("".join(json.dumps(row) + "\n" for row in history), encoding="utf-8")
 
 
 if __name__ == "__main__":
