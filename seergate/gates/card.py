@@ -343,6 +343,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="token budget", ylabel="accuracy (%)", ylim=(0, 104))
-    axes.legend(frameon=False)
+    for text in axes.legend(frameon=False).get_texts():
+        text.set_parse_math(False)  # a task's file may have ``$`` in its name
     figure.savefig(path, dpi=120, metadata={"Software": None})
     return True

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from seergate.decode.trace import read_trace
-from seergate.errors import SeergateError
+from seergate.durable import naming
+from seergate.errors import SeergateError, sentence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,9 +60,10 @@ def write_explorer(
     data["steps"] = [data["steps"].get(i) for i in range(len(tokens))]
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # as in HTML, `</script>` would end the data
     try:
-        Path(out).write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text), encoding="utf-8")
+        with naming(Path(out)):
+            Path(out).write_text(TEMPLATE.read_text(encoding="utf-8").replace("{{data}}", text), encoding="utf-8")
     except OSError as error:
-        raise SeergateError(f"the page {Path(out)} cannot be written: {error}") from error
+        raise SeergateError(f"the page {Path(out)} cannot be written: {sentence(error)}") from error
     return Page(Path(out))
 
 
