@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import os
+import select
 import signal
 import sys
 import time
@@ -58,11 +60,12 @@ def _discard_unread() -> bool:
     """Send output streams whose pipe is broken to the null device; return whether there are any."""
     unread = False
     for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            unread = True
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        with contextlib.suppress(io.UnsupportedOperation):  # a stream without a file
+            found = select.poll()
+            found.register(number := stream.fileno(), 0)  # asks for errors only
+            if found.poll(0):
+                unread = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     return unread
 
 

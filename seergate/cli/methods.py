@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> None:
 
 def _written(field: Any) -> str:
     """The default of an option as one writes it after a method's name; ``?`` if it must be given."""
+    from seergate.eval.method_text import value_text
+
     default = field.default if field.default_factory is MISSING else field.default_factory()
     if default is MISSING:
         return "?"
-    if isinstance(default, (tuple, list)):
-        return "+".join(map(str, default)) or "()"
-    return str(default).lower() if default is None or isinstance(default, bool) else str(default)
+    return value_text(default)

@@ -179,15 +179,16 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
-    """Open the file of the rows to append to it, locked against other processes; an empty one is not left behind."""
+    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
         try:
             yield file
-        finally:
+        except BaseException:
             if not path.stat().st_size:
                 path.unlink()
+            raise
 
 
 def _beside(path: Path) -> Path:

@@ -20,7 +20,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
-from seergate.errors import SeergateError, sentence
+from seergate.errors import DISK, SeergateError, sentence
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -327,8 +327,11 @@ def _usable(cache: Path) -> Iterator[Path]:
         cache.mkdir(parents=True, exist_ok=True)
         yield cache
     except OSError as error:
-        file = Path(os.fsdecode(error.filename or ""))
-        if file != cache and cache not in file.parents and file not in cache.parents:
+        if error.errno in DISK:
+            error.filename = error.filename or str(cache)
+        file = Path(os.fsdecode(error.filename or os.devnull)).absolute()
+        place = cache.absolute()
+        if error.errno in DISK or (file != place and place not in file.parents and file not in place.parents):
             raise
         raise SeergateError(
             f"the directory of tokenised data, {cache}, cannot be used: {sentence(error)}; name another with "
