@@ -89,8 +89,6 @@ def run(options: argparse.Namespace) -> None:
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    if bank is not None:
-        print(say_gates(options.model, options.gates), file=sys.stderr)
     model = load_model(path, options.dtype, options.device)
     if len(ids) > LONG_PROMPT:
         print(f"reading the prompt of {len(ids):,} tokens", file=sys.stderr)
@@ -100,6 +98,8 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     if problem.gold:
         print(problem.messages[-1]["content"] + "\n", file=sys.stderr)
+    if bank is not None:
+        print(say_gates(options.model, options.gates), file=sys.stderr)
     with (
         notes(lambda line: print(line, file=sys.stderr)),
         tempfile.TemporaryDirectory() as folder,
