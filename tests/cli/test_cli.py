@@ -438,8 +438,8 @@ def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
 def test_a_full_disk_is_told(arguments, limit, said, tmp_path):
     """A limit on the size of files is met in the same places as the end of a disk."""
     if arguments[0] == "train":  # its data are there
-        config = [
-            "--model",
+        data = ["--token-cache", str(tmp_path / "t"), "--output-dir", str(tmp_path / "prepared")]
+        assert run_seergate("prepare", "--model", "tiny-reasoner", *data).returncode == 0
             "tiny-reasoner",
             "--token-cache",
             str(tmp_path / "t"),
