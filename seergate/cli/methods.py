@@ -35,13 +35,13 @@ def run(options: argparse.Namespace) -> None:
         says = " ".join((inspect.getdoc(kinds[-1]) or "").split("\n\n")[0].split())
         known = option_names(name)
         options_of = {x.name: _written(x) for kind in kinds for x in fields(kind) if x.init and x.name in known}
-        given = [f"{option}={default}" for option, default in options_of.items()]
+        given = [f"{option}={options_of.get(option, '?')}" for option in (*options_of, *sorted(known - {*options_of}))]
         print(f"{name}: {says}")
         print(textwrap.fill(", ".join(given) or "no options", 110, initial_indent="    ", subsequent_indent="    "))
 
 
 def _written(field: Any) -> str:
-    """The default of an option as one writes it after a method's name; ``?`` if it must be given."""
+    """The default of an option as one writes it after a method's name; ``?`` if there is none."""
     from seergate.eval.method_text import value_text
 
     default = field.default if field.default_factory is MISSING else field.default_factory()

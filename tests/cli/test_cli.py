@@ -440,13 +440,6 @@ def test_a_full_disk_is_told(arguments, limit, said, tmp_path):
     if arguments[0] == "train":  # its data are there
         data = ["--token-cache", str(tmp_path / "t"), "--output-dir", str(tmp_path / "prepared")]
         assert run_seergate("prepare", "--model", "tiny-reasoner", *data).returncode == 0
-            "tiny-reasoner",
-            "--token-cache",
-            str(tmp_path / "t"),
-            "--output-dir",
-            str(tmp_path / "p"),
-        ]
-        assert run_seergate("prepare", *config).returncode == 0
     model = [] if arguments == ["methods"] else ["--model", "tiny-reasoner"]
     with open("/dev/full" if limit is None else os.devnull, "w") as out:
         done = subprocess.run(
