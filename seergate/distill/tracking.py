@@ -68,7 +68,7 @@ class TensorBoard(Tracker):
 
 
 def _show_unless_of_disk(error: threading.ExceptHookArgs) -> None:
-    """Leave out the traceback of a full disk: the thread that writes event files raises it again in the main thread."""
+    """Leave out the traceback of a full disk: what writes event files in a thread raises it again in the main one."""
     if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in DISK):
         threading.__excepthook__(error)
 
