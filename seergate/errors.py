@@ -60,7 +60,7 @@ def is_users(error: ValueError | OSError) -> bool:
     false.
     """
     known = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or error.errno in DISK
-    return (known or error.filename is not None) and not os.environ.get("SEERGATE_TRACEBACK")
+    return (known or getattr(error, "filename", None) is not None) and not os.environ.get("SEERGATE_TRACEBACK")
 
 
 def sentence(error: BaseException) -> str:
