@@ -335,6 +335,7 @@ class _Run:
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
         self.locked: IO[bytes] | None = None
+        self.owns_directory = False
 
     def begin(self) -> None:
         """Raise `SeergateError` early if the run cannot start or contradicts the checkpoint it would resume from."""
@@ -398,6 +399,7 @@ class _Run:
             "the processes see different weights; model and init_gates must be the same on every machine",
         )
         world.from_main(self._lock)
+        self.owns_directory = True
 
     def _lock(self) -> None:
         """Lock the output directory, so that two runs do not replace each other's checkpoints."""
@@ -447,8 +449,9 @@ class _Run:
         """Close the callbacks and delete offloaded layers."""
         for callback in self.callbacks:
             callback.close()
+        if self.owns_directory:  # else the layers may be another run's
+            shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
         self.unlock()
-        shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
 
     def needs_sharding(self) -> bool:
         """Return whether to shard the frozen model: on request, or if each process has no memory for a full copy."""

@@ -237,9 +237,11 @@ def test_a_directory_has_one_run_at_a_time(config: TrainConfig) -> None:
         def on_step(self, log: StepLog) -> None:
             super().on_step(log)
             if log.step == 1:
+                (offloaded := config.run_dir / "offload-0").mkdir()
                 for begin in (run_distillation, prepare_run):
                     with pytest.raises(SeergateError, match=f"another process is writing to {config.run_dir}; use"):
                         begin(config)
+                assert offloaded.exists(), "what the first run has written stays"
 
     prepare_run(config)
     heard = Other()
