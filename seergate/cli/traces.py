@@ -179,7 +179,10 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
-    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
+    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file, and no
+    directory that was made for it.
+    """
+    missing = [place for place in path.parents if not place.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
@@ -188,6 +191,8 @@ def _locked(path: Path) -> Iterator[FileIO]:
         except BaseException:
             if not path.stat().st_size:
                 path.unlink()
+                for place in missing:
+                    place.rmdir()
             raise
 
 
