@@ -39,8 +39,8 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file with the permissions of any new file; `safetensors` lets only its owner read it."""
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Like `safetensors.torch.save_file`, with the permissions of any new file; that lets only the owner read it."""
     from safetensors.torch import save
 
     with naming(path):

@@ -24,7 +24,7 @@ from torch import Tensor
 from seergate.distill.commits import REVISIONS
 from seergate.distill.config import TrainConfig
 from seergate.distill.sources import COMMIT
-from seergate.durable import flush, naming, write_tensors
+from seergate.durable import flush, naming, save_file
 from seergate.errors import SeergateError
 
 FORMAT = 1
@@ -81,7 +81,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     shutil.rmtree(draft, ignore_errors=True)  # of a save that failed
     draft.mkdir()
     tensors = checkpoint.state | {f"random.{name}": x for name, x in checkpoint.random.items()}
-    write_tensors(draft / "state.safetensors", {n: x.contiguous() for n, x in tensors.items()}, {"format": "pt"})
+    save_file({n: x.contiguous() for n, x in tensors.items()}, draft / "state.safetensors", {"format": "pt"})
     record = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "progress": checkpoint.progress}
     with naming(file := draft / "state.json"):
         file.write_text(json.dumps(record, indent=1))

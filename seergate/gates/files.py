@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from seergate.durable import flush, write_tensors
+from seergate.durable import flush, save_file
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
@@ -77,7 +77,7 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
         raise SeergateError(f"these gates have a training record or results that are not JSON: {error}") from error
     with written(out) as scratch:
         weights = scratch / WEIGHTS_FILE
-        write_tensors(weights, bank.state_dict(), {"format": "pt"})
+        save_file(bank.state_dict(), weights, {"format": "pt"})
         record["files"] = _sums(weights)
         plotted = results_plot(bank.results, scratch / PLOT_FILE)
         # A link may lead to a file that is not for others to read; it is replaced, not followed.

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from seergate.checks import check_choice, check_counts
-from seergate.durable import replacing, write_tensors
+from seergate.durable import replacing, save_file
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -68,7 +68,7 @@ class Centres:
         }
         covers = {"tokens": self.tokens, "made": self.made}
         with replacing(Path(path)) as draft:
-            write_tensors(draft, tensors, {"tri_attention": json.dumps(covers)})
+            save_file(tensors, draft, {"tri_attention": json.dumps(covers)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:
