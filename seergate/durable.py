@@ -1,11 +1,18 @@
-"""Atomic, fsynced writes."""
+"""Atomic, fsynced writes, and locks of files that one process at a time writes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from seergate.errors import SeergateError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
@@ -13,11 +20,55 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write to; the file there replaces ``path`` atomically when the block succeeds."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield draft
-        flush(draft)
-        os.replace(draft, path)
+        with naming(path):
+            yield draft
+            flush(draft)
+            os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an `OSError` of the ``with`` block that names no file, such as that of a full disk, this file's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def save_file(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Like `safetensors.torch.save_file`, with the permissions of any new file; that lets only the owner read it."""
+    from safetensors.torch import save
+
+    with naming(path):
+        path.write_bytes(save(dict(tensors), metadata))
+
+
+def lock(file: IO[Any], path: Path, advice: str) -> None:
+    """Lock ``path``, which is an open file or a directory with it, for this process until the file is closed.
+
+    Systems and file systems without `flock` do not lock; there, two writers are the user's to avoid. A forked child
+    closes the file, so that one that outlives a killed process does not hold the lock.
+
+    Raises:
+        SeergateError: if another process holds the lock; ``advice`` ends the message.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise SeergateError(f"another process is writing to {path}; {advice}") from error
+    except OSError:
+        return
+    known = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: (held := known()) and held.close())
 
 
 def flush(path: Path) -> None:

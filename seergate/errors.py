@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 from collections.abc import Iterable
 
 from seergate.escaping import visible
+
+DISK = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EIO") if hasattr(errno, name)}
+"""Errors of a disk that is full, over its quota, or failing; of a file that is larger than allowed."""
 
 
 class SeergateError(ValueError):
@@ -60,15 +64,20 @@ def first_line(error: BaseException) -> str:
 def is_users(error: ValueError | OSError) -> bool:
     """True if the command line prints an error as one sentence; false if it shows the traceback.
 
-    An `OSError` counts as the user's only if it is about a file. If ``SEERGATE_TRACEBACK`` is set, always false.
+    An `OSError` counts as the user's only if it is about a file or in `DISK`. If ``SEERGATE_TRACEBACK`` is set, always
+    false.
     """
-    foreign = isinstance(error, OSError) and not isinstance(error, FileNotFoundError) and error.filename is None
-    return not foreign and not os.environ.get("SEERGATE_TRACEBACK")
+    known = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or error.errno in DISK
+    return (known or getattr(error, "filename", None) is not None) and not os.environ.get("SEERGATE_TRACEBACK")
 
 
 def sentence(error: BaseException) -> str:
     """An error in one line for the command line; an `OSError` about a file becomes the file's name and the reason."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return visible(f"{error.filename} cannot be used: {error.strerror[0].lower()}{error.strerror[1:]}")
+    if isinstance(error, OSError) and error.strerror and (error.filename is not None or error.errno in DISK):
+        reason = f"{error.strerror[0].lower()}{error.strerror[1:]}"
+        if error.errno in DISK:
+            file = "the output or a file" if error.filename is None else error.filename
+            return visible(f"{file} cannot be written: {reason}; what was finished before is kept")
+        return visible(f"{error.filename} cannot be used: {reason}")
     said = visible(" ".join(str(error).split()))
     return said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} ... {said[-LONGEST // 2 :]}"

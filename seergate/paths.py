@@ -36,6 +36,17 @@ def resolve_model(name: str | os.PathLike[str]) -> str:
     return str(shipped(name)) if name.startswith("checkpoints/") and not os.path.isdir(name) else name
 
 
+def resolve_file(path: str | os.PathLike[str]) -> Path:
+    """The file of this name, or the shipped one, such as ``configs/sweeps/methods.yaml``, if there is none here."""
+    path = Path(path)
+    if path.exists() or path.parts[:1] not in (("configs",), ("ds_configs",)):
+        return path
+    try:
+        return shipped(path.as_posix())
+    except FileNotFoundError:
+        return path
+
+
 def directory_here(name: str | os.PathLike[str]) -> Path | None:
     """The local or shipped directory of this name; ``None`` if there is neither."""
     try:

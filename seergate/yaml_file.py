@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from seergate.errors import SeergateError, first_line
+from seergate.paths import resolve_file
 
 MOST_VALUES = 100_000
 """Largest number of values in a file, where each alias (``*name``) counts as all values that it stands for."""
@@ -48,13 +49,13 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The options of a YAML file, in UTF-8.
+    """The options of a YAML file, in UTF-8, which may be one that ships with seergate (`resolve_file`).
 
     Raises:
         SeergateError: if it is missing, unreadable, not YAML, or not a mapping.
     """
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        values = yaml.load(resolve_file(path).read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         raise SeergateError(f"the configuration file {path} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:

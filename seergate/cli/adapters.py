@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.cli.arguments import Command, numbers
 from seergate.errors import SeergateError
 from seergate.gates.card import percent_right, scoring
-from seergate.paths import exists, is_hub_id, is_local_model
+from seergate.paths import directory_here, exists, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
     from seergate.hf.bank import GateBank
@@ -166,9 +166,13 @@ def _push(options: argparse.Namespace) -> None:
     from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, read_card, save_adapter
     from seergate.hf.bank import GateBank
 
-    directory = Path(options.directory)
-    if not directory.is_dir():
-        raise SeergateError(f"{directory} is not a directory; push uploads a directory of gates")
+    if (directory := directory_here(options.directory)) is None:
+        raise SeergateError(f"{options.directory} is not a directory; push uploads a directory of gates")
+    if link := next((path for path in sorted(directory.iterdir()) if path.is_symlink()), None):
+        raise SeergateError(
+            f"{link} is a link, and what it leads to may not be for others to read; push uploads only files that are "
+            f"in {directory} themselves: copy them (cp -rL), or write the gates anew with seergate export"
+        )
     bank = GateBank.from_pretrained(directory)
     _describe(bank, options)
     if options.dry_run:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
+import os
+import select
+import signal
 import sys
 import time
 import warnings
@@ -31,11 +35,17 @@ def guarded(
     tell: Callable[[str, BaseException], None] = lambda said, _: print(said, file=sys.stderr),
     interrupted: str = "interrupted; what was finished is kept",
 ) -> int:
-    """Run a command and return its exit code (0 for ``None``). A user error or an interrupt is reported by ``tell``
-    and becomes an exit code; any other exception is a bug and propagates.
+    """Run a command and return its exit code (0 for ``None``). A user error, an interrupt, or an output that nobody
+    reads any more (``seergate ... | head -1``) is reported by ``tell`` and becomes an exit code; any other exception
+    is a bug and propagates.
     """
     try:
         return run() or OK
+    except BrokenPipeError as error:
+        if not _discard_unread():
+            raise
+        tell("stopped, as nothing reads the output any more (broken pipe); what was finished is kept", error)
+        return SIGNALLED + signal.SIGPIPE
     except (ValueError, OSError) as error:
         if not is_users(error):
             raise
@@ -45,6 +55,19 @@ def guarded(
     except KeyboardInterrupt as error:
         tell(interrupted, error)
         return INTERRUPTED
+
+
+def _discard_unread() -> bool:
+    """Send output streams whose pipe is broken to the null device; return whether there are any."""
+    unread = False
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(io.UnsupportedOperation):  # a stream without a file
+            found = select.poll()
+            found.register(number := stream.fileno(), 0)  # asks for errors only
+            if found.poll(0):
+                unread = True
+                os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+    return unread
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ HELP = (
     "Tasks: needle, variable_tracking, key_value, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
     "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); any .jsonl file. Options\n"
     "are written behind a task (docs/evaluation.md). Samples per problem and length limits are the paper's unless\n"
-    "given. `seergate eval show RUN PROBLEM` explains how answers were graded, `seergate eval livecodebench RUN`\n"
-    "hands programs to LiveCodeBench's evaluator.",
+    "given. `seergate methods` lists the methods and their options. `seergate eval show RUN PROBLEM` explains how\n"
+    "answers were graded, `seergate eval livecodebench RUN` hands programs to LiveCodeBench's evaluator.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",

@@ -32,6 +32,8 @@ HELP = (
 )
 TAKES_METHODS = True
 TINY_BUDGET, REAL_BUDGET = 64, 4096
+PAGE_TITLE, PAGE_HEAD = b"<title>What was read</title>", 1000
+"""The title of pages that --trace writes, and how many of their first bytes hold it. Other files are not replaced."""
 LONG_PROMPT = 1000
 """A message is printed before the prefill of a prompt with more tokens than this."""
 
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Check the options, answer the prompt, and write the page of the trace."""
     from seergate.cli.console import notes
-    from seergate.cli.models import bank_for, is_tiny, load_model, model_path
+    from seergate.cli.models import bank_for, is_tiny, load_model, model_path, say_gates
     from seergate.cli.running import check_model
     from seergate.eval.engine import encode, prompt_text
     from seergate.eval.settings import method_spec
@@ -99,6 +101,8 @@ def run(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     if problem.gold:
         print(problem.messages[-1]["content"] + "\n", file=Terminal(sys.stderr))
+    if bank is not None:
+        print(say_gates(options.model, options.gates), file=Terminal(sys.stderr))
     with (
         notes(lambda line: print(line, file=sys.stderr)),
         tempfile.TemporaryDirectory() as folder,
@@ -141,6 +145,13 @@ def _check(options: argparse.Namespace) -> None:
         raise SeergateError(f"--trace is {options.trace}, a directory; it must be a file such as read.html")
     if not options.trace.absolute().parent.is_dir():
         raise SeergateError(f"--trace is {options.trace}, and there is no directory {options.trace.parent}")
+    if options.trace.is_file():
+        with options.trace.open("rb") as file:
+            head = file.read(PAGE_HEAD)
+        if head and PAGE_TITLE not in head:
+            raise SeergateError(f"--trace is {options.trace}, which exists and is no page of --trace; name a new file")
+    elif options.trace.suffix.lower() not in (".html", ".htm"):
+        raise SeergateError(f"--trace is {options.trace}; the page's name must end in .html, such as read.html")
     if not os.access(options.trace if options.trace.exists() else options.trace.absolute().parent, os.W_OK):
         raise SeergateError(f"--trace is {options.trace}, which cannot be written to")
 

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
     model_args(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
-    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the choices [what the gates ask for]")
+    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the choices [the gates'; tiny: 64]")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
     run_args(parser)
 
 
 def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
-    from seergate.cli.models import bank_for, check_writable, model_path
+    from seergate.cli.generate import TINY_BUDGET
+    from seergate.cli.models import bank_for, check_writable, is_tiny, model_path
     from seergate.methods import Gate
 
     check_counts(options, count=1)
@@ -37,7 +38,8 @@ def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, s
     check_writable(out)
     if any(out.iterdir()):
         raise SeergateError(f"{out} is not empty; name a new directory with --out")
-    method = Gate.with_gates(bank, **({} if options.budget is None else {"token_budget": options.budget}))
+    budget = TINY_BUDGET if options.budget is None and is_tiny(options.model) else options.budget
+    method = Gate.with_gates(bank, **({} if budget is None else {"token_budget": budget}))
     return bank, method, model_path(options.model), out
 
 
@@ -113,32 +115,35 @@ DENSE_LAYERS_HELP = (
     ],
 )
 TASK = "needle:keys=4:length=3584:problems=24:seed=1"
+TINY_TASK = "variable_tracking:length=2048:problems=8:seed=1"
+"""For the tiny reasoner, to which a needle's number is one token."""
 
 
 def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser, "dense layers", "dense-layers")
-    parser.add_argument("--task", default=TASK, help="whose answers are compared [%(default)s]")
+    parser.add_argument("--task", help=f"whose answers are compared [{TASK}; tiny: {TINY_TASK}]")
 
 
 def _dense_layers(options: argparse.Namespace) -> None:
     """Measure the KL with different layers dense, choose the dense layers, and write the gates."""
-    from seergate.cli.models import load_model
+    from seergate.cli.models import is_tiny, load_model
     from seergate.eval.dense_layers import answered, find_dense_layers
     from seergate.eval.tasks import make_task
     from seergate.hf.loading import load_tokenizer
 
-    task = make_task(options.task)
+    named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)
+    task = make_task(named)
     bank, method, path, out = _asked(options, "dense-layers")
     texts = answered(load_tokenizer(path), task)
     model = load_model(path, options.dtype, options.device)
 
     def report(plan: tuple[int, ...], kl: Tensor) -> None:
-        named = "+".join(map(str, plan)) or "none"
-        print(f"dense layers {named:>10}  KL {float(kl.mean()):.4f}")
+        layers = "+".join(map(str, plan)) or "none"
+        print(f"dense layers {layers:>10}  KL {float(kl.mean()):.4f}")
 
     print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens")
     layers = find_dense_layers(model, method, texts, options.count, report)
-    made = {**bank.training_record, "dense_layers_found_on": f"{options.task}, at {method.nominal}"}
+    made = {**bank.training_record, "dense_layers_found_on": f"{named}, at {method.nominal}"}
     defaults = {**bank.decode_defaults, "dense_layers": list(layers)}
     bank.derived(decode_defaults=defaults, training=made, results=()).save_pretrained(out)
     print(f"written: {out} (dense layers {', '.join(map(str, layers))})")

@@ -1,7 +1,8 @@
 """The ``seergate`` command: finds and runs the sub-command, and turns errors into a message and an exit code.
 
 Exit codes: 0 for success, 2 for a user error (reported in one sentence), 130 for an interrupt, 128 + n for a process
-stopped by signal n. Any other exception is a bug in seergate and shows its traceback.
+stopped by signal n, which is 141 if nothing reads its output any more (``| head -1``). Any other exception is a bug in
+seergate and shows its traceback.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from seergate.cli import (
     doctor,
     generate,
     layers,
+    methods,
     runs,
     traces,
     train,
@@ -54,6 +56,7 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "ablate": train.ABLATE,
     "traces": traces,
     "eval": evaluation,
+    "methods": methods,
     "generate": generate,
     "report": runs.REPORT,
     "sweep": evaluation.SWEEP,
@@ -161,13 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     bound_spinning()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # keeps a log file up to date
-    try:
-        os.environ.setdefault("PYTHON_COLORS", "0")  # from 3.14 on, argparse writes escape sequences
-        with contextlib.redirect_stdout(Terminal(sys.stdout)):
-            return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
-    except BrokenPipeError:  # the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OK
+    os.environ.setdefault("PYTHON_COLORS", "0")  # from 3.14 on, argparse writes escape sequences
+    with contextlib.redirect_stdout(Terminal(sys.stdout)):
+        return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 
 def _run(arguments: list[str]) -> int:

@@ -65,6 +65,13 @@ def bank_for(model: str, gates: str | None) -> GateBank | None:
     return None if source is None else GateBank.from_pretrained(source)
 
 
+def say_gates(model: str, gates: str | Mapping[int | str, str] | None) -> str:
+    """A line that says which gates a command uses."""
+    if isinstance(gates, Mapping):
+        return "gates: " + ", ".join(f"{name} = {source}" for name, source in gates.items())
+    return f"gates: {gates_for(model, gates)}" + ("" if gates else ", beside the model (others: --gates)")
+
+
 def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
     """Load the gates of an evaluation: one adapter (`bank_for`), or several by name."""
     from seergate.hf.bank import GateBank

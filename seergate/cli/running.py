@@ -93,7 +93,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keep samples of earlier runs, and return the directory of the runs."""
-    from seergate.cli.models import check_writable, load_banks, load_model, model_path
+    from seergate.cli.models import check_writable, load_banks, load_model, model_path, say_gates
     from seergate.eval import sweep
     from seergate.eval.calibration import Calibrator, check_auto
     from seergate.eval.matching import distinct
@@ -132,6 +132,8 @@ def run_plan(plan: SweepPlan) -> Path:
     name = directory_of(plan.task) or task.name
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{name}{engine}"
     check_writable(out)
+    if banks is not None and any(spec.has_gates for spec in specs):
+        print(say_gates(plan.model, plan.gates))
 
     import torch
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from seergate.cli.arguments import decoding_args, given, model_args, run_args
+from seergate.durable import lock
 from seergate.errors import SeergateError
 
 HELP = (
@@ -58,7 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check the options, load the model, and write its answers."""
-    from seergate.cli.models import check_file_served, gates_for, load_model, model_path
+    with ExitStack() as held:
+        _answer(options, held)
+
+
+def _answer(options: argparse.Namespace, held: ExitStack) -> None:
+    """Do the work of `run`; ``held`` keeps the file of the rows."""
+    from seergate.cli.models import check_file_served, gates_for, load_model, model_path, say_gates
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
@@ -69,7 +78,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.sampling import sample_seed
     from seergate.eval.served import SERVERS, check_served, engine_version, generate_by_server
     from seergate.eval.settings import method_spec
-    from seergate.eval.store import write_yaml
+    from seergate.eval.store import append_line, write_yaml
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.hf.attach import attached
     from seergate.hf.bank import GateBank
@@ -96,7 +105,8 @@ def run(options: argparse.Namespace) -> None:
         check_length(shape.get_text_config(), options.max_length, "a text of --max-length")
     config = within_positions(config, shape)
     tokenizer, limit = load_tokenizer(path), Limit(options.max_new_tokens, config.max_length)
-    made = _rows(options.out)
+    file = held.enter_context(_locked(options.out))
+    made = _rows(options.out, file)
     record: dict[str, Any] = {
         "model": config.model,
         "dtype": options.dtype,
@@ -136,38 +146,56 @@ def run(options: argparse.Namespace) -> None:
             f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
             f"({config.max_length:,})"
         )
+    if bank is not None:
+        print(say_gates(options.model, options.gates))
     print(f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes))
     model = load_model(path, options.dtype, options.device)
     record |= {"weights": fingerprint(model), "rope": rope_of(model)}
     if made:
         _made_with(options.out, record)
     else:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
         write_yaml(_beside(options.out), record)
     cut = 0
     if requests:
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
         job = Job(spec, options.batch_size, requests[0].ids, config.max_length, limit, chosen)
-        with options.out.open("a", encoding="utf-8") as file:
 
-            def take(done: Generation) -> None:
-                nonlocal cut
-                if done.finish_reason != "stop":
-                    cut += 1
-                    if not options.keep_cut:
-                        return
-                turns = [*asked[done.request.key], {"role": "assistant", "content": done.completion}]
-                file.write(json.dumps({"row": done.request.key, "messages": turns}, ensure_ascii=False) + "\n")
-                file.flush()
+        def take(done: Generation) -> None:
+            nonlocal cut
+            if done.finish_reason != "stop":
+                cut += 1
+                if not options.keep_cut:
+                    return
+            turns = [*asked[done.request.key], {"role": "assistant", "content": done.completion}]
+            append_line(file, {"row": done.request.key, "messages": turns})
 
-            if served:
-                generate_by_server(options.engine, model, tokenizer, requests, job, bank, take)
-            else:
-                with attached(model, method, correction=spec.correction) as handle:
-                    Engine(handle, tokenizer, job, take).run(requests)
+        if served:
+            generate_by_server(options.engine, model, tokenizer, requests, job, bank, take)
+        else:
+            with attached(model, method, correction=spec.correction) as handle:
+                Engine(handle, tokenizer, job, take).run(requests)
     written = len(made) + len(requests) - (0 if options.keep_cut else cut)
     kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
     print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[FileIO]:
+    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file, and no
+    directory that was made for it.
+    """
+    missing = [place for place in path.parents if not place.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+", buffering=0) as file:
+        lock(file, path, "name another file")
+        try:
+            yield file
+        except BaseException:
+            if not path.stat().st_size:
+                path.unlink()
+                for place in missing:
+                    place.rmdir()
+            raise
 
 
 def _beside(path: Path) -> Path:
@@ -190,13 +218,12 @@ def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -
     return found["commit"]
 
 
-def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
-    """Row number -> question and answer, from a file. An incomplete last line of a killed process is removed."""
-    from seergate.eval.store import write_text
+def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
+    """Row number -> question and answer, from ``path``, which is open as ``file``. An incomplete last line of a killed
+    process is removed.
+    """
     from seergate.json_file import read_json_text
 
-    if not path.exists():
-        return {}
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
         lines: list[Any] = [read_json_text(line) for line in whole.split("\n") if line]
@@ -206,5 +233,5 @@ def _rows(path: Path) -> dict[int, list[dict[str, str]]]:
     except (KeyError, TypeError, ValueError) as error:
         raise SeergateError(f"--out is {path}, which holds something else than traces; name another file") from error
     if rest:
-        write_text(path, whole + "\n" if whole else "")
+        file.truncate(len(f"{whole}\n".encode()) if whole else 0)
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import textwrap
 import time
@@ -107,7 +108,11 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
 
     adapter = run_distillation(config)
     if is_main:
+        from seergate.cli.models import is_tiny
+
         print(f"the gates are in {adapter}")
+        task = [] if is_tiny(config.model) else ["--task", "needle"]
+        print("next: " + shlex.join(["seergate", "eval", "--model", config.model, "--gates", str(adapter), *task]))
 
 
 def _compare(variants: list[str], values: dict[str, Any], dry_run: bool) -> None:

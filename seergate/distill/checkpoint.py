@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from seergate.distill.commits import REVISIONS
 from seergate.distill.config import TrainConfig
 from seergate.distill.sources import COMMIT
-from seergate.durable import flush
+from seergate.durable import flush, naming, save_file
 from seergate.errors import SeergateError
 
 FORMAT = 1
@@ -81,11 +81,10 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     shutil.rmtree(draft, ignore_errors=True)  # of a save that failed
     draft.mkdir()
     tensors = checkpoint.state | {f"random.{name}": x for name, x in checkpoint.random.items()}
-    save_file(
-        {name: x.contiguous() for name, x in tensors.items()}, draft / "state.safetensors", metadata={"format": "pt"}
-    )
+    save_file({n: x.contiguous() for n, x in tensors.items()}, draft / "state.safetensors", {"format": "pt"})
     record = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "progress": checkpoint.progress}
-    (draft / "state.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    with naming(file := draft / "state.json"):
+        file.write_text(json.dumps(record, indent=1), encoding="utf-8")
     for file in draft.iterdir():
         flush(file)
     flush(draft)

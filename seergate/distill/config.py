@@ -20,6 +20,7 @@ import yaml
 
 from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_retention, scorer_kind
+from seergate.durable import naming
 from seergate.errors import SeergateError, did_you_mean
 from seergate.paths import GGUF, exists, is_local_model, shipped
 from seergate.yaml_file import read_yaml
@@ -425,7 +426,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def save(self, path: Path) -> None:
         """Write all fields as YAML."""
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
+        with naming(path):
+            path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:

@@ -7,6 +7,8 @@ import json
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
-from seergate.errors import SeergateError
+from seergate.errors import DISK, SeergateError, sentence
 from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
@@ -221,9 +223,14 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
         the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
     """
+    with _usable(token_cache(config)) as cache:
+        return _tokenised(config, tokenizer, cache)
+
+
+def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Dataset:
+    """Do the work of `tokenised` with the cache in that directory."""
     from datasets import Features, Sequence, Value
 
-    cache = token_cache(config)
     rows = open_source(config, cache)
     if not len(rows):
         raise SeergateError(no_rows(config.data))
@@ -239,7 +246,6 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         ]
     )
     name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    cache.mkdir(parents=True, exist_ok=True)
     text = Value("string")
     return rows.map(
         tokenise,
@@ -290,7 +296,8 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     Returns:
         Row number -> the turns before the row's last answer; and reason -> number of rows without a question.
     """
-    rows = open_source(config, token_cache(config))
+    with _usable(token_cache(config)) as cache:
+        rows = open_source(config, cache)
     asked: dict[int, list[dict[str, str]]] = {}
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
@@ -318,6 +325,25 @@ def token_cache(config: TrainConfig) -> Path:
     if config.token_cache:
         return Path(config.token_cache)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
+
+
+@contextmanager
+def _usable(cache: Path) -> Iterator[Path]:
+    """Make the directory of tokenised data, and name the option if it cannot be made or written to."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        yield cache
+    except OSError as error:
+        if error.errno in DISK:
+            error.filename = error.filename or str(cache)
+        file = Path(os.fsdecode(error.filename or os.devnull)).absolute()
+        place = cache.absolute()
+        if error.errno in DISK or (file != place and place not in file.parents and file not in place.parents):
+            raise
+        raise SeergateError(
+            f"the directory of tokenised data, {cache}, cannot be used: {sentence(error)}; name another with "
+            "--token-cache (token_cache), or its parent with XDG_CACHE_HOME"
+        ) from error
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:

@@ -27,6 +27,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import DistributedState, expect_steps
 from seergate.errors import SeergateError, how_to_install
 from seergate.hf.distill_loss import StoredGradients
+from seergate.paths import resolve_file
 
 if TYPE_CHECKING:
     from seergate.hf.bank import GateBank
@@ -224,7 +225,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """Read DeepSpeed's configuration file and add the run's values; raise `SeergateError` if they contradict it."""
     assert config.deepspeed is not None
     try:
-        values: dict[str, Any] = json.loads(Path(config.deepspeed).read_text(encoding="utf-8"))
+        values: dict[str, Any] = json.loads(resolve_file(config.deepspeed).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SeergateError(f"deepspeed is {config.deepspeed!r}; it must be a JSON file that can be read") from error
     if not isinstance(values, dict):

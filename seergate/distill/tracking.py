@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import threading
 import zlib
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ import numpy as np
 
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.config import TrainConfig
-from seergate.errors import SeergateError
+from seergate.durable import naming
+from seergate.errors import DISK, SeergateError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,18 +49,29 @@ class TensorBoard(Tracker):
     def __init__(self, config: TrainConfig, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=first_step)
+        self._directory = config.run_dir / "tensorboard"
+        self._writer = SummaryWriter(str(self._directory), purge_step=first_step)
+        threading.excepthook = _show_unless_of_disk
 
     def numbers(self, values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # if the run is killed, the steps before its checkpoint must be on disk
+        with naming(self._directory):
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # if the run is killed, the steps before its checkpoint must be on disk
 
     def picture(self, name: str, image: Image, step: int) -> None:
-        self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
+        with naming(self._directory):
+            self._writer.add_image(name, np.asarray(image), step, dataformats="HWC")
 
     def close(self) -> None:
-        self._writer.close()
+        with naming(self._directory):
+            self._writer.close()
+
+
+def _show_unless_of_disk(error: threading.ExceptHookArgs) -> None:
+    """Leave out the traceback of a full disk: what writes event files in a thread raises it again in the main one."""
+    if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in DISK):
+        threading.__excepthook__(error)
 
 
 class WandbLike(Tracker):

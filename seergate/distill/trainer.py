@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import signal
 import threading
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
@@ -61,6 +62,7 @@ from seergate.distill.memory import capacity, decide_sharding, overhead, peak_by
 from seergate.distill.packing import packs_of_step
 from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
+from seergate.durable import lock, naming
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
 from seergate.gates import base_note, save_adapter
@@ -74,8 +76,13 @@ from seergate.models.families import check_gates
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
-"""Signals that a cluster sends before it kills a process; a run then saves a checkpoint and stops."""
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
+"""Signals that a cluster sends before it kills a process, and that of Ctrl-C; a run then saves a checkpoint after the
+step and stops. A second Ctrl-C stops at once.
+"""
+
+LOCK = ".lock"
+"""Empty file of an output directory, locked by the process that writes to it."""
 
 RECIPE_TOKENS = 800 * 16 * 32768
 """Training tokens of SeerAttention-R's gates (section 4.1): steps x packs per step x tokens per pack."""
@@ -108,11 +115,14 @@ def prepare_run(config: TrainConfig) -> DataReport:
     """
     alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
     run = _Run("", config, alone, (), shows_steps=False)
-    run.check()
-    run.check_checkpoint()
-    run.gather()
-    download_weights(run.model_path, run.config.revision)
-    return run.data.report
+    try:
+        run.check()
+        run.check_checkpoint()
+        run.gather()
+        download_weights(run.model_path, run.config.revision)
+        return run.data.report
+    finally:
+        run.unlock()
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
@@ -161,10 +171,12 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             for run in members:
                 base = run.prepare(base, sharded, headless=not through_model)
         expect_steps()
-        with _stop_requests() as requested:
+        with _stop_requests(world.is_main) as requested:
             _train(members, requested)
-        for run in members:
-            run.finish()
+            for run in members:
+                run.finish()
+        if signal.SIGINT in requested:  # in the last step; the gates are written
+            raise KeyboardInterrupt
         world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
@@ -323,6 +335,8 @@ class _Run:
         self.config = replace(config, output_dir=str(self.dir))
         self.callbacks: list[Callback] = list(callbacks) if world.is_main else []
         self.progress = _Progress()
+        self.locked: IO[bytes] | None = None
+        self.owns_directory = False
 
     def begin(self) -> None:
         """Raise `SeergateError` early if the run cannot start or contradicts the checkpoint it would resume from."""
@@ -385,6 +399,19 @@ class _Run:
             f"{self.model.fingerprint} {self._gates_fingerprint()}",
             "the processes see different weights; model and init_gates must be the same on every machine",
         )
+        world.from_main(self._lock)
+        self.owns_directory = True
+
+    def _lock(self) -> None:
+        """Lock the output directory, so that two runs do not replace each other's checkpoints."""
+        self.dir.mkdir(parents=True, exist_ok=True)
+        self.locked = (self.dir / LOCK).open("ab")
+        lock(self.locked, self.dir, "use another output_dir")
+
+    def unlock(self) -> None:
+        """Let other processes write to the output directory."""
+        if self.locked is not None:
+            self.locked.close()
 
     def gather(self) -> None:
         """Write the commits and the data report; read, tokenise and pack the data."""
@@ -398,7 +425,8 @@ class _Run:
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
         report = json.dumps(asdict(self.data.report), indent=1)
-        world.from_main(lambda: (self.dir / "data.json").write_text(report, encoding="utf-8"))
+        with naming(file := self.dir / "data.json"):
+            world.from_main(lambda: file.write_text(report, encoding="utf-8"))
 
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
@@ -422,7 +450,9 @@ class _Run:
         """Close the callbacks and delete offloaded layers."""
         for callback in self.callbacks:
             callback.close()
-        shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
+        if self.owns_directory:  # else the layers may be another run's
+            shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
+        self.unlock()
 
     def needs_sharding(self) -> bool:
         """Return whether to shard the frozen model: on request, or if each process has no memory for a full copy."""
@@ -629,14 +659,24 @@ def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
 
 
 @contextmanager
-def _stop_requests() -> Iterator[set[int]]:
-    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block."""
+def _stop_requests(tells: bool) -> Iterator[set[int]]:
+    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block; if it ``tells``,
+    it answers the first Ctrl-C. One that the process ignores, as in the background, stays ignored.
+    """
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield received
         return
+
+    def receive(number: int, _: object) -> None:
+        if number == signal.SIGINT and number in received:
+            raise KeyboardInterrupt
+        received.add(number)
+        if number == signal.SIGINT and tells:  # not by `print`, which this may have interrupted
+            os.write(2, b"\nstopping after this step, which is then saved; Ctrl-C again stops at once\n")
+
     numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
-    before = {number: signal.signal(number, lambda number, _: received.add(number)) for number in numbers}
+    before = {n: signal.signal(n, receive) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     try:
         yield received
     finally:

@@ -41,7 +41,7 @@ def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
         if len(reply) < 2:  # the first token follows from the prompt, which is read densely
             raise SeergateError(
                 f"the problem {problem.problem_id} of the task {task.name!r} has no right answer of two tokens or "
-                "more to compare on; take needle, variable_tracking or key_value"
+                "more to compare on; take variable_tracking, whose right answers are several words"
             )
         found.append((encode(tokenizer, prompt), reply))
     return found

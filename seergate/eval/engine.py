@@ -495,8 +495,8 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
-    """The text that the model continues, with its special tokens: the problem's messages in the model's markup (`chat_text`),
-    or its prompt after the tokenizer's `beginning`, unless the prompt itself begins so.
+    """The text that the model continues, with its special tokens: the problem's messages in the model's markup
+    (`chat_text`), or its prompt after the tokenizer's `beginning`, unless the prompt itself begins so.
     """
     if problem.prompt is not None:
         start = beginning(tokenizer)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from seergate.durable import replacing
+from seergate.durable import lock, naming, replacing
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
 from seergate.yaml_file import read_yaml
@@ -96,11 +96,7 @@ class SampleLog:
     def __init__(self, directory: Path) -> None:
         path = directory / SAMPLES
         self._file = path.open("ab+", buffering=0)
-        try:
-            _lock(self._file.fileno())
-        except OSError as error:
-            self._file.close()
-            raise SeergateError(f"another process is writing to {path}; use another directory") from error
+        lock(self._file, path, "use another directory")
         _mend_last_line(self._file)
         self._ungraded = directory / UNGRADED
         if self._ungraded.exists():
@@ -109,12 +105,12 @@ class SampleLog:
 
     def append(self, sample: dict[str, Any]) -> None:
         """Write a sample and wait until it is on the disk."""
-        _append(self._file, sample)
+        append_line(self._file, sample)
 
     def keep(self, sample: dict[str, Any]) -> None:
         """Write an ungraded sample and wait until it is on the disk."""
         with self._ungraded.open("ab", buffering=0) as file:
-            _append(file, sample)
+            append_line(file, sample)
 
     def forget(self) -> None:
         """Delete the ungraded samples, once all of them have been graded and appended."""
@@ -127,16 +123,17 @@ class SampleLog:
         self._file.close()
 
 
-def _append(file: FileIO, sample: dict[str, Any]) -> None:
-    """Append a whole line or nothing. The file is unbuffered: a buffer would write the rest of a line later, once
-    there is room again.
+def append_line(file: FileIO, sample: dict[str, Any]) -> None:
+    """Append a whole line of JSON or nothing, and wait until it is on the disk. The file is unbuffered: a buffer would
+    write the rest of a line later, once there is room again.
     """
     text = (json.dumps(sample, ensure_ascii=False) + "\n").encode("utf-8", "replace")
     before = file.seek(0, os.SEEK_END)
     try:
-        while text:
-            text = text[file.write(text) :]  # a disk that becomes full writes only a part
-        os.fsync(file.fileno())
+        with naming(Path(str(file.name))):
+            while text:
+                text = text[file.write(text) :]  # a disk that becomes full writes only a part
+            os.fsync(file.fileno())
     except BaseException:
         file.truncate(before)
         raise
@@ -161,22 +158,21 @@ def _is_whole(line: bytes) -> bool:
         return False
 
 
-def _lock(descriptor: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows has no flock; there, two writers are the user's to avoid
-        return
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
 def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
     """Write `config.yaml`, or compare with the existing one, including the environment unless the run is finished.
 
     Raises:
-        SeergateError: if the existing run has other settings, whose results must not be mixed; it names the fields.
+        SeergateError: if the existing run has other settings, whose results must not be mixed; it names the fields. If
+            there are samples and no `config.yaml`, since nobody knows their settings.
     """
     path = directory / CONFIG
     if not path.exists():
+        for kept in (directory / SAMPLES, directory / UNGRADED):
+            if kept.exists() and kept.stat().st_size:
+                raise SeergateError(
+                    f"{kept} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
+                    "or use another --out"
+                )
         write_yaml(path, config)
         return
     skipped = (*NOT_COMPARED, "environment") if finished else NOT_COMPARED

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from seergate.durable import flush
+from seergate.durable import flush, save_file
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
@@ -79,10 +79,12 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
         raise SeergateError(f"these gates have a training record or results that are not JSON: {error}") from error
     with written(out) as scratch:
         weights = scratch / WEIGHTS_FILE
-        save_file(dict(bank.state_dict()), weights, metadata={"format": "pt"})
+        save_file(bank.state_dict(), weights, {"format": "pt"})
         record["files"] = _sums(weights)
         plotted = results_plot(bank.results, scratch / PLOT_FILE)
-        card = model_card(bank, card_source or Source(str(directory)), existing=read_card(out), plotted=plotted)
+        # A link may lead to a file that is not for others to read; it is replaced, not followed.
+        existing = None if (out / CARD_FILE).is_symlink() else read_card(out)
+        card = model_card(bank, card_source or Source(str(directory)), existing=existing, plotted=plotted)
         (scratch / CARD_FILE).write_text(card, encoding="utf-8")
         if not (out / SIGN_FILE).exists():  # it may be a model's
             write_json(scratch / SIGN_FILE, SIGN)

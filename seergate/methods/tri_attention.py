@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from seergate.checks import check_choice, check_counts
-from seergate.durable import replacing
+from seergate.durable import replacing, save_file
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -69,7 +68,7 @@ class Centres:
         }
         covers = {"tokens": self.tokens, "made": self.made}
         with replacing(Path(path)) as draft:
-            save_file(tensors, draft, metadata={"tri_attention": json.dumps(covers)})
+            save_file(tensors, draft, {"tri_attention": json.dumps(covers)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Centres:

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from seergate.decode.trace import read_trace
-from seergate.errors import SeergateError
+from seergate.durable import naming
+from seergate.errors import SeergateError, sentence
 from seergate.escaping import visible, with_policy
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ def write_explorer(
     text = json.dumps(data, ensure_ascii=False).replace("<", "\\u003c")  # as in HTML, `</script>` would end the data
     page = with_policy(TEMPLATE.read_text(encoding="utf-8")).replace("{{data}}", text)
     try:
-        Path(out).write_text(page, encoding="utf-8")
+        with naming(Path(out)):
+            Path(out).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise SeergateError(f"the page {Path(out)} cannot be written: {error}") from error
+        raise SeergateError(f"the page {Path(out)} cannot be written: {sentence(error)}") from error
     return Page(Path(out))
 
 

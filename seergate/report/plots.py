@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.config import SCORERS
+from seergate.durable import naming
 from seergate.errors import SeergateError, how_to_install
 from seergate.escaping import visible
 from seergate.eval.stats import t95
@@ -366,18 +367,18 @@ def pyplot() -> Any:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG and, beside it, as SVG. Titles and entries of legends are plain text, without formulas:
-    they name what was run.
-    """
-    from matplotlib.axes import Axes
-    from matplotlib.legend import Legend
+    """Write a figure as PNG and, beside it, as SVG. Texts are plain, without formulas: they name what was run."""
+    from matplotlib.text import Text
 
-    titles = [*figure.texts, *(axes.title for axes in figure.findobj(Axes))]
-    for text in [*titles, *(text for legend in figure.findobj(Legend) for text in legend.get_texts())]:
-        text.set(text=visible(text.get_text()), parse_math=False)
+    sides = [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]
+    numbers = [label for axis in sides for label in axis.get_ticklabels(which="both")]  # which may be formulas
+    for text in figure.findobj(Text):
+        if text not in numbers:
+            text.set(text=visible(text.get_text()), parse_math=False)
     box: dict[str, Any] = {} if figure.get_layout_engine() else {"bbox_inches": "tight"}
     for name in (path, path.with_suffix(".svg")):
-        figure.savefig(name, dpi=DPI, facecolor="white", **box)
+        with naming(name):
+            figure.savefig(name, dpi=DPI, facecolor="white", **box)
     pyplot().close(figure)
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -74,8 +75,15 @@ class Settings:
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:
-        """Read the settings under "seergate", such as in vLLM's `additional_config`; ``None`` without this key."""
-        if not isinstance(additional_config, dict) or KEY not in additional_config:
+        """Read the settings under "seergate", such as in vLLM's `additional_config`; ``None`` without this key. A key
+        that is nearly this one is refused, since the server would be dense.
+        """
+        if not isinstance(additional_config, dict):
+            return None
+        if KEY not in additional_config:
+            for name in additional_config:
+                if difflib.get_close_matches("".join(filter(str.isalpha, str(name).lower())), [KEY], cutoff=0.8):
+                    raise SeergateError(f"the key of seergate's options is {name!r}; it must be {KEY!r}")
             return None
         values = additional_config[KEY]
         if not isinstance(values, dict):
@@ -85,6 +93,11 @@ class Settings:
             if name not in known:
                 raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), known)}")
         return cls(**values)
+
+    def said(self, method: SelectingMethod, layers: int) -> str:
+        """A line for the server's log, with the method and the number of layers that select."""
+        gates = "" if self.gates is None else f" and the gates {self.gates}"
+        return f"seergate: decoding is sparse in {layers} layers, with {method.name} ({method.nominal}){gates}"
 
     def bank(self) -> Gates | None:
         """Load the gates, on the CPU; ``None`` for a method without gates."""

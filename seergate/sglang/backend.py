@@ -11,6 +11,7 @@ blocks, r pages of a block, X blocks read, T tokens, D head dimension, W width o
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 from types import SimpleNamespace
@@ -75,6 +76,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         self.summaries: dict[int, Tensor] = {}
         self.counts: dict[int, Tensor] = {}
         self._add_layers(runner.model, bank, rope_kinds(skeleton(config)))
+        logging.getLogger(__name__).info("%s", settings.said(self.method, len(self.counts)))
 
     def _add_layers(self, model: Any, bank: Gates | None, kinds: dict[int, Any]) -> None:
         scores: type[Scores] = resolve_name(str(self.method.serving_scores))

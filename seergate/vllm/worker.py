@@ -65,6 +65,8 @@ class Gated:
 
 def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     """Make the layers of this rank's model sparse, and return layer -> vLLM's attention module."""
+    from vllm.logger import init_logger
+
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
     bank, device = settings.bank(), next(model.parameters()).device
@@ -94,6 +96,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
         make_sparse(attention, method, scoring, counts)
         found[layer] = attention
         attention.impl.anchor = found[anchor].impl
+    init_logger("vllm.seergate").info("%s", settings.said(method, len(found)))
     return found
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +23,7 @@ from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
 from seergate.cli.models import gates_for, load_model
 from seergate.errors import SeergateError, sentence
+from seergate.methods import METHODS
 from seergate.report.write import Report
 from tests.eval import support
 from tests.running import ROOT, Done, run_seergate
@@ -405,6 +408,104 @@ def test_the_systems_errors_about_files_are_sentences():
     error = PermissionError(13, "Permission denied", "/there")
     assert sentence(error) == "/there cannot be used: permission denied"
     assert sentence(FileNotFoundError("no such\n  preset")) == "no such preset"
+
+
+def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
+    command = ["eval", "--model", saved, "--task", "chain_sum", "--method", "dense", "--problems", "2"]
+    for arguments in (["methods"], [*command, "--variables", "5", "--out", str(tmp_path)]):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, "-m", "seergate", *arguments],
+            cwd=ROOT, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200, check=False,
+        )  # fmt: skip
+        os.close(write)
+        assert done.returncode == 128 + signal.SIGPIPE == 141
+        assert done.stderr.endswith("stopped, as nothing reads the output any more (broken pipe); what was finished "
+                                    "is kept\n") and "Traceback" not in done.stderr  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "limit", "said"),
+    [
+        (["methods"], None, "error: the output or a file cannot be written: no space left on device; what was"),
+        (["eval", "--problems", "1", "--method", "dense", "--out", "o"], 900, "error: o/dense/"),
+        (["train", "--max-steps", "1", "--token-cache", "t", "--output-dir", "o"], 9000, "error: o/"),
+        (["prepare", "--token-cache", "t", "--output-dir", "o"], 9000, "error: t cannot be written: file too large"),
+    ],
+    ids=["output", "eval", "train", "prepare"],
+)
+def test_a_full_disk_is_told(arguments, limit, said, tmp_path):
+    """A limit on the size of files is met in the same places as the end of a disk."""
+    if arguments[0] == "train":  # its data are there
+        data = ["--token-cache", str(tmp_path / "t"), "--output-dir", str(tmp_path / "prepared")]
+        assert run_seergate("prepare", "--model", "tiny-reasoner", *data).returncode == 0
+    model = [] if arguments == ["methods"] else ["--model", "tiny-reasoner"]
+    with open("/dev/full" if limit is None else os.devnull, "w") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "seergate", *arguments, *model],
+            cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=200, check=False,
+            preexec_fn=limit and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))),
+        )  # fmt: skip
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert said in done.stderr and "what was finished before is kept" in done.stderr
+
+
+def test_methods_are_listed_with_their_options(seergate):
+    done = seergate("methods")
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if line[0] != " "] == list(METHODS)
+    assert "block_size=16" in (said := seergate("methods", "quest").stdout) and "dense_layers=0+1" in said
+    assert said.startswith("quest: Score a page by") and "h2o" not in said
+    assert "did you mean 'quest'" in refusal(seergate("methods", "qest"))
+    both = seergate("methods", "snapkv+gate").stdout
+    assert "window=32" in both and "read_budget=" in both
+
+
+def test_shipped_files_are_found_from_anywhere(seergate, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sweep = ["sweep", "configs/sweeps/methods.yaml"]
+    assert "problems is 0" in refusal(seergate(*sweep, "--problems", "0")), "the file is read"
+    done = seergate("push", "checkpoints/tiny-reasoner/gates", "me/gates", "--dry-run")
+    assert done.returncode == 0 and "not uploaded: README.md" in done.stdout, done.stderr
+    assert "the configuration file configs/none.yaml does not exist" in refusal(seergate("sweep", "configs/none.yaml"))
+
+
+@pytest.mark.parametrize("name", ["README.md", "gate_config.json"])
+def test_push_follows_no_link(seergate, tmp_path, name):
+    shutil.copytree(ROOT / "checkpoints" / "tiny-reasoner" / "gates", gates := tmp_path / "gates")
+    (gates / name).rename(tmp_path / "private")
+    (gates / name).symlink_to(tmp_path / "private")
+    for dry in ([], ["--dry-run"]):
+        assert f"{gates / name} is a link" in refusal(seergate("push", str(gates), "me/gates", *dry))
+    if name == "README.md":
+        (tmp_path / "private").write_text("my secret")
+        GateBank.from_pretrained(gates).save_pretrained(gates)
+        assert "my secret" not in (gates / name).read_text() and (tmp_path / "private").read_text() == "my secret"
+
+
+def test_a_cache_that_cannot_be_made_names_its_option(seergate, tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("a file, below which not even an administrator makes a directory")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    said = refusal(seergate("prepare", "--model", "tiny-reasoner", "--output-dir", str(tmp_path / "out")))
+    assert f"tokenised data, {tmp_path}/home/.cache/seergate/tokens, cannot be" in said and "--token-cache" in said
+
+
+def test_training_names_the_command_that_evaluates_its_gates(seergate, tmp_path):
+    out = tmp_path / "my gates"
+    small = ["--max-steps", "1", "--packs-per-step", "1", "--max-length", "512", "--eval-packs", "0"]
+    given = [*small, "--token-cache", str(tmp_path / "tokens"), "--output-dir", str(out)]
+    done = seergate("train", "--model", "tiny-reasoner", *given)
+    assert done.returncode == 0, done.stderr
+    program, *command = shlex.split(done.stdout.splitlines()[-1].removeprefix("next: "))
+    assert program == "seergate"
+    less = ["--problems", "1", "--variables", "4", "--budget", "64", "--out", str(tmp_path / "runs"), "--no-report"]
+    done = seergate(*command, *less)
+    assert done.returncode == 0 and f"gates: {out}\n" in done.stdout, done.stderr
+    done = seergate("eval", "--model", "tiny-reasoner", *less[:-3], "--out", str(tmp_path / "shipped"), "--no-report")
+    shipped = ROOT / "checkpoints" / "tiny-reasoner" / "gates"
+    assert f"gates: {shipped}, beside the model (others: --gates)\n" in done.stdout, done.stderr
 
 
 def test_report_of_a_file_is_told(seergate, tmp_path):

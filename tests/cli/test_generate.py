@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from seergate.paths import shipped
 from tests.eval import support
 from tests.report.test_explorer import page_of
 from tests.running import run_seergate
@@ -28,8 +29,11 @@ def without_weights(model, tmp_path_factory):
 def test_the_tiny_reasoner_answers_and_shows_what_it_read(tmp_path):
     from seergate.eval import make_task
 
-    done = run_seergate("generate", "--trace", str(tmp_path / "read.html"), "--max-new-tokens", "250")
+    command = "generate", "--trace", str(tmp_path / "read.html"), "--max-new-tokens"
+    assert run_seergate(*command, "2").returncode == 0
+    done = run_seergate(*command, "250")  # its own page is written again
     assert done.returncode == 0, done.stderr
+    assert f"\ngates: {shipped('checkpoints/tiny-reasoner/gates')}, beside the model" in done.stderr
     answer = make_task("chain_sum", problems=1, variables=16).problems()[0].gold
     assert done.stdout.split()[-3:] == ["\\boxed{", answer, "}"]
     assert f"% of the tokens before it; the right answer is {answer}\nwhat was read:" in done.stderr
@@ -64,6 +68,8 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         (["--prompt-file", "nowhere.txt"], "the prompt nowhere.txt cannot be read"),
         (["--prompt", "a1", "--trace", "nowhere/read.html"], "there is no directory nowhere"),
         (["--prompt", "a1", "--trace", "."], "a directory; it must be a file"),
+        (["--prompt", "a1", "--trace", "read.txt"], "--trace is read.txt; the page's name must end in .html"),
+        (["--prompt", "a1", "--trace", "own.html"], "--trace is own.html, which exists and is no page of --trace"),
         (["--prompt", "a1", "--trace", "x.html", "--method", "h2o"], "'h2o' selects none"),
         (
             ["--prompt", "a1", "--trace", "x.html", "--method", "dense"],
@@ -82,10 +88,11 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
 )
 def test_what_is_refused_before_weights_are_read(arguments, message, without_weights, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.html").write_text("<p>mine</p>")
     method = [] if "--method" in arguments else ["--method", "quest"]
     done = run_seergate("generate", "--model", str(without_weights), *method, *arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "x.html").exists()
+    assert not (tmp_path / "x.html").exists() and (tmp_path / "own.html").read_text() == "<p>mine</p>"
 
 
 def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):

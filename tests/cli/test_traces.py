@@ -14,6 +14,7 @@ from seergate.cli.traces import _made_with
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
+from seergate.durable import lock
 from seergate.eval.store import write_yaml
 from seergate.hf.loading import load_tokenizer
 from tests.eval import support
@@ -208,3 +209,13 @@ def test_a_file_of_something_else_is_not_written_to(asked: list[str], tmp_path: 
     done = run_seergate("traces", *asked, "--out", str(out))
     assert done.returncode == 2 and "holds something else than traces" in done.stderr
     assert out.read_text() == text
+
+
+def test_a_file_has_one_writer_at_a_time(tmp_path: Path, asked: list[str]) -> None:
+    out = tmp_path / "traces.jsonl"
+    out.write_text("")
+    with out.open("ab") as held:
+        lock(held, out, "wait")
+        refused = run_seergate("traces", *asked, "--out", str(out))
+    assert refused.returncode == 2 and f"another process is writing to {out}; name another file" in refused.stderr
+    assert out.read_text() == ""

@@ -197,7 +197,7 @@ def test_each_pack_has_other_rows(config: TrainConfig, monkeypatch: pytest.Monke
     assert [each for each in seen if not each[0]] == [(False, 5, 0), (False, 5, 1)] * 2
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_saves_and_ends_the_run(config: TrainConfig, tmp_path: Path, name: str) -> None:
     class Preempted(Recorder):
         def on_step(self, log: StepLog) -> None:
@@ -214,6 +214,42 @@ def test_a_signal_saves_and_ends_the_run(config: TrainConfig, tmp_path: Path, na
     heard = Recorder()
     assert_identical(weights(run_distillation(config, [heard])), weights(whole))
     assert heard.steps[0].step == 6
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_a_second_interrupt_ends_at_once_and_one_in_the_last_step_after_it(config: TrainConfig, twice: bool) -> None:
+    class Interrupted(Recorder):
+        def on_step(self, log: StepLog) -> None:
+            super().on_step(log)
+            if log.step == (2 if twice else config.max_steps):
+                for _ in range(1 + twice):
+                    signal.raise_signal(signal.SIGINT)
+
+    heard = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        run_distillation(config, [heard])
+    assert len(heard.steps) == (2 if twice else config.max_steps)
+    assert (config.run_dir / "gate_model.safetensors").exists() is not twice
+
+
+def test_a_directory_has_one_run_at_a_time(config: TrainConfig) -> None:
+    class Other(Recorder):
+        def on_step(self, log: StepLog) -> None:
+            super().on_step(log)
+            if log.step == 1:
+                (offloaded := config.run_dir / "offload-0").mkdir()
+                for begin in (run_distillation, prepare_run):
+                    with pytest.raises(SeergateError, match=f"another process is writing to {config.run_dir}; use"):
+                        begin(config)
+                assert offloaded.exists(), "what the first run has written stays"
+
+    prepare_run(config)
+    heard = Other()
+    out = run_distillation(config, [heard])
+    assert [log.step for log in heard.steps] == list(range(1, config.max_steps + 1)), "it is not disturbed"
+    permissions = {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()}
+    os.umask(umask := os.umask(0))
+    assert permissions == {0o666 & ~umask}
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int]) -> None:

@@ -80,7 +80,7 @@ def test_what_cannot_be_told_apart_is_refused(deep, texts):
         find_dense_layers(deep, replace(method, token_budget=16), texts, 5)
     with pytest.raises(SeergateError, match=r"the method has anchors \[0\]; find dense layers with gates for every"):
         find_dense_layers(deep, replace(method, token_budget=16, anchors=(0,)), texts, 1)
-    with pytest.raises(SeergateError, match="has no right answer of two tokens or more to compare on; take needle"):
+    with pytest.raises(SeergateError, match="has no right answer of two tokens or more to compare on; take var"):
         answered(load_tokenizer(TINY), make_task("chain_sum", problems=1, variables=5))
 
 

@@ -27,6 +27,17 @@ def test_other_settings_are_refused(tmp_path, change, field):
         small(tmp_path, **change)
 
 
+@pytest.mark.parametrize("name", ["samples.jsonl", "ungraded.jsonl"])
+def test_samples_without_their_settings_are_refused(tmp_path, name):
+    small(tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    (tmp_path / "samples.jsonl").rename(tmp_path / name)
+    before = (tmp_path / name).read_bytes()
+    with pytest.raises(SeergateError, match=f"{name} is there without config.yaml, so the settings"):
+        small(tmp_path, seed=1)
+    assert (tmp_path / name).read_bytes() == before and not (tmp_path / "config.yaml").exists()
+
+
 def test_other_weights_are_refused(tmp_path):
     small(tmp_path)
     model = support.model()

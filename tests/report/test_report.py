@@ -44,6 +44,20 @@ def test_report_of_a_real_sweep(tmp_path):
     assert "some/model" in text
 
 
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    """``$x^$`` is none that matplotlib could draw."""
+    for method, budget in (("dense", None), ("gate", 32), ("gate", 64)):
+        write_run(tmp_path, method, budget, lambda i: i % 2, model="runs/$x^$")
+    report = write_report(tmp_path)
+    assert "$x^$ on chain_sum" in _drawn(tmp_path / "accuracy.svg")
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "length.png"}
+
+
+def _drawn(svg):
+    """The texts of a plot, which matplotlib leaves beside their outlines as comments."""
+    return "\n".join(re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"), re.S))
+
+
 def test_tables_hold_the_numbers(runs):
     text = write_report(runs).markdown.read_text()
     rows = {

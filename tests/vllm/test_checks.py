@@ -43,6 +43,12 @@ def test_settings_that_make_no_sense(values: Any, sentence: str) -> None:
         Settings.read({"seergate": values})
 
 
+@pytest.mark.parametrize("key", ["Seergate", "SEERGATE", "seer_gate", "seergates", "sergate", "seergate "])
+def test_a_key_that_is_nearly_ours_is_refused(key: str) -> None:
+    with pytest.raises(SeergateError, match=f"the key of seergate's options is '{key}'; it must be 'seergate'"):
+        Settings.read({"other": 1, key: {"gates": GATES}})
+
+
 @pytest.mark.parametrize("additional_config", [None, {}, {"other": 1}])
 def test_no_key_no_settings(additional_config: Any) -> None:
     assert Settings.read(additional_config) is None
