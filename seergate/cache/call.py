@@ -25,14 +25,15 @@ TWO_THREADS = (
     "hold a lock around generate, or put the requests into one batch"
 )
 
-Phase = Literal["dense", "decode"]
+Phase = Literal["dense", "decode", "verify"]
 
 
 class ForwardMode(NamedTuple):
     """How a forward pass treats its new tokens.
 
     Attributes:
-        decoded: number of newest tokens that are decoded one by one; the tokens before them are prefill.
+        decoded: number of newest tokens that are decoded; the tokens before them are prefill. A method places them
+            as if they had come one by one.
         dense: whether attention is the plain model's, as in a pass that rectifies or verifies.
     """
 
@@ -51,16 +52,16 @@ class ForwardModes:
 
     Args:
         decodes_drafts: whether the method can decode several tokens in one pass; evicting methods cannot.
-        reads_leftovers: whether a prompt's last chunk can be read densely if it is a single token.
 
     Attributes:
-        phase: mode of all passes, whatever their length; ``"dense"`` outside of drafts in lossless decoding.
-        in_chunks: whether a prompt is being prefilled in chunks.
+        phase: mode of all passes, whatever their length: ``"dense"`` reads them as a prompt, ``"decode"`` decodes
+            them; ``"verify"``, outside of drafts in lossless decoding, reads all densely, decoded tokens included.
+        in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
-    def __init__(self, *, decodes_drafts: bool, reads_leftovers: bool) -> None:
-        self.decodes_drafts, self.reads_leftovers = decodes_drafts, reads_leftovers
+    def __init__(self, *, decodes_drafts: bool) -> None:
+        self.decodes_drafts = decodes_drafts
         self.phase: Phase | None = None
         self.in_chunks = False
         self.thread: int | None = None
@@ -78,7 +79,7 @@ class ForwardModes:
         finally:
             vars(self).update(before)
 
-    def forced(self, mode: Phase) -> AbstractContextManager[None]:
+    def forced(self, mode: Literal["dense", "decode"]) -> AbstractContextManager[None]:
         """Make all passes in a ``with`` block dense, or decode all of their tokens one by one.
 
         Raises:
@@ -105,19 +106,21 @@ class ForwardModes:
         """
         if self.phase == "dense":
             return DENSE
-        if new == 1:
-            return DENSE if self.in_chunks and self.reads_leftovers else ForwardMode(decoded=1)
+        verifies = self.phase == "verify"
+        decoded = 0 if self.in_chunks else 1 if new == 1 else self._decoded(cache, slots, new)
+        return ForwardMode(decoded, dense=verifies)
+
+    def _decoded(self, cache: Any, slots: int, new: int) -> int:
+        """Number of the newest of several tokens that are decoded."""
         if not self.decodes_drafts:
-            return PROMPT
+            return 0
         if self.phase == "decode":
-            return ForwardMode(decoded=new)
-        if self._drafting is None:
-            return PROMPT
-        drafter, filled, prompt = self._drafting
+            return new
+        drafter, filled, prompt = self._drafting or (lambda: None, lambda: None, 0)
         if drafter() is None or filled() is not cache:
-            return PROMPT
+            return 0
         drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
-        return ForwardMode(decoded=drafted) if drafted <= VERIFIED_TOKENS else PROMPT
+        return drafted if drafted <= VERIFIED_TOKENS or self.phase == "verify" else 0
 
 
 class ForwardContext:

@@ -167,7 +167,7 @@ class GatedLayer(CacheLayerMixin):
             return pad(key_states, beyond), pad(value_states, beyond)
         if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
             return key_states, value_states
-        if new == 1 and context.take_qk is not None and not self.shared:
+        if new == 1 and context.mode != PROMPT and context.take_qk is not None and not self.shared:
             return key_states, value_states  # the attention function reads the storage itself
         return self.slot_view()
 

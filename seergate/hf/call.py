@@ -35,7 +35,6 @@ from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, Method
 from seergate.methods.evicting import CompressingMethod
-from seergate.methods.selecting import SelectingMethod
 from seergate.models import families
 from seergate.models.rope import Rotary, modeling_module
 from seergate.stats import DecodeStats
@@ -207,10 +206,7 @@ class Attachment:
         layers = [layer for layer, _ in families.full_attention_modules(model)]
         self.model, self.method, self.measure_recall = model, method, measure_recall
         self.storage, self.stats_ = storage.bind(model, method, layers), DecodeStats(layers)
-        self.passes = ForwardModes(
-            decodes_drafts=not isinstance(method, CompressingMethod),
-            reads_leftovers=isinstance(method, SelectingMethod),
-        )
+        self.passes = ForwardModes(decodes_drafts=not isinstance(method, CompressingMethod))
         self.correction: LosslessDecoding | Rectification | None = None
         self.trace: Trace | None = None
         self.disabled = False
@@ -272,6 +268,8 @@ class LayerBinding:
     def _is_compiled(self, layer: Any, new: int) -> bool:
         """Return whether this is a compiled decode step, in which values that change are not available on the host."""
         if not is_compiling() or new > 1 or not isinstance(layer, GatedLayer) or layer.counts is None:
+            return False
+        if self.handle.passes.in_chunks or self.handle.passes.phase == "dense":  # read as a prompt
             return False
         return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
 

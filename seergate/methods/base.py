@@ -62,6 +62,8 @@ class Step:
         q_BHSD, k_BKSD: the same after RoPE.
         starts: tokens of each row before this pass.
         counts: new tokens of each row.
+        decoded: number of each row's newest tokens that are decoded, in steps of their own or together; the tokens
+            before them belong to a prompt.
         keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
         lengths: int64 ``[B]`` on the cache's device, tokens of each row, the new ones included.
         sm_scale: factor on the query-key products.
@@ -89,6 +91,7 @@ class Step:
     offsets: list[int] | None = None
     hidden: Callable[[], Tensor] | None = None
     p_BKGT: Tensor | None = None
+    decoded: int = 1
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
