@@ -57,6 +57,7 @@ class ForwardModes:
         phase: mode of all passes, whatever their length: ``"dense"`` reads them as a prompt, ``"decode"`` decodes
             them; ``"verify"``, outside of drafts in lossless decoding, reads all densely, decoded tokens included.
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
+        agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
@@ -64,8 +65,14 @@ class ForwardModes:
         self.decodes_drafts = decodes_drafts
         self.phase: Phase | None = None
         self.in_chunks = False
+        self.agreed: ref[Tensor] | None = None
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
+        self._generating: tuple[Any, Any] | None = None  # weak references to the configuration of `generate`, and cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
+        return {**vars(self), "agreed": None, "_drafting": None, "_generating": None}
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -99,6 +106,15 @@ class ForwardModes:
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
         """Treat the tokens of ``cache`` after the first ``prompt`` slots as drafts, as long as ``drafter`` exists."""
         self._drafting = ref(drafter), ref(cache), prompt
+
+    def generating(self, configuration: Any, cache: Any) -> None:
+        """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
+        self._generating = ref(configuration), ref(cache)
+
+    def generates(self, cache: Any) -> bool:
+        """Whether ``generate`` is filling this cache."""
+        configuration, filled = self._generating or (lambda: None, lambda: None)
+        return configuration() is not None and filled() is cache
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
         """Return the mode of a pass that adds ``new`` tokens to a cache of ``slots`` slots, padding included;

@@ -15,10 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, StaticLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -41,6 +43,10 @@ from seergate.stats import DecodeStats
 
 ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"
+HIDDEN = -1e4
+"""An additive mask hides what it adds this or less to."""
+MASK_PIECE = 2**26
+"""Number of elements of a mask that are compared at a time."""
 TRANSFORMERS_PAGES = (
     'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
     "method knows nothing of it; use generate, with attach(storage=seergate.Paging()) for pages"
@@ -248,11 +254,14 @@ class LayerBinding:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
-        layer, mask, valid = self.cache_layer(cache, new), kwargs.get("attention_mask"), None
+        layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
         if on_host:
-            hide_what_is_masked(layer, mask, new)
-            valid = valid_tokens(mask, new, layer.rows.slots)
+            shown, slots = self._shown_slots(cache, layer, kwargs.get("attention_mask"), hidden), layer.rows.slots
+            if shown is not None:
+                if slots:
+                    hide_what_is_masked(layer, shown[:, :slots])
+                valid = None if bool(shown[:, slots:].all()) else shown[:, slots:]
             refuse_masked(layer, valid, new)
         handle = self.handle
         mode = handle.passes.mode(cache, layer.rows.slots if new > 1 else 0, new)
@@ -264,6 +273,21 @@ class LayerBinding:
         layer.context = context = ForwardContext(mode, self.qk_hook.take, valid, positions, hidden, on_host)
         attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
+
+    def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
+        handle, new, slots = self.handle, hidden.shape[1], layer.rows.slots
+        first = self.layer == next(iter(handle.stats_.layers))
+        if mask is None or (not first and handle.passes.agreed is not None and handle.passes.agreed() is mask):
+            return None
+        if new == 1 and mask.device.type != "cpu" and handle.passes.generates(cache):
+            return None  # `generate` extends the mask of the prompt by ones; reading it would wait for the device
+        if layer.static_length is not None and slots + new > layer.static_length:
+            return None  # the layer refuses the tokens
+        known = layer.rows.real_slots() if slots else hidden.new_ones(len(hidden), 0, dtype=torch.bool)
+        shown = valid_tokens(mask, known, new)
+        handle.passes.agreed = ref(mask) if shown is None else None
+        return shown
 
     def _is_compiled(self, layer: Any, new: int) -> bool:
         """Return whether this is a compiled decode step, in which values that change are not available on the host."""
@@ -330,31 +354,79 @@ def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *a
     return dense(module, *args, **kwargs)
 
 
-def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
-    """Determine which new tokens are real (not padding) from transformers' mask for this layer.
+def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:
+    """Determine which slots transformers' mask for this layer shows. Reads the mask on the host, once.
 
     Args:
-        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, in which the last
-            query row sees every real token.
+        mask: 2D ``[B, T]`` (flash backends), or 4D ``[B, 1, S, T]`` or ``[B, H, S, T]``, bool or additive.
+        known: bool ``[B, slots]``, which slots before the new ones hold real tokens.
         new: number of new slots.
-        slots: number of slots before them.
 
     Returns:
-        Bool ``[B, new]``, or ``None`` if all new tokens are real.
+        Bool ``[B, slots + new]``; ``None`` if these are the known ones and all new ones, so that nothing is hidden.
+
+    Raises:
+        SeergateError: for a 4D mask that is not causal over the slots that its last row shows, or shows slots that the
+            cache does not hold.
     """
-    if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
-        return None  # reading the mask would synchronise with the device, and a decoded token is real
-    real = visible_slots(mask)
-    real = real[:, slots : slots + new] if mask.ndim == 4 else real[:, -new:]
-    return None if bool(real.all()) else real
+    (batch, slots), known = known.shape, known.to(mask.device)
+    causal = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.ndim == 2:
+        shown = mask if mask.dtype == torch.bool else mask > 0
+        before = shown[:, :slots] if mask.shape[1] >= slots + new else known  # it may cover only the new tokens
+        shown = torch.cat((before, shown[:, -new:]), dim=1)
+    elif mask.ndim != 4 or mask.shape[-1] < slots + new or mask.shape[-2] != new:
+        raise SeergateError(
+            f"the attention_mask has the shape {tuple(mask.shape)}; for {new} new tokens after {slots} slots of the "
+            f"cache it must be [B, 1, {new}, {slots + new}]"
+        )
+    else:
+        shown, causal = causal_slots(mask, slots)
+        shown = shown.expand(batch, -1)
+    if (shown == pad(known, (0, new), value=True)).all() & causal:
+        return None
+    if not causal:
+        raise SeergateError(
+            "the 4D attention_mask is not that of a text with padding: each token must see all real tokens up to "
+            "itself (0 or True) and nothing else (-inf or False); other patterns (trees, several texts in a row, "
+            "biases, head by head) cannot be kept in the cache, so pass a 2D mask, and one text per row"
+        )
+    if (shown[:, :slots] & ~known).any():
+        raise SeergateError(
+            "the attention_mask shows tokens that were padding when they came, which the cache does not hold; start a "
+            "new cache with the mask that shows them"
+        )
+    return shown
 
 
-def visible_slots(mask: Tensor) -> Tensor:
-    """Return the slots that a mask shows, bool ``[B, T]``; see `valid_tokens` for the forms of masks."""
-    row = mask if mask.ndim == 2 else mask[:, 0, -1]
-    if row.dtype == torch.bool:
-        return row
-    return row > 0 if mask.ndim == 2 else row == 0
+def causal_slots(mask: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Read a 4D mask of the tokens after ``slots`` slots.
+
+    Returns:
+        The slots that the last row shows, bool ``[B, slots + S]``; and whether the mask is causal over these, bool
+        scalar. A token that is none of them is padding, and sees nothing, everything or itself.
+    """
+    new, width = mask.shape[-2:]
+    shown_BT = _shown(mask[:, 0, -1])
+    causal = torch.ones((), dtype=torch.bool, device=mask.device)
+    places_T = torch.arange(width, device=mask.device)
+    size, begin = max(1, MASK_PIECE // (mask.numel() // new)), slots
+    for piece_BHRT in mask.split(size, dim=2):
+        end = begin + piece_BHRT.shape[2]
+        seen_BHRT, own_R1 = _shown(piece_BHRT), places_T[begin:end, None]
+        if mask.is_floating_point():
+            causal = causal & ((piece_BHRT == 0) | (piece_BHRT <= HIDDEN)).all()
+        wanted_BRT = shown_BT[:, None] & (places_T <= own_R1)
+        right_BHR = (seen_BHRT == wanted_BRT[:, None]).all(-1)
+        alone_BHR = (seen_BHRT == (places_T == own_R1)).all(-1) | ~seen_BHRT.any(-1) | seen_BHRT.all(-1)
+        padding_B1R = ~shown_BT[:, None, begin:end]
+        causal = causal & (right_BHR | (alone_BHR & padding_B1R)).all()
+        begin = end
+    return shown_BT[:, : slots + new], causal
+
+
+def _shown(mask: Tensor) -> Tensor:
+    return mask == 0 if mask.is_floating_point() else mask.bool()
 
 
 def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
@@ -369,21 +441,17 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
             )
 
 
-def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> None:
+def hide_what_is_masked(layer: GatedLayer, shown: Tensor) -> None:
     """Remove tokens from the cache layer that the mask of a later forward pass hides.
 
     Args:
-        mask: see `valid_tokens`.
-        new: number of new slots; for a single decoded token, nothing is removed.
+        shown: bool ``[B, slots]``, the slots that the mask shows (`valid_tokens`).
 
     Raises:
         SeergateError: if the row has later tokens that stay visible, or the layer cannot remove tokens of one row.
     """
-    slots = layer.rows.slots
-    if new == 1 or not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):
-        return  # the cache is empty, or the mask covers only the new tokens
     known = layer.rows.real_slots()
-    hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
+    hidden = known & ~shown.to(layer.device)
     if not hidden.any():
         return
     real = known & ~hidden

@@ -56,7 +56,10 @@ class PromptReader:
         one_token = input_ids.shape[1] - (known if whole else 0) == 1
         with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
             read = getattr(type(self.model), _METHOD)
-            return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            outputs = read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if cache is not None:
+            self.passes.generating(generation_config, cache)
+        return outputs
 
     def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
         drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)
