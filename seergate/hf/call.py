@@ -107,7 +107,10 @@ def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 class QKHook:
-    """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy."""
+    """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy.
+
+    Its hooks are on modules inside of the attention module; `follow` finds out when these were replaced.
+    """
 
     def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
         module: Any = attention
@@ -116,15 +119,22 @@ class QKHook:
         self._heads = {"q": heads, "k": heads // int(module.num_key_value_groups)}
         self._head_dim, self._layout = int(module.head_dim), family.layout
         self._caught: dict[str, Tensor] = {}
+        self._attention, self._catching = attention, dict[str, Any]()
         if family.hook_point == "fused":
-            self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
+            self._catching["qkv_proj"] = self._catch_fused
         else:
-            self._handles = [
-                attention.get_submodule(f"{name}_{family.hook_point}").register_forward_hook(
-                    partial(self._catch, name)
-                )
-                for name in self._heads
-            ]
+            self._catching |= {f"{name}_{family.hook_point}": partial(self._catch, name) for name in self._heads}
+        self._hook()
+
+    def _hook(self) -> None:
+        self._modules = {name: self._attention.get_submodule(name) for name in self._catching}
+        self._handles = [self._modules[name].register_forward_hook(catch) for name, catch in self._catching.items()]
+
+    def follow(self) -> None:
+        """Move the hooks to the modules that have replaced the hooked ones, as when PEFT adds or merges adapters."""
+        if any(getattr(self._attention, name) is not module for name, module in self._modules.items()):
+            self.remove()
+            self._hook()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return and release the queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call."""
@@ -247,6 +257,7 @@ class LayerBinding:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Create the forward context for the cache layer, which stores the new tokens, and the attention function."""
+        self.qk_hook.follow()
         cache, dense = cache_of(kwargs), dense_function(self.swap.implementation)
         if paged := cache is not None and not isinstance(cache, Cache):
             warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
