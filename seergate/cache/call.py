@@ -179,14 +179,12 @@ class ForwardContext:
         self.q_pre, self.k_pre = (self.compact(x) for x in self.take_qk())
         self.k, self.starts, self.counts = k, starts, counts
 
-    def first_positions(self, batch: int) -> list[int]:
-        """Position that the model gives to each row's first real token."""
+    def positions(self, batch: int) -> Tensor | None:
+        """Positions that the model gives to the new tokens, ``[B, S]``, each row's real tokens first."""
         if self.position_ids is None:
-            return [0] * batch
+            return None
         positions = self.position_ids.expand(batch, -1)
-        if self.order is not None:
-            positions = positions.gather(1, self.order)
-        return positions[:, 0].tolist()
+        return positions if self.order is None else positions.gather(1, self.order)
 
     def hidden_states(self) -> Tensor:
         """Input of the attention module, ``[B, S, W]``, each row's real tokens first."""

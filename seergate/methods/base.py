@@ -162,13 +162,14 @@ class LayerState:
         tensors.
         """
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
         """Remove the newest tokens of each row from the state.
 
         Args:
             before, after: tokens of each row before and after.
             keys: returns cached keys of tokens that stay.
-            offsets: per row, the position that the model gave to its first token.
+            offsets: per row, the position that the model gave to its first token. Looking up a row whose positions are
+                not consecutive raises `SeergateError`.
         """
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:

@@ -8,6 +8,7 @@ from decode steps are equal up to rounding.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -221,7 +222,7 @@ class GateState(SelectingState):
         each = self.block_size // self.size  # entries of a block
         super().block_shared(row, *(slice(part.start * each, part.stop * each) for part in (newer, older)))
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
         """Crop; pre-RoPE keys of a reopened entry that are gone are recovered from the cached keys by undoing RoPE."""
         size, recent, oldest = self.size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
