@@ -189,7 +189,9 @@ class Rows:
         self._resident, self._total, self.offsets = (
             [x[row] for row in rows] for x in (self.resident, self.total, self.offsets)
         )
-        self.lengths, self.newest, self.gaps = (x.index_select(0, index) for x in (self.lengths, self.newest, self.gaps))
+        self.lengths, self.newest, self.gaps = (
+            x.index_select(0, index) for x in (self.lengths, self.newest, self.gaps)
+        )
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
 
