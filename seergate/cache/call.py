@@ -68,9 +68,7 @@ class ForwardModes:
         self.agreed: ref[Tensor] | None = None
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
-        self._generating: tuple[Any, Any] | None = (
-            None  # weak references to the configuration of `generate`, and cache
-        )
+        self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""

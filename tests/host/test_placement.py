@@ -12,7 +12,7 @@ import seergate
 from seergate import Lossless, SeergateError
 from tests.host.test_decode import BLOCK, gates
 from tests.methods.evictors import EVICTORS
-from tests.models import left_padded, prompt, tiny_model
+from tests.models import prompt, tiny_model
 
 PUBLISHED = {"token_budget": 3 * BLOCK, "compat": "published"}
 
