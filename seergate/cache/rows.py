@@ -139,8 +139,8 @@ class Rows:
         self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
     def place(self, positions: Tensor | None, counts: list[int]) -> None:
-        """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``; call it before `add`. ``None``
-        stands for consecutive ones.
+        """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``; call it before `add`.
+        ``None`` stands for consecutive ones.
         """
         if positions is None:
             newest = self.newest + torch.tensor(counts, device=self.lengths.device)
