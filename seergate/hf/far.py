@@ -48,7 +48,8 @@ def far_sums(
 
     Returns:
         Float64 ``[3 + 2 * budgets]``: number of rows with far blocks, times KV heads; KL over far blocks alone;
-        the target's mass on far blocks; for each budget, the part of that mass that the gate reads, then the part that a window reads.
+        the target's mass on far blocks; for each budget, the part of that mass that the gate reads, then the part that
+        a window reads.
     """
     sums = torch.zeros(3 + 2 * len(budgets), dtype=torch.float64, device=qs.device)
     ends, entry, block_size, sink_blocks = cu_seqlens.tolist(), 0, gate.config.block_size, gate.config.sink_blocks
