@@ -291,7 +291,7 @@ class LayerBinding:
         first = self.layer == next(iter(handle.stats_.layers))
         if mask is None or (not first and handle.passes.agreed is not None and handle.passes.agreed() is mask):
             return None
-        if new == 1 and mask.device.type != "cpu" and handle.passes.generates(cache):
+        if new == 1 and handle.passes.generates(cache):
             return None  # `generate` extends the mask of the prompt by ones; reading it would wait for the device
         if layer.static_length is not None and slots + new > layer.static_length:
             return None  # the layer refuses the tokens
