@@ -25,14 +25,15 @@ TWO_THREADS = (
     "hold a lock around generate, or put the requests into one batch"
 )
 
-Phase = Literal["dense", "decode"]
+Phase = Literal["dense", "decode", "verify"]
 
 
 class ForwardMode(NamedTuple):
     """How a forward pass treats its new tokens.
 
     Attributes:
-        decoded: number of newest tokens that are decoded one by one; the tokens before them are prefill.
+        decoded: number of newest tokens that are decoded; the tokens before them are prefill. A method places them
+            as if they had come one by one.
         dense: whether attention is the plain model's, as in a pass that rectifies or verifies.
     """
 
@@ -51,20 +52,27 @@ class ForwardModes:
 
     Args:
         decodes_drafts: whether the method can decode several tokens in one pass; evicting methods cannot.
-        reads_leftovers: whether a prompt's last chunk can be read densely if it is a single token.
 
     Attributes:
-        phase: mode of all passes, whatever their length; ``"dense"`` outside of drafts in lossless decoding.
-        in_chunks: whether a prompt is being prefilled in chunks.
+        phase: mode of all passes, whatever their length: ``"dense"`` reads them as a prompt, ``"decode"`` decodes
+            them; ``"verify"``, outside of drafts in lossless decoding, reads all densely, decoded tokens included.
+        in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
+        agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
-    def __init__(self, *, decodes_drafts: bool, reads_leftovers: bool) -> None:
-        self.decodes_drafts, self.reads_leftovers = decodes_drafts, reads_leftovers
+    def __init__(self, *, decodes_drafts: bool) -> None:
+        self.decodes_drafts = decodes_drafts
         self.phase: Phase | None = None
         self.in_chunks = False
+        self.agreed: ref[Tensor] | None = None
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
+        self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
+        return {**vars(self), "agreed": None, "_drafting": None, "_generating": None}
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -78,7 +86,7 @@ class ForwardModes:
         finally:
             vars(self).update(before)
 
-    def forced(self, mode: Phase) -> AbstractContextManager[None]:
+    def forced(self, mode: Literal["dense", "decode"]) -> AbstractContextManager[None]:
         """Make all passes in a ``with`` block dense, or decode all of their tokens one by one.
 
         Raises:
@@ -99,25 +107,36 @@ class ForwardModes:
         """Treat the tokens of ``cache`` after the first ``prompt`` slots as drafts, as long as ``drafter`` exists."""
         self._drafting = ref(drafter), ref(cache), prompt
 
+    def generating(self, configuration: Any, cache: Any) -> None:
+        """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
+        self._generating = ref(configuration), ref(cache)
+
+    def generates(self, cache: Any) -> bool:
+        """Whether ``generate`` is filling this cache."""
+        configuration, filled = self._generating or (lambda: None, lambda: None)
+        return configuration() is not None and filled() is cache
+
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
         """Return the mode of a pass that adds ``new`` tokens to a cache of ``slots`` slots, padding included;
         ``slots`` is ignored if ``new`` is 1.
         """
         if self.phase == "dense":
             return DENSE
-        if new == 1:
-            return DENSE if self.in_chunks and self.reads_leftovers else ForwardMode(decoded=1)
+        verifies = self.phase == "verify"
+        decoded = 0 if self.in_chunks else 1 if new == 1 else self._decoded(cache, slots, new)
+        return ForwardMode(decoded, dense=verifies)
+
+    def _decoded(self, cache: Any, slots: int, new: int) -> int:
+        """Number of the newest of several tokens that are decoded."""
         if not self.decodes_drafts:
-            return PROMPT
+            return 0
         if self.phase == "decode":
-            return ForwardMode(decoded=new)
-        if self._drafting is None:
-            return PROMPT
-        drafter, filled, prompt = self._drafting
+            return new
+        drafter, filled, prompt = self._drafting or (lambda: None, lambda: None, 0)
         if drafter() is None or filled() is not cache:
-            return PROMPT
+            return 0
         drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
-        return ForwardMode(decoded=drafted) if drafted <= VERIFIED_TOKENS else PROMPT
+        return drafted if drafted <= VERIFIED_TOKENS or self.phase == "verify" else 0
 
 
 class ForwardContext:
@@ -160,14 +179,12 @@ class ForwardContext:
         self.q_pre, self.k_pre = (self.compact(x) for x in self.take_qk())
         self.k, self.starts, self.counts = k, starts, counts
 
-    def first_positions(self, batch: int) -> list[int]:
-        """Position that the model gives to each row's first real token."""
+    def positions(self, batch: int) -> Tensor | None:
+        """Positions that the model gives to the new tokens, ``[B, S]``, each row's real tokens first."""
         if self.position_ids is None:
-            return [0] * batch
+            return None
         positions = self.position_ids.expand(batch, -1)
-        if self.order is not None:
-            positions = positions.gather(1, self.order)
-        return positions[:, 0].tolist()
+        return positions if self.order is None else positions.gather(1, self.order)
 
     def hidden_states(self) -> Tensor:
         """Input of the attention module, ``[B, S, W]``, each row's real tokens first."""

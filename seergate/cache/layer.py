@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate.cache.call import PROMPT, ForwardContext
-from seergate.cache.rows import Rows
+from seergate.cache.rows import RegularOffsets, Rows
 from seergate.cache.storage import DynamicStorage, Storage
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
@@ -118,7 +118,7 @@ class GatedLayer(CacheLayerMixin):
             backend.load(self.device)
             self.counts = stats.expect_compiled(self.layer, keys, values, self.block_size, self.state)
         if self.device.type == "cuda":
-            own = (keys, values, self.rows.lengths, self.rows.width, *self.state.rows.values())
+            own = (keys, values, self.rows.lengths, self.rows.width, self.rows.newest, *self.state.rows.values())
             for tensor in (*own, self.counts.lengths, self.counts.blocks):
                 torch._dynamo.mark_static_address(tensor)
 
@@ -137,7 +137,7 @@ class GatedLayer(CacheLayerMixin):
         context, self.context = self.context, None
         if context is not None and not context.on_host:
             self.storage.write(context, rows, key_states, value_states, [1] * batch, None)
-            rows.add_compiled()
+            rows.add_compiled(context.positions(batch))
             context.take(key_states, [], [])
             return key_states, value_states
         if self.static_length is not None and rows.slots + new > self.static_length:
@@ -152,8 +152,6 @@ class GatedLayer(CacheLayerMixin):
                     f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
                 )
             self.state, context = None, ForwardContext(PROMPT, None)
-        if fresh:
-            rows.offsets = context.first_positions(batch)
         counts = [new] * batch if context.valid is None else context.valid.sum(1).tolist()
         keys = context.compact(key_states)
         if context.take_qk is not None:
@@ -161,13 +159,14 @@ class GatedLayer(CacheLayerMixin):
             if self.method.stores_pre_rope:
                 keys = context.k_pre
         self.storage.write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
+        rows.place(context.positions(batch), counts)
         rows.add(counts, new, context.valid)
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key_states, beyond), pad(value_states, beyond)
         if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
             return key_states, value_states
-        if new == 1 and context.take_qk is not None and not self.shared:
+        if new == 1 and context.mode != PROMPT and context.take_qk is not None and not self.shared:
             return key_states, value_states  # the attention function reads the storage itself
         return self.slot_view()
 
@@ -234,7 +233,7 @@ class GatedLayer(CacheLayerMixin):
     def _forget(self, before: list[int]) -> None:
         """Crop storage and state from the lengths ``before`` to the rows' current lengths."""
         if self.state is not None:
-            self.state.crop(before, self.rows.resident, self.storage.some_keys, self.rows.offsets)
+            self.state.crop(before, self.rows.resident, self.storage.some_keys, RegularOffsets(self.rows))
         self.storage.crop(self.rows.resident)
 
     def reset(self) -> None:

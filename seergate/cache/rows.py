@@ -8,9 +8,32 @@ Shape suffixes: B batch, T slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from seergate.errors import SeergateError
+
+
+class RegularOffsets(Sequence[int]):
+    """`Rows.offsets` after a crop. Looking up a row whose positions have gaps raises `SeergateError`."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: Any) -> Any:
+        if self._rows.gaps[row]:
+            raise SeergateError(
+                f"row {row} is cropped so far that keys before RoPE have to be recovered, which needs consecutive "
+                "positions, and its position_ids have gaps; crop it by fewer tokens, or start a new cache"
+            )
+        return self._rows.offsets[row]
 
 
 class Rows:
@@ -23,6 +46,8 @@ class Rows:
         lengths: int64 ``[B]``, tokens that each row holds.
         width: int64 scalar, the number of slots; ``None`` without compiled steps.
         offsets: per row, the position that the model gave to its first token.
+        newest: int64 ``[B]``, the position that it gave to the newest token.
+        gaps: bool ``[B]``, whether positions before the newest tokens that came one by one are not consecutive.
         valid: bool ``[B, <= slots]``, which slots hold real tokens; later slots all do. ``None`` without padding.
     """
 
@@ -31,6 +56,8 @@ class Rows:
         self.width = torch.zeros((), dtype=torch.int64, device=device) if compiles else None
         self._resident, self._total, self.offsets = [0] * batch, [0] * batch, [0] * batch
         self._slots, self._seen = 0, True
+        self.newest = torch.full_like(self.lengths, -1)
+        self.gaps = torch.zeros(batch, dtype=torch.bool, device=device)
         self.valid: Tensor | None = None
 
     def __len__(self) -> int:
@@ -63,9 +90,10 @@ class Rows:
         self._resident = self._total = self.lengths.tolist()
         self._slots, self._seen = int(self.width), True
 
-    def add_compiled(self) -> None:
-        """Count one new token per row, on the device only."""
+    def add_compiled(self, positions: Tensor | None) -> None:
+        """Count one new token per row, on the device only; ``positions`` as in `place`."""
         assert self.width is not None
+        self.newest.copy_(self.newest + 1 if positions is None else positions[:, 0])
         self.lengths.add_(1)
         self.width.add_(1)
         self._seen = False
@@ -110,6 +138,31 @@ class Rows:
         self._total = [total + count for total, count in zip(self.total, counts, strict=True)]
         self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
 
+    def place(self, positions: Tensor | None, counts: list[int]) -> None:
+        """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``; call it before `add`.
+        ``None`` stands for consecutive ones.
+        """
+        if positions is None:
+            newest = self.newest + torch.tensor(counts, device=self.lengths.device)
+        elif positions.shape[1] == 1 and all(counts) and all(self.total):
+            newest = positions[:, 0].to(self.lengths.device, copy=True)  # the caller may change it in place
+        else:
+            positions = positions.to(self.lengths.device)
+            if not all(self.total):
+                first = zip(positions[:, 0].tolist(), self.offsets, self.total, strict=True)
+                self.offsets = [old if total else new for new, old, total in first]
+            index = torch.arange(positions.shape[1], device=positions.device)
+            given = torch.tensor(counts, device=positions.device)[:, None]
+            wanted = self._consecutive(self.total)[:, None] + 1 + index
+            self.gaps = self.gaps | ((positions != wanted) & (index < given)).any(1)
+            newest = torch.where(given > 0, positions.gather(1, (given - 1).clamp(min=0)), self.newest[:, None])[:, 0]
+        self.newest = newest if self.width is None else self.newest.copy_(newest)
+
+    def _consecutive(self, lengths: list[int]) -> Tensor:
+        """Position of the newest token in rows of these lengths without gaps, int64 ``[B]``."""
+        newest = [offset + length - 1 for offset, length in zip(self.offsets, lengths, strict=True)]
+        return torch.tensor(newest, dtype=torch.int64, device=self.lengths.device)
+
     def crop(self, slots: int) -> list[int]:
         """Keep the first ``slots`` slots; return how many tokens each row had before."""
         if self.valid is None:
@@ -122,7 +175,11 @@ class Rows:
 
     def shorten(self, lengths: list[int]) -> list[int]:
         """Keep the first ``lengths[b]`` tokens of row b, and all slots; return how many tokens each row had before."""
-        before, self._total = list(self.resident), list(lengths)
+        before = list(self.resident)
+        # Tokens that came one by one had rising positions, so the newest tells whether there was a gap.
+        self.gaps = self.gaps | (self.newest != self._consecutive(self.total))
+        newest, self._total = self._consecutive(lengths), list(lengths)
+        self.newest = newest if self.width is None else self.newest.copy_(newest)
         self.set_resident(lengths)
         return before
 
@@ -132,13 +189,16 @@ class Rows:
         self._resident, self._total, self.offsets = (
             [x[row] for row in rows] for x in (self.resident, self.total, self.offsets)
         )
-        self.lengths = self.lengths.index_select(0, index)
+        self.lengths, self.newest, self.gaps = (
+            x.index_select(0, index) for x in (self.lengths, self.newest, self.gaps)
+        )
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
 
     def append(self, other: Rows) -> None:
         """Append other rows; all rows then count as left-padded to the longest."""
-        self.lengths = torch.cat((self.lengths, other.lengths))
+        pairs = ((self.lengths, other.lengths), (self.newest, other.newest), (self.gaps, other.gaps))
+        self.lengths, self.newest, self.gaps = (torch.cat(pair) for pair in pairs)
         self._resident, self._total = self.resident + other.resident, self.total + other.total
         self.offsets = self.offsets + other.offsets
         self._set_slots(max(self.total))

@@ -91,7 +91,7 @@ class LosslessDecoding:
 
     def install(self) -> None:
         """Replace the model's ``generate``."""
-        self.passes.phase = "dense"
+        self.passes.phase = "verify"
         self.theirs = vars(self.model).get("generate")  # set on the instance by other code
         self.model.generate = self  # type: ignore[method-assign,assignment]
 
@@ -229,6 +229,7 @@ class _Run:
         outputs = self.model._prefill(ids, self.config, model_kwargs, is_first_iteration=not self.config.is_assistant)
         self._advance(outputs, 1)
         self.cache: Cache = self.kwargs[CACHE]
+        self.lossless.passes.drafting(self, self.cache, int(self.cache.get_seq_length()))
         self.records_past = hasattr(self.cache, "activate_past_recording") and any(
             hasattr(layer, "activate_past_recording") for layer in self.cache.layers
         )

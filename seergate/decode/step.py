@@ -190,6 +190,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         softcap=kwargs.get("softcap"),
         offsets=layer.rows.offsets if context.on_host else None,
         hidden=context.hidden_states,
+        decoded=context.mode.decoded,
     )
 
 

@@ -327,7 +327,7 @@ class Engine:
         on_finished: Callable[[Generation], None],
         sharing: int = 1,
     ) -> None:
-        if handle.passes.phase == "dense":
+        if handle.passes.phase == "verify":
             raise SeergateError(
                 f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
                 "evaluate 'dense' instead"

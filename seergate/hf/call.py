@@ -15,10 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -41,13 +43,16 @@ from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, Method
 from seergate.methods.evicting import CompressingMethod
-from seergate.methods.selecting import SelectingMethod
 from seergate.models import families
 from seergate.models.rope import Rotary, modeling_module
 from seergate.stats import DecodeStats
 
 ATTENTION_NAME = "seergate"
 CALL_KEYWORD = "seergate_call"
+HIDDEN = -1e4
+"""An additive mask hides what it adds this or less to."""
+MASK_PIECE = 2**26
+"""Number of elements of a mask that are compared at a time."""
 TRANSFORMERS_PAGES = (
     'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
     "method knows nothing of it; use generate, with attach(storage=seergate.Paging()) for pages"
@@ -108,7 +113,10 @@ def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 class QKHook:
-    """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy."""
+    """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy.
+
+    Its hooks are on modules inside of the attention module; `follow` finds out when these were replaced.
+    """
 
     def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
         module: Any = attention
@@ -117,15 +125,22 @@ class QKHook:
         self._heads = {"q": heads, "k": heads // int(module.num_key_value_groups)}
         self._head_dim, self._layout = int(module.head_dim), family.layout
         self._caught: dict[str, Tensor] = {}
+        self._attention, self._catching = attention, dict[str, Any]()
         if family.hook_point == "fused":
-            self._handles = [attention.get_submodule("qkv_proj").register_forward_hook(self._catch_fused)]
+            self._catching["qkv_proj"] = self._catch_fused
         else:
-            self._handles = [
-                attention.get_submodule(f"{name}_{family.hook_point}").register_forward_hook(
-                    partial(self._catch, name)
-                )
-                for name in self._heads
-            ]
+            self._catching |= {f"{name}_{family.hook_point}": partial(self._catch, name) for name in self._heads}
+        self._hook()
+
+    def _hook(self) -> None:
+        self._modules = {name: self._attention.get_submodule(name) for name in self._catching}
+        self._handles = [self._modules[name].register_forward_hook(catch) for name, catch in self._catching.items()]
+
+    def follow(self) -> None:
+        """Move the hooks to the modules that have replaced the hooked ones, as when PEFT adds or merges adapters."""
+        if any(getattr(self._attention, name) is not module for name, module in self._modules.items()):
+            self.remove()
+            self._hook()
 
     def take(self) -> tuple[Tensor, Tensor]:
         """Return and release the queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call."""
@@ -213,10 +228,7 @@ class Attachment:
         layers = [layer for layer, _ in families.full_attention_modules(model)]
         self.model, self.method, self.measure_recall = model, method, measure_recall
         self.storage, self.stats_ = storage.bind(model, method, layers), DecodeStats(layers)
-        self.passes = ForwardModes(
-            decodes_drafts=not isinstance(method, CompressingMethod),
-            reads_leftovers=isinstance(method, SelectingMethod),
-        )
+        self.passes = ForwardModes(decodes_drafts=not isinstance(method, CompressingMethod))
         self.correction: LosslessDecoding | Rectification | None = None
         self.trace: Trace | None = None
         self.disabled = False
@@ -254,6 +266,7 @@ class LayerBinding:
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Create the forward context for the cache layer, which stores the new tokens, and the attention function."""
+        self.qk_hook.follow()
         cache, dense = cache_of(kwargs), dense_function(self.swap.implementation)
         if paged := cache is not None and not isinstance(cache, Cache):
             warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
@@ -261,7 +274,7 @@ class LayerBinding:
             return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
-        layer, mask, valid = self.cache_layer(cache, new), kwargs.get("attention_mask"), None
+        layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
         if on_host:
             if self.window is not None and layer.rows.slots + new > self.window:
@@ -269,8 +282,11 @@ class LayerBinding:
                     f"the text has {layer.rows.slots + new:,} tokens, more than layer {self.layer} attends to (its "
                     f"sliding_window is {self.window:,}) and than the model has positions"
                 )
-            hide_what_is_masked(layer, mask, new)
-            valid = valid_tokens(mask, new, layer.rows.slots)
+            shown, slots = self._shown_slots(cache, layer, kwargs.get("attention_mask"), hidden), layer.rows.slots
+            if shown is not None:
+                if slots:
+                    hide_what_is_masked(layer, shown[:, :slots])
+                valid = None if bool(shown[:, slots:].all()) else shown[:, slots:]
             refuse_masked(layer, valid, new)
         handle = self.handle
         mode = handle.passes.mode(cache, layer.rows.slots if new > 1 else 0, new)
@@ -283,9 +299,26 @@ class LayerBinding:
         attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
 
+    def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
+        handle, new, slots = self.handle, hidden.shape[1], layer.rows.slots
+        first = self.layer == next(iter(handle.stats_.layers))
+        if mask is None or (not first and handle.passes.agreed is not None and handle.passes.agreed() is mask):
+            return None
+        if new == 1 and handle.passes.generates(cache):
+            return None  # `generate` extends the mask of the prompt by ones; reading it would wait for the device
+        if layer.static_length is not None and slots + new > layer.static_length:
+            return None  # the layer refuses the tokens
+        known = layer.rows.real_slots() if slots else hidden.new_ones(len(hidden), 0, dtype=torch.bool)
+        shown = valid_tokens(mask, known, new)
+        handle.passes.agreed = ref(mask) if shown is None else None
+        return shown
+
     def _is_compiled(self, layer: Any, new: int) -> bool:
         """Return whether this is a compiled decode step, in which values that change are not available on the host."""
         if not is_compiling() or new > 1 or not isinstance(layer, GatedLayer) or layer.counts is None:
+            return False
+        if self.handle.passes.in_chunks or self.handle.passes.phase == "dense":  # read as a prompt
             return False
         return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
 
@@ -346,31 +379,79 @@ def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *a
     return dense(module, *args, **kwargs)
 
 
-def valid_tokens(mask: Tensor | None, new: int, slots: int) -> Tensor | None:
-    """Determine which new tokens are real (not padding) from transformers' mask for this layer.
+def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:
+    """Determine which slots transformers' mask for this layer shows. Reads the mask on the host, once.
 
     Args:
-        mask: ``None``; 2D ``[B, T]`` (flash backends); or 4D ``[B, 1, S, T]``, bool or additive, in which the last
-            query row sees every real token.
+        mask: 2D ``[B, T]`` (flash backends), or 4D ``[B, 1, S, T]`` or ``[B, H, S, T]``, bool or additive.
+        known: bool ``[B, slots]``, which slots before the new ones hold real tokens.
         new: number of new slots.
-        slots: number of slots before them.
 
     Returns:
-        Bool ``[B, new]``, or ``None`` if all new tokens are real.
+        Bool ``[B, slots + new]``; ``None`` if these are the known ones and all new ones, so that nothing is hidden.
+
+    Raises:
+        SeergateError: for a 4D mask that is not causal over the slots that its last row shows, or shows slots that the
+            cache does not hold.
     """
-    if mask is None or (new == 1 and slots > 0 and mask.device.type != "cpu"):
-        return None  # reading the mask would synchronise with the device, and a decoded token is real
-    real = visible_slots(mask)
-    real = real[:, slots : slots + new] if mask.ndim == 4 else real[:, -new:]
-    return None if bool(real.all()) else real
+    (batch, slots), known = known.shape, known.to(mask.device)
+    causal = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.ndim == 2:
+        shown = mask if mask.dtype == torch.bool else mask > 0
+        before = shown[:, :slots] if mask.shape[1] >= slots + new else known  # it may cover only the new tokens
+        shown = torch.cat((before, shown[:, -new:]), dim=1)
+    elif mask.ndim != 4 or mask.shape[-1] < slots + new or mask.shape[-2] != new:
+        raise SeergateError(
+            f"the attention_mask has the shape {tuple(mask.shape)}; for {new} new tokens after {slots} slots of the "
+            f"cache it must be [B, 1, {new}, {slots + new}]"
+        )
+    else:
+        shown, causal = causal_slots(mask, slots)
+        shown = shown.expand(batch, -1)
+    if (shown == pad(known, (0, new), value=True)).all() & causal:
+        return None
+    if not causal:
+        raise SeergateError(
+            "the 4D attention_mask is not that of a text with padding: each token must see all real tokens up to "
+            "itself (0 or True) and nothing else (-inf or False); other patterns (trees, several texts in a row, "
+            "biases, head by head) cannot be kept in the cache, so pass a 2D mask, and one text per row"
+        )
+    if (shown[:, :slots] & ~known).any():
+        raise SeergateError(
+            "the attention_mask shows tokens that were padding when they came, which the cache does not hold; start a "
+            "new cache with the mask that shows them"
+        )
+    return shown
 
 
-def visible_slots(mask: Tensor) -> Tensor:
-    """Return the slots that a mask shows, bool ``[B, T]``; see `valid_tokens` for the forms of masks."""
-    row = mask if mask.ndim == 2 else mask[:, 0, -1]
-    if row.dtype == torch.bool:
-        return row
-    return row > 0 if mask.ndim == 2 else row == 0
+def causal_slots(mask: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Read a 4D mask of the tokens after ``slots`` slots.
+
+    Returns:
+        The slots that the last row shows, bool ``[B, slots + S]``; and whether the mask is causal over these, bool
+        scalar. A token that is none of them is padding, and sees nothing, everything or itself.
+    """
+    new, width = mask.shape[-2:]
+    shown_BT = _shown(mask[:, 0, -1])
+    causal = torch.ones((), dtype=torch.bool, device=mask.device)
+    places_T = torch.arange(width, device=mask.device)
+    size, begin = max(1, MASK_PIECE // (mask.numel() // new)), slots
+    for piece_BHRT in mask.split(size, dim=2):
+        end = begin + piece_BHRT.shape[2]
+        seen_BHRT, own_R1 = _shown(piece_BHRT), places_T[begin:end, None]
+        if mask.is_floating_point():
+            causal = causal & ((piece_BHRT == 0) | (piece_BHRT <= HIDDEN)).all()
+        wanted_BRT = shown_BT[:, None] & (places_T <= own_R1)
+        right_BHR = (seen_BHRT == wanted_BRT[:, None]).all(-1)
+        alone_BHR = (seen_BHRT == (places_T == own_R1)).all(-1) | ~seen_BHRT.any(-1) | seen_BHRT.all(-1)
+        padding_B1R = ~shown_BT[:, None, begin:end]
+        causal = causal & (right_BHR | (alone_BHR & padding_B1R)).all()
+        begin = end
+    return shown_BT[:, : slots + new], causal
+
+
+def _shown(mask: Tensor) -> Tensor:
+    return mask == 0 if mask.is_floating_point() else mask.bool()
 
 
 def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
@@ -385,21 +466,17 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
             )
 
 
-def hide_what_is_masked(layer: GatedLayer, mask: Tensor | None, new: int) -> None:
+def hide_what_is_masked(layer: GatedLayer, shown: Tensor) -> None:
     """Remove tokens from the cache layer that the mask of a later forward pass hides.
 
     Args:
-        mask: see `valid_tokens`.
-        new: number of new slots; for a single decoded token, nothing is removed.
+        shown: bool ``[B, slots]``, the slots that the mask shows (`valid_tokens`).
 
     Raises:
         SeergateError: if the row has later tokens that stay visible, or the layer cannot remove tokens of one row.
     """
-    slots = layer.rows.slots
-    if new == 1 or not slots or mask is None or (mask.ndim == 2 and mask.shape[1] < slots + new):
-        return  # the cache is empty, or the mask covers only the new tokens
     known = layer.rows.real_slots()
-    hidden = known & ~visible_slots(mask)[:, :slots].to(layer.device)
+    hidden = known & ~shown.to(layer.device)
     if not hidden.any():
         return
     real = known & ~hidden

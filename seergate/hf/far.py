@@ -47,8 +47,9 @@ def far_sums(
         budgets: token budgets, which include the row's own block.
 
     Returns:
-        Float64 ``[3 + 2 * budgets]``: number of summed rows and KV heads; KL over far blocks alone; the target's mass
-        on far blocks; for each budget, the part of that mass that the gate reads, then the part that a window reads.
+        Float64 ``[3 + 2 * budgets]``: number of rows with far blocks, times KV heads; KL over far blocks alone;
+        the target's mass on far blocks; for each budget, the part of that mass that the gate reads, then the part that
+        a window reads.
     """
     sums = torch.zeros(3 + 2 * len(budgets), dtype=torch.float64, device=qs.device)
     ends, entry, block_size, sink_blocks = cu_seqlens.tolist(), 0, gate.config.block_size, gate.config.sink_blocks
@@ -102,5 +103,5 @@ def _compared(
         wanted = budget // block_size - 1
         read.append(mass_KRN.gather(-1, best_KRN[..., :wanted]).sum())
         window.append((mass_KRN * (block_N >= own_R[:, None] - max(0, wanted - 1))).sum())
-    summed = mass_KRN.new_full((), mass_KRN.shape[0] * mass_KRN.shape[1])
+    summed = far_RN.any(-1).sum() * mass_KRN.shape[0]
     return torch.stack([summed, kl.sum(), mass_KRN.sum(), *read, *window]).double()

@@ -51,10 +51,21 @@ class PromptReader:
         positions = model_positions(text_config(self.model))
         if positions is not None and input_ids.shape[1] > positions:
             warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
-        one_token = input_ids.shape[1] in (1, known + 1)  # ids may include those of the cached tokens
+        mask = model_kwargs.get("attention_mask")
+        whole = mask is None or mask.shape[1] == input_ids.shape[1]  # ids may include those of the cached tokens
+        one_token = input_ids.shape[1] - (known if whole else 0) == 1
+        padding = generation_config._pad_token_tensor
+        if one_token and known and whole and mask is not None and padding is not None:
+            if bool(
+                (mask.bool() == (input_ids != padding)).all()
+            ):  # made by `generate` from the ids, decoded ones too
+                self.passes.generating(generation_config, cache)
         with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
             read = getattr(type(self.model), _METHOD)
-            return read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+            outputs = read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if cache is not None:
+            self.passes.generating(generation_config, cache)
+        return outputs
 
     def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
         drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)

@@ -66,6 +66,8 @@ class Step:
         q_BHSD, k_BKSD: the same after RoPE.
         starts: tokens of each row before this pass.
         counts: new tokens of each row.
+        decoded: number of each row's newest tokens that are decoded, in steps of their own or together; the tokens
+            before them belong to a prompt.
         keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
         lengths: int64 ``[B]`` on the cache's device, tokens of each row, the new ones included.
         sm_scale: factor on the query-key products.
@@ -93,6 +95,7 @@ class Step:
     offsets: list[int] | None = None
     hidden: Callable[[], Tensor] | None = None
     p_BKGT: Tensor | None = None
+    decoded: int = 1
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -163,13 +166,14 @@ class LayerState:
         tensors.
         """
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
         """Remove the newest tokens of each row from the state.
 
         Args:
             before, after: tokens of each row before and after.
             keys: returns cached keys of tokens that stay.
-            offsets: per row, the position that the model gave to its first token.
+            offsets: per row, the position that the model gave to its first token. Looking up a row whose positions are
+                not consecutive raises `SeergateError`.
         """
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:

@@ -8,6 +8,7 @@ from decode steps are equal up to rounding.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -169,7 +170,7 @@ class GateState(SelectingState):
         super().__init__(spec, method)
         self.gate, self.size = gate, gate.entry_tokens
         self.tokens_per_entry = {"kg": self.size}
-        self.decode_offset = self.block_size - 1 if method.compat == "published" else 0
+        self.decode_offset = self.size - 1 if method.compat == "published" else 0
         rows, dtype, device = spec.batch, gate.k_proj.weight.dtype, spec.device
         recent = (rows, spec.num_kv_heads, 2 * self.size, spec.head_dim)
         self.rows = {
@@ -181,7 +182,7 @@ class GateState(SelectingState):
     @torch.no_grad()
     def append(self, step: Step) -> None:
         entries = self.grown("kg", -(-step.max_length // self.size))
-        if step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
+        if step.decoded == step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
             newest, recent = step.k_pre_BKSD[:, :, 0], self.rows["recent"]
             placing: dict[str, Any] = {"position_offset": self.decode_offset, "host_lengths": step.host_lengths}
             self.gate.remember(newest, step.lengths, recent, entries, **placing)
@@ -190,7 +191,9 @@ class GateState(SelectingState):
                 self._append_many(step)
 
     def _append_many(self, step: Step) -> None:
-        """Prefill path: compute all entries that the new tokens complete, one row at a time."""
+        """Compute all entries that the new tokens complete, one row at a time. Entries that a decoded token completes
+        are placed as in a decode step.
+        """
         size, recent, kg = self.size, self.rows["recent"], self.rows["kg"]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             opened = start - start % size  # first token of the entry that was open
@@ -200,6 +203,8 @@ class GateState(SelectingState):
             if complete > first:
                 pooled = self.gate.pool(keys_KSD[None, :, : (complete - first) * size])
                 positions = torch.arange(first, complete, device=recent.device) * size
+                prompt = start + count - min(step.decoded, count)
+                positions = positions + (positions + size > prompt) * self.decode_offset
                 kg[row, :, first:complete] = self.gate.keys(pooled, positions)[0]
             kept = min(keys_KSD.shape[1], 2 * size)
             ring = torch.arange(start + count - kept, start + count, device=recent.device) % (2 * size)
@@ -217,7 +222,7 @@ class GateState(SelectingState):
         each = self.block_size // self.size  # entries of a block
         super().block_shared(row, *(slice(part.start * each, part.stop * each) for part in (newer, older)))
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
         """Crop; pre-RoPE keys of a reopened entry that are gone are recovered from the cached keys by undoing RoPE."""
         size, recent, oldest = self.size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):

@@ -6,6 +6,7 @@ which any selecting method can have. This module has the selection of ReSA's own
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -93,7 +94,7 @@ class QuestState(PageState, SelectingState):
     def logits(self, step: Step) -> Tensor:
         return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2) * step.sm_scale
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: list[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
         for row, length in enumerate(after):
             first = length // self.block_size
             self.recompute(row, first, keys(row, first * self.block_size, length))

@@ -96,9 +96,16 @@ class Rotary:
         return self._turn(x, *self._angles(x, positions))
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The inverse of `rotate`, up to rounding."""
+        """The inverse of `rotate`, up to rounding; refused if angles depend on the length of the text."""
         if self.kind == "none":
             return x
+        rope_type = getattr(self._embedding, "rope_type", None)
+        rope_type = rope_type.get(self._layer_type) if isinstance(rope_type, dict) else rope_type
+        if rope_type in ("dynamic", "longrope"):
+            raise SeergateError(
+                f"keys of {self._family} before RoPE cannot be recovered: {rope_type} RoPE turns them by angles that "
+                "change with the length of the text; crop or rectify by at most one block"
+            )
         cos, sin = (angles.float() for angles in self._angles(x, positions))
         # Rotating there and back scales each pair by cos^2 + sin^2: the squared attention factor, and bf16 rounding.
         stretch = self._turn(self._turn(torch.ones_like(x[:, :1], dtype=torch.float32), cos, sin), cos, -sin)

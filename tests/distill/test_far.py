@@ -12,6 +12,7 @@ from seergate.distill.callbacks import EvalLog, Far
 from seergate.distill.config import load_train_config
 from seergate.distill.trainer import without_kernel
 from seergate.hf.distill_loss import DistillSpec
+from seergate.hf.far import _compared
 from seergate.hf.teacher_forward import distill_steps
 from tests.models import prompt, tiny_model
 
@@ -108,3 +109,13 @@ def test_what_has_no_kernel_for_gpus_is_named_with_its_work():
         if said:
             # 1024 * 1025 / 2 - 512 * 513 / 2 scores of 4 heads of 16, in two layers
             assert named in said and f"{2 * 393_472 * 64 * 2 / 1e12:,.2g} TFLOP" in said
+
+
+def test_rows_whose_past_blocks_are_all_sinks_or_newest_do_not_count():
+    """With 4 sinks, blocks 4 and 5 of row 7 are far, block 4 of row 6, and none of rows 3 to 5."""
+    own, blocks = torch.tensor([3, 4, 5, 6, 7]), 8
+    u, logits = torch.randn(2, 5, blocks), torch.randn(2, 5, blocks)
+    count, kl, *_ = _compared(u, logits, own, SIZE, 4, ()).tolist()
+    p, q = (x[:, 4, 4:6].double().log_softmax(-1) for x in (u, logits))
+    assert count == 4
+    assert kl == pytest.approx(float((p.exp() * (p - q)).sum()), abs=1e-5), "a single far block has KL 0"
