@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import time
 import warnings
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import is_users, sentence
-from seergate.progress import ProgressBar, duration
+from seergate.progress import ProgressBar, bars_on_terminals_only, duration, heartbeat
 
 if TYPE_CHECKING:
     from seergate.eval.collector import Progress
@@ -31,10 +32,12 @@ def guarded(
     interrupted: str = "interrupted; what was finished is kept",
 ) -> int:
     """Run a command and return its exit code (0 for ``None``). A user error or an interrupt is reported by ``tell``
-    and becomes an exit code; any other exception is a bug and propagates.
+    and becomes an exit code; any other exception is a bug and propagates. While the command runs, it is never silent
+    for long, and a log file gets no progress bars (`seergate.progress`).
     """
     try:
-        return run() or OK
+        with heartbeat(wanted=os.environ.get("RANK", "0") == "0"), bars_on_terminals_only():
+            return run() or OK
     except (ValueError, OSError) as error:
         if not is_users(error):
             raise
@@ -65,7 +68,7 @@ class EvalProgress:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
         self.bar = ProgressBar()
-        self.task: object = None
+        self.task: Any = None
         self.notes = notes(self.bar.say)
 
     def __enter__(self) -> EvalProgress:

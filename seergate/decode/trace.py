@@ -21,10 +21,13 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from seergate.checks import check, is_int
 from seergate.errors import SeergateError
@@ -57,33 +60,56 @@ class Trace:
             self._file = pq.ParquetWriter(os.fspath(path), self.schema, compression="zstd")
         except OSError as error:
             raise SeergateError(f"the trace {Path(path)} cannot be written: {error}") from error
-        self._lines: list[dict[str, Any]] = []
+        self._batches, self._lines = list[Any](), 0
 
     def record(self, record: StepRecord) -> None:
         """Record one decode step of one layer."""
-        layer, step, state, size = record.layer, record.step, record.state, record.block_size
+        import pyarrow as pa
+
+        layer, step, selection, size = record.layer, record.step, record.selection, record.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
         if number % self.every:
             return
-        indices = None if record.selection is None else record.selection.indices.tolist()
-        logits_BKN = state.logits(step) if self.attention and isinstance(state, SelectingState) else None
-        maxima_BKN = log_block_maxima(step, size) if self.attention else None
-        for row, (end, total) in enumerate(zip(step.ends, record.total_tokens, strict=True)):
-            past = slice((end - 1) // size)
-            scores = None if logits_BKN is None else logits_BKN[row, :, past].float().tolist()
-            attention = None if maxima_BKN is None else maxima_BKN[row, :, past].softmax(-1).float().tolist()
-            for head in range(step.stored[0].shape[1]):
-                blocks = None if indices is None else [block for block in indices[row][head] if block >= 0]
-                if blocks is None:
-                    tokens = record.read[row]
-                else:  # the current block may not be full
-                    tokens = len(blocks) * size - (-end % size if blocks else 0)
-                place = {"step": number, "layer": layer, "row": row, "head": head, "position": total - 1}
-                weights = {"scores": scores and scores[head], "attention": attention and attention[head]}
-                self._lines.append({**place, "tokens": float(tokens), "blocks": blocks, **weights})
-        if len(self._lines) >= LINES_AT_ONCE:
+        rows, heads = len(record.total_tokens), step.stored[0].shape[1]
+        if selection is None:
+            tokens = np.repeat(np.asarray(record.read, np.float32), heads)
+            blocks = pa.nulls(rows * heads, self.schema.field("blocks").type)
+        else:
+            indices = selection.indices.numpy(force=True).reshape(rows * heads, -1)
+            chosen = indices >= 0
+            counts = chosen.sum(1)
+            missing = np.repeat([-end % size for end in step.ends], heads)  # the current block may not be full
+            tokens = counts * size - np.where(counts, missing, 0)
+            blocks = _lists(counts, indices[chosen].astype(np.int32))
+        places = np.repeat(np.arange(rows), heads), np.tile(np.arange(heads), rows)
+        positions = np.repeat(np.asarray(record.total_tokens) - 1, heads)
+        whole = np.full(rows * heads, number), np.full(rows * heads, layer), *places, positions
+        columns = [pa.array(values.astype(np.int32)) for values in whole]
+        columns += [pa.array(tokens.astype(np.float32)), blocks, *self._weights(record, rows * heads)]
+        self._batches.append(pa.record_batch(columns, schema=self.schema))
+        self._lines += rows * heads
+        if self._lines >= LINES_AT_ONCE:
             self._flush()
+
+    def _weights(self, record: StepRecord, lines: int) -> tuple[Any, Any]:
+        """The columns ``scores`` and ``attention``."""
+        import pyarrow as pa
+
+        step, size = record.step, record.block_size
+        past = [(end - 1) // size for end in step.ends]
+
+        def column(values_BKN: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
+            rows = [finish(values_KN[:, :count]) for values_KN, count in zip(values_BKN, past, strict=True)]
+            counts = np.repeat(past, values_BKN.shape[1])
+            return _lists(counts, torch.cat([row.float().reshape(-1) for row in rows]).numpy(force=True))
+
+        scores = attention = pa.nulls(lines, self.schema.field("scores").type)
+        if self.attention:
+            attention = column(log_block_maxima(step, size), lambda maxima_KN: maxima_KN.softmax(-1))
+            if isinstance(record.state, SelectingState):
+                scores = column(record.state.logits(step), lambda logits_KN: logits_KN)
+        return scores, attention
 
     def __enter__(self) -> Trace:
         return self
@@ -95,9 +121,16 @@ class Trace:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        if self._lines:
-            self._file.write_table(pa.Table.from_pylist(self._lines, self.schema))
-            self._lines.clear()
+        if self._batches:
+            self._file.write_table(pa.Table.from_batches(self._batches, self.schema).combine_chunks())
+            self._batches, self._lines = [], 0
+
+
+def _lists(counts: np.ndarray, values: np.ndarray) -> Any:
+    """A column of lists with these lengths, whose values follow each other."""
+    import pyarrow as pa
+
+    return pa.ListArray.from_arrays(pa.array(np.append(0, counts.cumsum()).astype(np.int32)), pa.array(values))
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

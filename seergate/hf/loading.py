@@ -13,6 +13,7 @@ from seergate.errors import SeergateError, first_line, how_to_install
 from seergate.hub import cached_commit, hub_call
 from seergate.models.families import base_commit, decoder_of, family_of, text_config
 from seergate.paths import GGUF, directory_here, gguf_file, is_hub_id, resolve_model
+from seergate.progress import working
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +70,8 @@ def load_base(
             raise SeergateError(f"quantization_config is given; it must be left out for {file}, which is dequantised")
         if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model: PreTrainedModel = _reading("base model", name, read, **options).eval()
+    with working(f"loading the model {name}"):
+        model: PreTrainedModel = _reading("base model", name, read, **options).eval()
     if file is not None:
         model.config.name_or_path = file
         if (quantizer := getattr(model, "hf_quantizer", None)) is not None:  # its marks prevent `save_pretrained`
@@ -92,7 +94,7 @@ def download_weights(name: str, revision: str | None = None) -> None:
         return
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    with hub_call(f"the weights of {name} could not be downloaded"):
+    with working(f"downloading {name}"), hub_call(f"the weights of {name} could not be downloaded"):
         files = HfApi().list_repo_files(name, revision=revision)
         wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
         if _WEIGHTS not in files and _INDEX in files:
