@@ -66,10 +66,9 @@ def heartbeat(wanted: bool = True) -> Iterator[None]:
     def beat() -> None:
         while not ended.wait(max(0.01, _Watched.written + SILENT_SECONDS - time.monotonic())):
             if time.monotonic() - _Watched.written >= SILENT_SECONDS:
-                works = _works.copy() or [began]
-                what = ", ".join(work.text for work in works)
+                work = [began, *(each for each in _works.copy() if each.began >= began.began)][-1]
                 with contextlib.suppress(OSError, ValueError):  # nobody reads the stream, or it is closed
-                    print(f"still {what} ({duration(time.monotonic() - works[-1].began)})", file=error, flush=True)
+                    print(f"still {work.text} ({duration(time.monotonic() - work.began)})", file=error, flush=True)
 
     _Watched.written = time.monotonic()
     _threads.append(threading.Thread(target=beat, name="heartbeat", daemon=True))

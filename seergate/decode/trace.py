@@ -21,12 +21,11 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from seergate.checks import check, is_int
@@ -60,56 +59,43 @@ class Trace:
             self._file = pq.ParquetWriter(os.fspath(path), self.schema, compression="zstd")
         except OSError as error:
             raise SeergateError(f"the trace {Path(path)} cannot be written: {error}") from error
-        self._batches, self._lines = list[Any](), 0
+        self._places, self._tokens = list[tuple[int, ...]](), list[float]()
+        self._lists = _Lists(np.int32), _Lists(np.float32), _Lists(np.float32)
 
     def record(self, record: StepRecord) -> None:
         """Record one decode step of one layer."""
-        import pyarrow as pa
-
-        layer, step, selection, size = record.layer, record.step, record.selection, record.block_size
+        layer, step, state, size = record.layer, record.step, record.state, record.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
         if number % self.every:
             return
-        rows, heads = len(record.total_tokens), step.stored[0].shape[1]
-        if selection is None:
-            tokens = np.repeat(np.asarray(record.read, np.float32), heads)
-            blocks = pa.nulls(rows * heads, self.schema.field("blocks").type)
+        heads, blocks, scores, attention = step.stored[0].shape[1], *self._lists
+        ends = [end for end in step.ends for _ in range(heads)]
+        for row, total in enumerate(record.total_tokens):
+            self._places += [(number, layer, row, head, total - 1) for head in range(heads)]
+        if record.selection is None:
+            blocks.add_nulls(len(ends))
+            self._tokens += [float(read) for read in record.read for _ in range(heads)]
         else:
-            indices = selection.indices.numpy(force=True).reshape(rows * heads, -1)
+            indices = record.selection.indices.numpy(force=True).reshape(len(ends), -1)
             chosen = indices >= 0
-            counts = chosen.sum(1)
-            missing = np.repeat([-end % size for end in step.ends], heads)  # the current block may not be full
-            tokens = counts * size - np.where(counts, missing, 0)
-            blocks = _lists(counts, indices[chosen].astype(np.int32))
-        places = np.repeat(np.arange(rows), heads), np.tile(np.arange(heads), rows)
-        positions = np.repeat(np.asarray(record.total_tokens) - 1, heads)
-        whole = np.full(rows * heads, number), np.full(rows * heads, layer), *places, positions
-        columns = [pa.array(values.astype(np.int32)) for values in whole]
-        columns += [pa.array(tokens.astype(np.float32)), blocks, *self._weights(record, rows * heads)]
-        self._batches.append(pa.record_batch(columns, schema=self.schema))
-        self._lines += rows * heads
-        if self._lines >= LINES_AT_ONCE:
+            counts = chosen.sum(1).tolist()
+            blocks.add(counts, indices[chosen])
+            # the current block may not be full
+            self._tokens += [n * size - (-end % size if n else 0) for n, end in zip(counts, ends, strict=True)]
+        past = [(end - 1) // size for end in ends]
+        for lists, values_BKN, finish in (
+            (scores, self.attention and isinstance(state, SelectingState) and state.logits(step), Tensor.float),
+            (attention, self.attention and log_block_maxima(step, size), lambda x_KN: x_KN.softmax(-1).float()),
+        ):
+            if values_BKN is False:
+                lists.add_nulls(len(ends))
+                continue
+            rows = zip(values_BKN, past[::heads], strict=True)
+            shares = [finish(values_KN[:, :count]).reshape(-1).numpy(force=True) for values_KN, count in rows]
+            lists.add(past, *shares)
+        if len(self._places) >= LINES_AT_ONCE:
             self._flush()
-
-    def _weights(self, record: StepRecord, lines: int) -> tuple[Any, Any]:
-        """The columns ``scores`` and ``attention``."""
-        import pyarrow as pa
-
-        step, size = record.step, record.block_size
-        past = [(end - 1) // size for end in step.ends]
-
-        def column(values_BKN: Tensor, finish: Callable[[Tensor], Tensor]) -> Any:
-            rows = [finish(values_KN[:, :count]) for values_KN, count in zip(values_BKN, past, strict=True)]
-            counts = np.repeat(past, values_BKN.shape[1])
-            return _lists(counts, torch.cat([row.float().reshape(-1) for row in rows]).numpy(force=True))
-
-        scores = attention = pa.nulls(lines, self.schema.field("scores").type)
-        if self.attention:
-            attention = column(log_block_maxima(step, size), lambda maxima_KN: maxima_KN.softmax(-1))
-            if isinstance(record.state, SelectingState):
-                scores = column(record.state.logits(step), lambda logits_KN: logits_KN)
-        return scores, attention
 
     def __enter__(self) -> Trace:
         return self
@@ -121,16 +107,37 @@ class Trace:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        if self._batches:
-            self._file.write_table(pa.Table.from_batches(self._batches, self.schema).combine_chunks())
-            self._batches, self._lines = [], 0
+        if self._places:
+            whole = np.array(self._places, np.int32).T.copy()
+            columns = [*map(pa.array, whole), pa.array(self._tokens, pa.float32()), *(x.taken() for x in self._lists)]
+            self._file.write_table(pa.Table.from_arrays(columns, schema=self.schema))
+            self._places, self._tokens = [], []
 
 
-def _lists(counts: np.ndarray, values: np.ndarray) -> Any:
-    """A column of lists with these lengths, whose values follow each other."""
-    import pyarrow as pa
+class _Lists:
+    """A column of lists of numbers in the making; a null has the length -1."""
 
-    return pa.ListArray.from_arrays(pa.array(np.append(0, counts.cumsum()).astype(np.int32)), pa.array(values))
+    def __init__(self, dtype: type[np.generic]) -> None:
+        self.dtype, self.lengths, self.values = dtype, list[int](), list[np.ndarray]()
+
+    def add(self, lengths: Sequence[int], *values: np.ndarray) -> None:
+        """Add lists of these lengths, whose values follow each other."""
+        self.lengths += lengths
+        self.values += values
+
+    def add_nulls(self, count: int) -> None:
+        """Add lines without a list."""
+        self.lengths += [-1] * count
+
+    def taken(self) -> Any:
+        """Return the column as an Arrow array, and begin a new one."""
+        import pyarrow as pa
+
+        lengths = np.array(self.lengths)
+        offsets = np.append(0, lengths.clip(0).cumsum()).astype(np.int32)
+        values = np.concatenate([np.empty(0, self.dtype), *self.values]).astype(self.dtype)
+        self.lengths, self.values = [], []
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=pa.array(lengths < 0))
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -80,14 +80,14 @@ def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
 
     columns, about = read_trace(trace)
     lists = pq.read_table(os.fspath(trace), columns=["blocks", "scores", "attention"])
-    blocks, scores, attention = (_Lists(lists[name].combine_chunks()) for name in lists.column_names)
+    blocks, scores, attention = (lists[name].combine_chunks() for name in lists.column_names)
     # Rejected draft tokens have steps too; only the last step at a position counts.
     order = np.lexsort([columns[name] for name in ("step", "head", "layer", "position")])
     order = order[columns["row"][order] == row]
     key = np.stack([columns[name][order] for name in ("position", "layer", "head")])
     last = np.append((key[:, 1:] != key[:, :-1]).any(0), True)[: len(order)]
     order = order[last]
-    if not len(order) or not attention.valid[order].all():
+    if not len(order) or attention.is_valid().take(order).false_count:
         raise SeergateError(f"the trace {Path(trace)} has no attention of row {row}; write it with attention=True")
     positions, first = np.unique(columns["position"][order], return_index=True)
     cells = order[: first[1] if len(first) > 1 else None]
@@ -95,29 +95,19 @@ def page_data(trace: str | os.PathLike[str], row: int = 0) -> dict[str, Any]:
     for position, lines in zip(positions.tolist(), np.split(order, first[1:]), strict=True):
         planes = np.zeros((3, len(lines), position // size + 1), np.uint8)
         for cell, line in enumerate(lines.tolist()):
-            planes[0, cell, blocks[line] if blocks.valid[line] else slice(None)] = 1
-            if scores.valid[line]:
-                planes[1, cell, :-1] = _byte(_softmax(scores[line]))
-            planes[2, cell, :-1] = _byte(attention[line])
+            read, score = blocks[line], scores[line]
+            planes[0, cell, read.values.to_numpy() if read.is_valid else slice(None)] = 1
+            if score.is_valid:
+                planes[1, cell, :-1] = _byte(_softmax(score.values.to_numpy()))
+            planes[2, cell, :-1] = _byte(attention[line].values.to_numpy())
         steps[position + 1] = base64.b64encode(zlib.compress(planes.tobytes(), 9)).decode()
     return {
         **about,
         "prompt": int(positions[0]),
         "cells": [[int(columns["layer"][line]), int(columns["head"][line])] for line in cells],
-        "scored": scores.valid[cells].tolist(),
+        "scored": [scores[line].is_valid for line in cells.tolist()],
         "steps": steps,
     }
-
-
-class _Lists:
-    """A column of lists as arrays: reading a line as a scalar of pyarrow takes several times as long."""
-
-    def __init__(self, column: Any) -> None:
-        self.valid = np.asarray(column.is_valid())
-        self._offsets, self._values = column.offsets.to_numpy(), column.values.to_numpy()
-
-    def __getitem__(self, line: int) -> np.ndarray:
-        return self._values[self._offsets[line] : self._offsets[line + 1]]
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

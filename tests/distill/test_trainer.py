@@ -216,6 +216,22 @@ def test_a_signal_saves_and_ends_the_run(config: TrainConfig, tmp_path: Path, na
     assert heard.steps[0].step == 6
 
 
+@pytest.mark.parametrize("event", ["on_step", "on_eval"])
+def test_a_signal_at_the_last_step_ends_the_command_as_well(config: TrainConfig, event: str) -> None:
+    """Also during the evaluation after it. The checkpoint is whole, and the same run then writes the gates."""
+
+    def signalled(self: Recorder, log: Any) -> None:
+        if log.step == config.max_steps:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    late = type("Late", (Recorder,), {event: signalled})()
+    with pytest.raises(Stopped, match="stopped by SIGTERM after (step 8 of 8|the last step), which is saved"):
+        run_distillation(config, [late])
+    assert not (config.run_dir / "gate_model.safetensors").exists()
+    heard = Recorder()
+    assert (run_distillation(config, [heard]) / "gate_model.safetensors").exists() and not heard.steps
+
+
 def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int]) -> None:
     """Make the loss of those packs not finite, counted from the first that is trained on."""
     real, seen = teacher_forward.ops.gate_kl, [0]
