@@ -201,7 +201,7 @@ def test_all_of_it_killed_and_continued(
 
     ended = end_at_the_last_step([*command, "--out", str(out)], out)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert f"stopped by SIGTERM after step {steps} of {steps}, which is saved" in ended.stderr
+    assert "stopped by SIGTERM after the last step, which is saved" in ended.stderr
     assert "it/s]" not in ended.stderr and "Loading weights" not in ended.stderr
     assert not (out / "needle").exists() and "trained" not in json.loads((out / "tune.json").read_text())
 
