@@ -57,7 +57,7 @@ def heartbeat(wanted: bool = True) -> Iterator[None]:
     """In the ``with`` block, print a line to standard error whenever nothing was printed for `SILENT_SECONDS`, such as
     ``still loading the model (20 s)``. Has no effect inside of another such block or if it is not ``wanted``.
     """
-    if _threads or not wanted:
+    if _threads or not wanted or sys.stdout is None or sys.stderr is None:
         yield
         return
     out, error = _Watched(sys.stdout), _Watched(sys.stderr)
@@ -86,7 +86,7 @@ def bars_on_terminals_only() -> Iterator[None]:
     """In the ``with`` block, hide the bars of libraries unless standard error is a terminal: in a file, each update of
     a bar would be a line.
     """
-    if sys.stderr.isatty():
+    if sys.stderr is None or sys.stderr.isatty():
         yield
         return
     from tqdm import tqdm  # all libraries' bars are of this class or of a subclass

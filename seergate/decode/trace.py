@@ -83,7 +83,7 @@ class Trace:
             blocks.add(counts, indices[chosen])
             # the current block may not be full
             self._tokens += [n * size - (-end % size if n else 0) for n, end in zip(counts, ends, strict=True)]
-        past = [(end - 1) // size for end in ends]
+        past = [(end - 1) // size for end in step.ends]
         for lists, values_BKN, finish in (
             (scores, self.attention and isinstance(state, SelectingState) and state.logits(step), Tensor.float),
             (attention, self.attention and log_block_maxima(step, size), lambda x_KN: x_KN.softmax(-1).float()),
@@ -91,9 +91,9 @@ class Trace:
             if values_BKN is False:
                 lists.add_nulls(len(ends))
                 continue
-            rows = zip(values_BKN, past[::heads], strict=True)
-            shares = [finish(values_KN[:, :count]).reshape(-1).numpy(force=True) for values_KN, count in rows]
-            lists.add(past, *shares)
+            for values_KN, count in zip(values_BKN, past, strict=True):
+                shares_KN = finish(values_KN[:, :count]).numpy(force=True)
+                lists.add([shares_KN.shape[1]] * heads, shares_KN.ravel())
         if len(self._places) >= LINES_AT_ONCE:
             self._flush()
 
@@ -120,10 +120,10 @@ class _Lists:
     def __init__(self, dtype: type[np.generic]) -> None:
         self.dtype, self.lengths, self.values = dtype, list[int](), list[np.ndarray]()
 
-    def add(self, lengths: Sequence[int], *values: np.ndarray) -> None:
+    def add(self, lengths: Sequence[int], values: np.ndarray) -> None:
         """Add lists of these lengths, whose values follow each other."""
         self.lengths += lengths
-        self.values += values
+        self.values.append(values)
 
     def add_nulls(self, count: int) -> None:
         """Add lines without a list."""
