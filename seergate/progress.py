@@ -45,6 +45,7 @@ class _Watched:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        """Write a text, and note the time."""
         _Watched.written = time.monotonic()
         return self._stream.write(text)
 
