@@ -1,22 +1,118 @@
-"""Progress on the console: a bar on a terminal, plain lines elsewhere."""
+"""Progress on the console: a bar on a terminal, plain lines elsewhere, and a line where a command is silent."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any, TextIO
 
 from seergate.escaping import Terminal, visible
 
+SILENT_SECONDS = 10.0
+"""Seconds without output after which a command prints a line about its work."""
+
+
+class _Work:
+    """Work in progress: what it is, and when it began."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.began = text, time.monotonic()
+
+
+_works: list[_Work] = []
+_threads: list[threading.Thread] = []
+
+
+@contextlib.contextmanager
+def working(what: str) -> Iterator[None]:
+    """Name the work of the ``with`` block in the lines of `heartbeat`, such as ``loading the model``."""
+    work = _Work(what)
+    _works.append(work)
+    try:
+        yield
+    finally:
+        _works.remove(work)
+
+
+class _Watched:
+    """A text stream that notes the time of the last output to any stream of its kind."""
+
+    written = 0.0
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text, and note the time."""
+        _Watched.written = time.monotonic()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def heartbeat(wanted: bool = True) -> Iterator[None]:
+    """In the ``with`` block, print a line to standard error whenever nothing was printed for `SILENT_SECONDS`, such as
+    ``still loading the model (20 s)``. Has no effect inside of another such block or if it is not ``wanted``.
+    """
+    if _threads or not wanted or sys.stdout is None or sys.stderr is None:
+        yield
+        return
+    out, error = _Watched(sys.stdout), _Watched(sys.stderr)
+    began, ended = _Work("working"), threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(max(0.01, _Watched.written + SILENT_SECONDS - time.monotonic())):
+            if time.monotonic() - _Watched.written >= SILENT_SECONDS:
+                work = [began, *(each for each in _works.copy() if each.began >= began.began)][-1]
+                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream, or it is closed
+                    print(f"still {work.text} ({duration(time.monotonic() - work.began)})", file=error, flush=True)
+
+    _Watched.written = time.monotonic()
+    _threads.append(threading.Thread(target=beat, name="heartbeat", daemon=True))
+    _threads[0].start()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):  # type: ignore[type-var]
+            yield
+    finally:
+        ended.set()
+        _threads.pop().join()
+
+
+@contextlib.contextmanager
+def bars_on_terminals_only() -> Iterator[None]:
+    """In the ``with`` block, hide the bars of libraries unless standard error is a terminal: in a file, each update of
+    a bar would be a line.
+    """
+    if sys.stderr is None or sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm  # all libraries' bars are of this class or of a subclass
+
+    before = tqdm.__init__
+    tqdm.__init__ = functools.partialmethod(before, disable=True)
+    try:
+        yield
+    finally:
+        tqdm.__init__ = before
+
 
 class ProgressBar:
-    """One progress bar per task on a terminal. Elsewhere there are no bars, and `say` prints plain lines.
+    """One progress bar per task on a terminal. Elsewhere there are no bars: `say` prints plain lines, and `heartbeat`
+    names the last task.
 
     Attributes:
         shown: whether bars are shown: they are ``wanted`` and standard output is a terminal.
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self.shown = wanted and sys.stdout.isatty()
+        self.shown, self._wanted = wanted and sys.stdout.isatty(), wanted
+        self._work: _Work | None = None
         if self.shown:
             from rich import console, progress
 
@@ -32,14 +128,24 @@ class ProgressBar:
             )
             self._bar.start()
 
-    def add(self, description: str, total: int, done: int = 0) -> object:
+    def add(self, description: str, total: int, done: int = 0) -> Any:
         """Start a task; returns its handle for `update`."""
-        return self._bar.add_task(visible(description), total=total, completed=done, note="") if self.shown else None
+        description = visible(description)
+        if self.shown:
+            return self._bar.add_task(description, total=total, completed=done, note="")
+        self._forget()
+        if self._wanted:
+            self._work = _Work(f"at {description}, {done}/{total}")
+            _works.append(self._work)
+        return description, total
 
-    def update(self, task: object, done: int, note: str) -> None:
+    def update(self, task: Any, done: int, note: str) -> None:
         """Show the progress of a task, and a note next to it."""
         if self.shown:
             self._bar.update(task, completed=done, note=note)
+        elif self._work is not None:
+            description, total = task
+            self._work.text = f"at {description}, {done}/{total}" + (f", {note}" if note else "")
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -52,6 +158,11 @@ class ProgressBar:
         """Stop updating; the bars stay on the screen."""
         if self.shown:
             self._bar.stop()
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._work in _works:
+            _works.remove(self._work)
 
 
 def duration(seconds: float) -> str:

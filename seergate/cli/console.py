@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.errors import is_users, sentence
 from seergate.escaping import visible
-from seergate.progress import ProgressBar, duration
+from seergate.progress import ProgressBar, bars_on_terminals_only, duration, heartbeat
 
 if TYPE_CHECKING:
     from seergate.eval.collector import Progress
@@ -37,10 +37,12 @@ def guarded(
 ) -> int:
     """Run a command and return its exit code (0 for ``None``). A user error, an interrupt, or an output that nobody
     reads any more (``seergate ... | head -1``) is reported by ``tell`` and becomes an exit code; any other exception
-    is a bug and propagates.
+    is a bug and propagates. While the command runs, it is never silent for long, and a log file gets no progress bars
+    (`seergate.progress`).
     """
     try:
-        return run() or OK
+        with heartbeat(wanted=os.environ.get("RANK", "0") == "0"), bars_on_terminals_only():
+            return run() or OK
     except BrokenPipeError as error:
         if not _discard_unread():
             raise
@@ -89,7 +91,7 @@ class EvalProgress:
         self.settings, self.started, self.label = settings, 0, ""
         self.began, self.said = time.monotonic(), -math.inf
         self.bar = ProgressBar()
-        self.task: object = None
+        self.task: Any = None
         self.notes = notes(self.bar.say)
 
     def __enter__(self) -> EvalProgress:

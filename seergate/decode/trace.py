@@ -21,10 +21,12 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from seergate.checks import check, is_int
 from seergate.errors import SeergateError
@@ -57,7 +59,8 @@ class Trace:
             self._file = pq.ParquetWriter(os.fspath(path), self.schema, compression="zstd")
         except OSError as error:
             raise SeergateError(f"the trace {Path(path)} cannot be written: {error}") from error
-        self._lines: list[dict[str, Any]] = []
+        self._places, self._tokens = list[tuple[int, ...]](), list[float]()
+        self._lists = _Lists(np.int32), _Lists(np.float32), _Lists(np.float32)
 
     def record(self, record: StepRecord) -> None:
         """Record one decode step of one layer."""
@@ -66,23 +69,32 @@ class Trace:
         self.steps[layer] += 1
         if number % self.every:
             return
-        indices = None if record.selection is None else record.selection.indices.tolist()
-        logits_BKN = state.logits(step) if self.attention and isinstance(state, SelectingState) else None
-        maxima_BKN = log_block_maxima(step, size) if self.attention else None
-        for row, (end, total) in enumerate(zip(step.ends, record.total_tokens, strict=True)):
-            past = slice((end - 1) // size)
-            scores = None if logits_BKN is None else logits_BKN[row, :, past].float().tolist()
-            attention = None if maxima_BKN is None else maxima_BKN[row, :, past].softmax(-1).float().tolist()
-            for head in range(step.stored[0].shape[1]):
-                blocks = None if indices is None else [block for block in indices[row][head] if block >= 0]
-                if blocks is None:
-                    tokens = record.read[row]
-                else:  # the current block may not be full
-                    tokens = len(blocks) * size - (-end % size if blocks else 0)
-                place = {"step": number, "layer": layer, "row": row, "head": head, "position": total - 1}
-                weights = {"scores": scores and scores[head], "attention": attention and attention[head]}
-                self._lines.append({**place, "tokens": float(tokens), "blocks": blocks, **weights})
-        if len(self._lines) >= LINES_AT_ONCE:
+        heads, blocks, scores, attention = step.stored[0].shape[1], *self._lists
+        ends = [end for end in step.ends for _ in range(heads)]
+        for row, total in enumerate(record.total_tokens):
+            self._places += [(number, layer, row, head, total - 1) for head in range(heads)]
+        if record.selection is None:
+            blocks.add_nulls(len(ends))
+            self._tokens += [float(read) for read in record.read for _ in range(heads)]
+        else:
+            indices = record.selection.indices.numpy(force=True).reshape(len(ends), -1)
+            chosen = indices >= 0
+            counts = chosen.sum(1).tolist()
+            blocks.add(counts, indices[chosen])
+            # the current block may not be full
+            self._tokens += [n * size - (-end % size if n else 0) for n, end in zip(counts, ends, strict=True)]
+        past = [(end - 1) // size for end in step.ends]
+        for lists, values_BKN, finish in (
+            (scores, self.attention and isinstance(state, SelectingState) and state.logits(step), Tensor.float),
+            (attention, self.attention and log_block_maxima(step, size), lambda x_KN: x_KN.softmax(-1).float()),
+        ):
+            if values_BKN is False:
+                lists.add_nulls(len(ends))
+                continue
+            for values_KN, count in zip(values_BKN, past, strict=True):
+                shares_KN = finish(values_KN[:, :count]).numpy(force=True)
+                lists.add([shares_KN.shape[1]] * heads, shares_KN.ravel())
+        if len(self._places) >= LINES_AT_ONCE:
             self._flush()
 
     def __enter__(self) -> Trace:
@@ -95,9 +107,37 @@ class Trace:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        if self._lines:
-            self._file.write_table(pa.Table.from_pylist(self._lines, self.schema))
-            self._lines.clear()
+        if self._places:
+            whole = np.array(self._places, np.int32).T.copy()
+            columns = [*map(pa.array, whole), pa.array(self._tokens, pa.float32()), *(x.taken() for x in self._lists)]
+            self._file.write_table(pa.Table.from_arrays(columns, schema=self.schema))
+            self._places, self._tokens = [], []
+
+
+class _Lists:
+    """A column of lists of numbers in the making; a null has the length -1."""
+
+    def __init__(self, dtype: type[np.generic]) -> None:
+        self.dtype, self.lengths, self.values = dtype, list[int](), list[np.ndarray]()
+
+    def add(self, lengths: Sequence[int], values: np.ndarray) -> None:
+        """Add lists of these lengths, whose values follow each other."""
+        self.lengths += lengths
+        self.values.append(values)
+
+    def add_nulls(self, count: int) -> None:
+        """Add lines without a list."""
+        self.lengths += [-1] * count
+
+    def taken(self) -> Any:
+        """Return the column as an Arrow array, and begin a new one."""
+        import pyarrow as pa
+
+        lengths = np.array(self.lengths)
+        offsets = np.append(0, lengths.clip(0).cumsum()).astype(np.int32)
+        values = np.concatenate([np.empty(0, self.dtype), *self.values]).astype(self.dtype)
+        self.lengths, self.values = [], []
+        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=pa.array(lengths < 0))
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

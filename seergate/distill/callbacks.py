@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,7 +172,7 @@ class Console(Callback):
 
     def __init__(self, steps: int, done: int, logging_steps: int, name: str, shows_steps: bool) -> None:
         self._steps, self._every = steps, logging_steps
-        self._seconds, self._measured = 0.0, 0
+        self._first: tuple[int, float] | None = None
         self._prefix, self._shows_steps = f"{name}: " if name else "", shows_steps
         self._bar = ProgressBar(wanted=shows_steps)
         self._task = self._bar.add("distilling", steps, done)
@@ -182,12 +183,21 @@ class Console(Callback):
     def on_step(self, log: StepLog) -> None:
         recall = "".join(f"  recall@{b} {sum(v) / len(v):.3f}" for b, v in list(log.recall.items())[:1])
         note = f"KL {log.kl:.4f}{recall}  {log.tokens_per_second:,.0f} tokens/s"
-        self._seconds, self._measured = self._seconds + log.seconds, self._measured + 1
-        left = duration((self._steps - log.step) * self._seconds / self._measured)
-        self._bar.update(self._task, log.step, f"{note}  {left} left")
+        left = self._left(log.step)
+        self._bar.update(self._task, log.step, f"{note}{left}")
         is_due = log.step % self._every == 0 or log.step in (1, self._steps)
         if self._shows_steps and is_due and not self._bar.shown:
-            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}  {left} left")
+            self.on_message(f"step {log.step}/{self._steps}  {note}  lr {log.learning_rate:.2e}{left}")
+
+    def _left(self, step: int) -> str:
+        """The estimated time that is left, from the time since this process's first step, which is a warm-up."""
+        now = time.monotonic()
+        if self._first is None:
+            self._first = step, now
+        if step in (self._first[0], self._steps):
+            return ""
+        first, began = self._first
+        return f"  {duration((self._steps - step) * (now - began) / (step - first))} left"
 
     def on_eval(self, log: EvalLog) -> None:
         recall = "".join(f"  recall@{budget} {value:.3f}" for budget, value in log.mean_recall().items())

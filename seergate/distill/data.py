@@ -22,6 +22,7 @@ from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.errors import DISK, SeergateError, sentence
 from seergate.json_file import read_json_text
+from seergate.progress import working
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -133,6 +134,7 @@ class TrainingData:
         return packed([self.samples[i] for i in samples])
 
 
+@working("packing the data")
 def prepare_data(
     config: TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
@@ -216,6 +218,7 @@ def _mixed(config: TrainConfig, files: list[list[str]]) -> tuple[Dataset, dict[s
     return rows.remove_columns("source"), dict(Counter(rows["source"]))
 
 
+@working("tokenising the data")
 def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Tokenise each row of a source, or read the result from the Arrow cache of `datasets`.
 

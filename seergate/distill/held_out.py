@@ -13,6 +13,7 @@ from seergate.distill.formatting import Formatter, MalformedRow
 from seergate.distill.long_text import SUFFIXES, referring_back, texts, texts_here, windows
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
+from seergate.progress import working
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ class Divided(NamedTuple):
     malformed: list[str]
 
 
+@working("reading the texts")
 def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, length: int) -> Divided:
     """Read texts and divide them into training rows and held-out texts.
 

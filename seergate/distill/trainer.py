@@ -84,9 +84,6 @@ step and stops. A second Ctrl-C stops at once.
 LOCK = ".lock"
 """Empty file of an output directory, locked by the process that writes to it."""
 
-RECIPE_TOKENS = 800 * 16 * 32768
-"""Training tokens of SeerAttention-R's gates (section 4.1): steps x packs per step x tokens per pack."""
-
 NON_FINITE_LIMIT = 20
 """Maximum number of packs that a run may leave out because their loss or gradient is not finite."""
 
@@ -94,9 +91,11 @@ NON_FINITE_LIMIT = 20
 class Stopped(CommonError):
     """Raised when a run has saved a checkpoint after a stop signal; ``signal`` is the number of the signal."""
 
-    def __init__(self, text: str, signal: int) -> None:
-        super().__init__(text)
-        self.signal = signal
+    def __init__(self, when: str, number: int) -> None:
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} {when}, which is saved; the same command continues"
+        )
+        self.signal = number
 
 
 def scheduled_rate(config: TrainConfig, step: int) -> float:
@@ -175,8 +174,6 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             _train(members, requested)
             for run in members:
                 run.finish()
-        if signal.SIGINT in requested:  # in the last step; the gates are written
-            raise KeyboardInterrupt
         world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
@@ -216,13 +213,9 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
                 if run in held_out:
                     run.evaluated(step, held_out[run])
                 run.save(step, stop)
-        if stop and (unfinished := [run for run in active if step + 1 < run.config.max_steps]):
+        if stop:
             number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
-            raise Stopped(
-                f"stopped by {signal.Signals(number).name} after step {step + 1} of {unfinished[0].config.max_steps}, "
-                "which is saved; the same command continues",
-                number,
-            )
+            raise Stopped(f"after step {step + 1} of {max(run.config.max_steps for run in active)}", number)
 
 
 def _sharing(runs: list[_Run]) -> list[list[_Run]]:
@@ -514,13 +507,6 @@ class _Run:
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {self.engine.name} on "
             f"{world.device.type}{processes}"
         )
-        seen = config.max_steps * config.packs_per_step * config.max_length * self.data.report.efficiency
-        if seen < RECIPE_TOKENS / 100:
-            yield (
-                f"this run sees {seen / 1e6:,.2f} M tokens, less than a hundredth of the paper's "
-                f"{RECIPE_TOKENS / 1e6:,.0f} M: gates for natural text learn little from so few but to read the first "
-                "and the newest tokens"
-            )
         if world.device.type == "cuda" and (slow := without_kernel(self.bank, config)):
             yield slow
         if config.eval_steps and config.eval_packs and not self.data.held_out:
@@ -662,6 +648,9 @@ def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
 def _stop_requests(tells: bool) -> Iterator[set[int]]:
     """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block; if it ``tells``,
     it answers the first Ctrl-C. One that the process ignores, as in the background, stays ignored.
+
+    Raises:
+        Stopped: at the end of the block, if a signal came too late for a step to take notice of it.
     """
     received: set[int] = set()
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
@@ -682,3 +671,5 @@ def _stop_requests(tells: bool) -> Iterator[set[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if received:
+        raise Stopped("after the last step", max(received))

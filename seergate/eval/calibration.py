@@ -25,6 +25,7 @@ from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import METHODS, Method
 from seergate.methods.registry import keeping_class, reading_class
+from seergate.progress import working
 
 Prompts = Sequence[Sequence[int]]
 """Token ids of each prompt."""
@@ -158,7 +159,8 @@ class Calibrator:
         calibration = calibration_of(keeping_class(spec.name), option).of(spec.options)
         path, (prompts, how, made) = self.directory / calibration.file_name, self._answered
         if calibration.made(path) != made:
-            calibration.measure(self.model, prompts, path, {"made": made}, **how)
+            with working(f"calibrating {option} of {spec.title}"):
+                calibration.measure(self.model, prompts, path, {"made": made}, **how)
         return calibration.value(path, spec.token_budget)
 
     @cached_property

@@ -28,6 +28,7 @@ from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense, LongPromptWarning, method_class
 from seergate.methods.registry import reading_class
+from seergate.progress import working
 
 MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
 """Quantity that can be made equal -> its name in `RowStats.of`. Neither depends on the batch of the sample."""
@@ -88,7 +89,11 @@ class Replay:
         method = spec.method(bank)
         key = repr((method, spec.correction, spec.weights(bank)))
         if key not in self.known:
-            with warnings.catch_warnings(), attached(self.model, method, correction=spec.correction) as handle:
+            with (
+                working(f"measuring the bytes of {spec.label}"),
+                warnings.catch_warnings(),
+                attached(self.model, method, correction=spec.correction) as handle,
+            ):
                 warnings.simplefilter("ignore", LongPromptWarning)  # budgets that are only tried; the run itself warns
                 stats = handle.count_with(RowStats)
                 batch = Batch(self.model)

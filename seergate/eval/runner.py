@@ -36,6 +36,7 @@ from seergate.hf.attach import attached
 from seergate.hf.bank import GateBank
 from seergate.methods import Dense
 from seergate.models.families import check_length, text_config
+from seergate.progress import working
 
 
 def sweep(
@@ -208,7 +209,8 @@ def evaluate(
                             Engine(handle, tokenizer, job, sink.take).run(requests)
             if unmeasured:
                 reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
-                proxies = measure_proxies(handle, tokenizer, reference.samples)
+                with working(f"measuring proxies of {spec.label}"):
+                    proxies = measure_proxies(handle, tokenizer, reference.samples)
                 if proxies is not None:
                     store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
     return write_metrics(out_dir)
@@ -224,15 +226,16 @@ def _score_texts(
     on_progress: Callable[[Progress], None] | None,
 ) -> None:
     """Score the texts that have no sample yet."""
-    began = time.monotonic()
-    for number, key in enumerate(wanted):
-        if key in made:
-            continue
-        found = forced.measure(spec, bank, number)
+    began, tokens = time.monotonic(), 0
+    missing = [(number, key) for number, key in enumerate(wanted) if key not in made]
+    for scored, (number, key) in enumerate(missing, 1):
+        with working(f"scoring {spec.label}, text {number + 1}/{len(wanted)}"):
+            found = forced.measure(spec, bank, number)
         log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found)
+        tokens += found["n_tokens"]
         if on_progress is not None:
-            tokens, seconds = (number + 1) * found["n_tokens"], time.monotonic() - began
-            on_progress(Progress(spec.label, number + 1, len(wanted), None, number + 1, tokens, seconds))
+            done, seconds = len(wanted) - len(missing) + scored, time.monotonic() - began
+            on_progress(Progress(spec.label, done, len(wanted), None, scored, tokens, seconds))
 
 
 def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:

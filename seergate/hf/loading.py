@@ -16,6 +16,7 @@ from seergate.errors import SeergateError, first_line, how_to_install
 from seergate.hub import cached_commit, hub_call
 from seergate.models.families import base_commit, decoder_of, family_of, text_config
 from seergate.paths import GGUF, directory_here, gguf_file, is_hub_id, resolve_model
+from seergate.progress import working
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,8 @@ def load_base(
         if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: PreTrainedModel
-    model, found = _reading("base model", name, read, output_loading_info=True, **options)
+    with working(f"loading the model {name}"):
+        model, found = _reading("base model", name, read, output_loading_info=True, **options)
     if missing := sorted(found["missing_keys"]):
         raise SeergateError(
             f"the base model {name} lacks {len(missing)} of its weights, such as {missing[0]}; they must all be there"
@@ -116,7 +118,7 @@ def download_weights(name: str, revision: str | None = None) -> None:
         return
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    with hub_call(f"the weights of {name} could not be downloaded"):
+    with working(f"downloading {name}"), hub_call(f"the weights of {name} could not be downloaded"):
         files = HfApi().list_repo_files(name, revision=revision)
         wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
         if _WEIGHTS not in files and _INDEX in files:

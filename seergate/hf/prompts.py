@@ -55,11 +55,9 @@ class PromptReader:
         whole = mask is None or mask.shape[1] == input_ids.shape[1]  # ids may include those of the cached tokens
         one_token = input_ids.shape[1] - (known if whole else 0) == 1
         padding = generation_config._pad_token_tensor
-        if one_token and known and whole and mask is not None and padding is not None:
-            if bool(
-                (mask.bool() == (input_ids != padding)).all()
-            ):  # made by `generate` from the ids, decoded ones too
-                self.passes.generating(generation_config, cache)
+        may_be_made = one_token and known and whole and mask is not None and padding is not None
+        if may_be_made and (mask.bool() == (input_ids != padding)).all():
+            self.passes.generating(generation_config, cache)  # `generate` made it from the ids, decoded ones too
         with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
             read = getattr(type(self.model), _METHOD)
             outputs = read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)

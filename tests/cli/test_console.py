@@ -7,12 +7,15 @@ import pty
 import re
 import sys
 import threading
+import time
 import warnings
 
 import pytest
 
+from seergate import progress
 from seergate.cli import console
-from seergate.cli.console import EvalProgress
+from seergate.cli.console import EvalProgress, guarded
+from seergate.distill.callbacks import Console, StepLog
 from seergate.eval.collector import Progress
 
 
@@ -132,3 +135,64 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch):
     assert "quest-128" in last and "10/40" in last and "15 s left" in last
     assert "note: [eval] files in [/tmp/x] are old" in text
     assert "answers" not in text, "no plain lines beside it"
+
+
+def test_a_silent_command_says_what_it_is_doing(monkeypatch, capsys):
+    """At most one line for each time of silence, on standard error; and none while there is other output."""
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.5)
+
+    def silent():
+        with progress.working("loading the model"):
+            time.sleep(1.3)
+        time.sleep(0.6)
+
+    assert guarded(silent) == 0
+    said = capsys.readouterr()
+    assert said.out == ""
+    loading = [line for line in said.err.splitlines() if re.fullmatch(r"still loading the model \([01] s\)", line)]
+    assert len(loading) == 2 and said.err.splitlines()[2:] == ["still working (2 s)"], said.err
+
+    def talking():
+        for _ in range(12):
+            time.sleep(0.1)
+            print("x")
+
+    assert guarded(talking) == 0 and capsys.readouterr().err == ""
+    monkeypatch.setenv("RANK", "1")
+    assert guarded(silent) == 0 and capsys.readouterr().err == "", "the main process says it"
+
+
+def test_a_silent_command_tells_its_last_progress(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.5)
+
+    def run():
+        with EvalProgress(1) as shown:
+            shown(at(4))
+            time.sleep(0.7)
+
+    before = len(progress._works)
+    assert guarded(run) == 0 and len(progress._works) == before
+    assert re.fullmatch(r"still at gate-128, 4/40, 200 tokens/s, 18 s left \(\d s\)\n", capsys.readouterr().err)
+
+
+def test_bars_of_libraries_are_for_terminals(capsys):
+    from tqdm.auto import tqdm
+    from transformers.utils import logging
+
+    def run():
+        assert list(tqdm(range(3))) == list(logging.tqdm(range(3))) == [0, 1, 2]
+
+    assert guarded(run) == 0 and capsys.readouterr().err == ""
+    run()
+    assert "3/3" in capsys.readouterr().err, "they are back after the command"
+
+
+def test_time_left_of_training_is_that_of_the_steps_of_this_process(capsys, clock):
+    """50 of 100 steps were there. The first of this process, a warm-up, is not counted; evaluations between are."""
+    shown = Console(100, 50, 1, "", True)
+    for step, seconds in ((51, 70), (52, 10), (53, 20), (100, 1)):
+        clock[0] += seconds
+        shown.on_step(StepLog(step, 0.5, [0.5], {}, (0,), 1.0, 1e-3, 100, 1.0, 1.0))
+    shown.close()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("lr 1.00e-03")[1].strip() for line in said] == ["", "8 min left", "12 min left", ""]

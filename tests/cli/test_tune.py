@@ -133,6 +133,31 @@ def test_python_library_is_what_is_trained_on_by_default() -> None:
     assert "argument" in next(texts([path for path in places if path.name == "argparse.py"]))
 
 
+def end_at_the_last_step(command: list[str], out: Path) -> subprocess.CompletedProcess[str]:
+    """Run in a process of its own, which gets SIGTERM as training ends."""
+    start = f"""
+import os, signal, sys
+from seergate.cli import main, tune
+from seergate.distill import callbacks
+
+class Console(callbacks.Callback):
+    def __init__(self, steps, *_):
+        self.steps = steps
+
+    def on_step(self, log):
+        if log.step == self.steps > tune.STEPS_TIMED:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+import seergate.distill.trainer as trainer
+tune.MOST, trainer.Console = {tune.MOST}, Console
+sys.exit(main.main(sys.argv[1:]))
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", start, *command], cwd=out.parent, env=environment, capture_output=True, text=True
+    )
+
+
 def kill_in_training(command: list[str], out: Path) -> None:
     """Run in a process of its own, which dies once there is a checkpoint."""
     most = f"tune.MOST = {tune.MOST}"
@@ -173,6 +198,12 @@ def test_all_of_it_killed_and_continued(
     assert (
         done.returncode == 2 and "budget is [96], but" in done.stderr and "was begun with [48, 64, 128]" in done.stderr
     )
+
+    ended = end_at_the_last_step([*command, "--out", str(out)], out)
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
+    assert "stopped by SIGTERM after the last step, which is saved" in ended.stderr
+    assert "it/s]" not in ended.stderr and "Loading weights" not in ended.stderr
+    assert not (out / "needle").exists() and "trained" not in json.loads((out / "tune.json").read_text())
 
     evaluated, run_plan = list[str](), running.run_plan
 

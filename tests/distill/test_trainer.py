@@ -216,20 +216,18 @@ def test_a_signal_saves_and_ends_the_run(config: TrainConfig, tmp_path: Path, na
     assert heard.steps[0].step == 6
 
 
-@pytest.mark.parametrize("twice", [True, False])
-def test_a_second_interrupt_ends_at_once_and_one_in_the_last_step_after_it(config: TrainConfig, twice: bool) -> None:
+def test_a_second_interrupt_ends_at_once(config: TrainConfig) -> None:
     class Interrupted(Recorder):
         def on_step(self, log: StepLog) -> None:
             super().on_step(log)
-            if log.step == (2 if twice else config.max_steps):
-                for _ in range(1 + twice):
+            if log.step == 2:
+                for _ in range(2):
                     signal.raise_signal(signal.SIGINT)
 
     heard = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         run_distillation(config, [heard])
-    assert len(heard.steps) == (2 if twice else config.max_steps)
-    assert (config.run_dir / "gate_model.safetensors").exists() is not twice
+    assert len(heard.steps) == 2 and not (config.run_dir / "gate_model.safetensors").exists()
 
 
 def test_a_directory_has_one_run_at_a_time(config: TrainConfig) -> None:
@@ -250,6 +248,27 @@ def test_a_directory_has_one_run_at_a_time(config: TrainConfig) -> None:
     permissions = {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()}
     os.umask(umask := os.umask(0))
     assert permissions == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("event", ["on_step", "on_eval"])
+def test_a_signal_at_the_last_step_ends_the_command_as_well(
+    config: TrainConfig,
+    event: str,
+    number: signal.Signals,
+) -> None:
+    """Also during the evaluation after it. The checkpoint is whole, and the same run then writes the gates."""
+
+    def signalled(self: Recorder, log: Any) -> None:
+        if log.step == config.max_steps:
+            signal.raise_signal(number)
+
+    late = type("Late", (Recorder,), {event: signalled})()
+    with pytest.raises(Stopped, match=f"stopped by {number.name} after (step 8 of 8|the last step), which is saved"):
+        run_distillation(config, [late])
+    assert not (config.run_dir / "gate_model.safetensors").exists()
+    heard = Recorder()
+    assert (run_distillation(config, [heard]) / "gate_model.safetensors").exists() and not heard.steps
 
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int]) -> None:

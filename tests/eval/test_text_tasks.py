@@ -53,6 +53,15 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
         loss = torch.nn.functional.cross_entropy(model(ids).logits[0, -25:-1], ids[0, -24:])
     assert samples[0]["dense_loss"] == pytest.approx(float(loss), rel=1e-4)
 
+    kept = tmp_path / "runs" / "dense" / "samples.jsonl"
+    whole = kept.read_text()
+    kept.write_text("".join(whole.splitlines(keepends=True)[1:]))
+    seen.clear()
+    assert sweep(model, tokenizer, task, specs, tmp_path / "runs", options)["dense"]["kl"] == metrics["dense"]["kl"]
+    (now,) = seen
+    assert (now.done, now.made, now.tokens) == (4, 1, 24), "three texts were there: they say nothing about the pace"
+    kept.write_text(whole)  # with the seconds that the metrics have
+
     def never(*_):
         raise AssertionError("all texts have been scored")
 
