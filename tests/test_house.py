@@ -108,7 +108,6 @@ ANY_FILE = {"Dense", "dense", "Gate", "gate", "Random", "random", "fast_kvzip", 
 """Names that a file may use but not look for in an object: the baseline, the method of gates, a word, and scorers."""
 FILES_THAT_CHOOSE = {
     "seergate/__init__.py",  # what the package offers
-    "seergate/cli/break_even.py",  # times Quest where there are no gates
     "seergate/cli/demo.py",  # its comparison
     "seergate/eval/recurrence.py",  # the measurements that LazyEviction and TriAttention name
     "seergate/report/published.py",  # published numbers

@@ -18,7 +18,6 @@ from types import ModuleType
 
 from seergate.cli import (
     adapters,
-    break_even,
     calibrate,
     demo,
     doctor,
@@ -59,7 +58,6 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "calibrate": calibrate,
     "anchors": layers.ANCHORS,
     "dense-layers": layers.DENSE_LAYERS,
-    "break-even": break_even,
     "doctor": doctor,
     "info": adapters.INFO,
     "push": adapters.PUSH,
