@@ -36,12 +36,6 @@ from seergate.errors import SeergateError, did_you_mean, how_to_install
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
-PUBLISHED = "SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates"
-LEGACY = replace(
-    adapters.EXPORT, HELP=(*adapters.EXPORT.HELP[:2], [f"seergate import-legacy {PUBLISHED} qwen3-8b-gates"])
-)
-"""An alias of `seergate export`, under the name that users of the published gates look for."""
-
 COMMANDS: dict[str, ModuleType | Command] = {
     "demo": demo,
     "plan": train.PLAN,
@@ -62,7 +56,6 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "info": adapters.INFO,
     "push": adapters.PUSH,
     "export": adapters.EXPORT,
-    "import-legacy": LEGACY,
 }
 ENTRY_POINTS = "seergate.commands"
 """Entry-point group in which installed packages register commands: name of the command = its module."""
