@@ -33,7 +33,6 @@ ATTENTION_NAMES = {"_attn_implementation", "_attn_implementation_internal", "_fl
 FOREIGN_PRIVATE_NAMES = {
     "_actions",  # argparse
     "_asdict",  # named tuples
-    "_cache",  # lighteval
     "_dynamo_marked_constant",  # torch
     "_exit",  # os
     "_fingerprint",  # datasets
@@ -206,7 +205,7 @@ def test_public_methods_have_docstrings() -> None:
         try:
             module = importlib.import_module(found.name)
         except ModuleNotFoundError as missing:  # an optional library, which is not for tests
-            assert missing.name in ("lm_eval", "lighteval", "sglang", "vllm"), missing
+            assert missing.name in ("lm_eval", "sglang", "vllm"), missing
             continue
         for kind in (x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == found.name):
             for name, member in vars(kind).items():
