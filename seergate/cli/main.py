@@ -12,7 +12,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import entry_points
 from types import ModuleType
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -15,11 +13,10 @@ import torch
 import yaml
 
 import seergate
-from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import make_task
 from seergate.eval.harness import attached_model, likelihoods
-from seergate.eval.settings import MethodSpec, method_spec
+from seergate.eval.settings import method_spec
 from seergate.methods import H2O
 from tests.eval import support
 
