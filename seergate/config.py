@@ -250,8 +250,8 @@ class DecodeConfig:
         anchors: indices of layers whose selection is reused: other sparse layers read, per KV head, the blocks chosen
             by the nearest anchor below them, and store and score nothing. Layers below the first anchor select for
             themselves, as do all layers without anchors.
-        dense_below: a row of at most this many tokens, including the current one, reads all of them. Below a machine's
-            break-even length (``seergate break-even``), dense attention is faster than selection.
+        dense_below: a row of at most this many tokens, including the current one, reads all of them: for short
+            contexts, dense attention is faster than selection.
         compat: ``"published"`` reproduces the published checkpoints' code where it differs from the paper: a block
             that closes while decoding is rotated at its last position, the current block takes part in the softmax
             with logit 0, and the first and last block are read in addition to the budget. ``None`` follows the paper.

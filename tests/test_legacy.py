@@ -48,7 +48,7 @@ def test_published_release(release, tmp_path, monkeypatch):
     """True shapes, random tensors: size of the file, scores in prefill and decode, blocks read, and the way back."""
     tensors = release.save(tmp_path / "published")
     assert round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 1) == release.megabytes
-    assert main(["import-legacy", str(tmp_path / "published"), str(tmp_path / "gates")]) == 0
+    assert main(["export", str(tmp_path / "published"), str(tmp_path / "gates")]) == 0
     assert round((tmp_path / "gates" / "gate_model.safetensors").stat().st_size / 1e6, 1) == release.megabytes
     bank = GateBank.from_pretrained(tmp_path / "gates")
     assert bank.decode_defaults == {"compat": "published"} and len(bank) == release.layers
@@ -333,7 +333,7 @@ def test_it_is_read_directly_wherever_gates_are(tmp_path, capsys):
     base = tiny_model("qwen3", head_dim=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     base.save_pretrained(tmp_path / "base")
     edit_config(tmp_path / "published", base_model=str(tmp_path / "base"))
-    assert main(["import-legacy", str(tmp_path / "published"), str(tmp_path / "gates")]) == 0
+    assert main(["export", str(tmp_path / "published"), str(tmp_path / "gates")]) == 0
     direct, converted = (GateBank.from_pretrained(tmp_path / place) for place in ("published", "gates"))
     assert direct.diff(converted).fields == [] and direct.diff(converted).same_weights
     tokens = []
@@ -347,5 +347,5 @@ def test_it_is_read_directly_wherever_gates_are(tmp_path, capsys):
     capsys.readouterr()
     assert main(["info", str(tmp_path / "published")]) == 0
     assert "{'compat': 'published'}" in capsys.readouterr().out
-    assert main(["import-legacy", str(tmp_path / "published"), str(tmp_path / "published")]) == 2
+    assert main(["export", str(tmp_path / "published"), str(tmp_path / "published")]) == 2
     assert "is not empty" in capsys.readouterr().err

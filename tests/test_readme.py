@@ -17,7 +17,7 @@ from seergate.models.families import FAMILIES
 from tests.test_house import ROOT, code_blocks, named
 
 ELSEWHERE = {
-    "docs/harnesses.md": "runs inside LiveCodeBench",
+    "docs/harnesses.md": "needs lighteval",
     "docs/serving.md": "needs vLLM: tests/vllm",
     "docs/write_a_method.md": "tests/methods/test_new_method.py",
 }

@@ -237,7 +237,7 @@ def test_trained_by_the_command(tmp_path):
     """Both beside each other, on the model that ships; each then decodes with the method of its name."""
     options = ["--max-steps", "2", "--packs-per-step", "1", "--data-limit", "24", "--chain-sum-variables", "8,9"]
     options += ["--max-length", "300", "--eval-packs", "1", "--eval-steps", "2", "--output-dir", str(tmp_path)]
-    done = run_seergate("train", "--variants", "retention", "--report-to", "none", "--target-budget", "40", *options)
+    done = run_seergate("ablate", "retention", "--report-to", "none", "--target-budget", "40", *options)
     assert done.returncode == 0, done.stderr
     for scorer in KINDS:
         (record,) = [

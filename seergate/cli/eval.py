@@ -18,7 +18,7 @@ HELP = (
     "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); any .jsonl file. Options\n"
     "are written behind a task (docs/evaluation.md). Samples per problem and length limits are the paper's unless\n"
     "given. `seergate methods` lists the methods and their options. `seergate eval show RUN PROBLEM` explains how\n"
-    "answers were graded, `seergate eval livecodebench RUN` hands programs to LiveCodeBench's evaluator.",
+    "answers were graded.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
@@ -30,7 +30,7 @@ HELP = (
     ],
 )
 TAKES_METHODS = REPORTS = True
-SUBCOMMANDS = {"show": runs.SHOW, "livecodebench": runs.LIVECODEBENCH}
+SUBCOMMANDS = {"show": runs.SHOW}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,13 +14,11 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from importlib.metadata import entry_points
 from types import ModuleType
 
 from seergate.cli import (
     adapters,
-    break_even,
     calibrate,
     demo,
     doctor,
@@ -41,12 +39,6 @@ from seergate.escaping import Terminal
 from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
-PUBLISHED = "SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates"
-LEGACY = replace(
-    adapters.EXPORT, HELP=(*adapters.EXPORT.HELP[:2], [f"seergate import-legacy {PUBLISHED} qwen3-8b-gates"])
-)
-"""An alias of `seergate export`, under the name that users of the published gates look for."""
-
 COMMANDS: dict[str, ModuleType | Command] = {
     "demo": demo,
     "plan": train.PLAN,
@@ -64,12 +56,10 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "calibrate": calibrate,
     "anchors": layers.ANCHORS,
     "dense-layers": layers.DENSE_LAYERS,
-    "break-even": break_even,
     "doctor": doctor,
     "info": adapters.INFO,
     "push": adapters.PUSH,
     "export": adapters.EXPORT,
-    "import-legacy": LEGACY,
 }
 ENTRY_POINTS = "seergate.commands"
 """Entry-point group in which installed packages register commands: name of the command = its module."""

@@ -1,4 +1,4 @@
-"""Commands about finished runs: ``report``, ``regrade``, ``eval show`` and ``eval livecodebench``."""
+"""Commands about finished runs: ``report``, ``regrade`` and ``eval show``."""
 
 from __future__ import annotations
 
@@ -142,29 +142,3 @@ def _shortened(text: str, full: bool) -> str:
     if full or len(text) <= HEAD + TAIL:
         return text
     return f"{text[:HEAD]}\n[... {len(text) - HEAD - TAIL} characters left out; --full shows them ...]\n{text[-TAIL:]}"
-
-
-LIVECODEBENCH_HELP = (
-    "a run's programs, for LiveCodeBench's own evaluator",
-    "Take the program out of each answer of a run (the last fenced block that is closed) and write the file that\n"
-    "LiveCodeBench's custom_evaluator reads. Nothing is executed here. docs/evaluation.md says what comes before and\n"
-    "after.",
-    ["seergate eval livecodebench runs/eval-Qwen3-8B-livecodebench/gate-4096 --out gate-4096.json"],
-)
-
-
-def _livecodebench_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="one finished run directory")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="[programs.json in the run directory]")
-
-
-def _livecodebench(options: argparse.Namespace) -> None:
-    """Write the programs."""
-    from seergate.eval.livecodebench import write_programs
-
-    out = options.out or options.run_dir / "programs.json"
-    problems, empty = write_programs(options.run_dir, out)
-    print(f"{out}: programs for {problems} problems; {empty} answers hold none")
-
-
-LIVECODEBENCH = Command(LIVECODEBENCH_HELP, _livecodebench_arguments, _livecodebench)

@@ -88,12 +88,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
 def _asked(argv: Sequence[str] | None, prog: str | None) -> Callable[[], None]:
     """Parse and check the options, and return the function that does the work."""
     parser = train_parser(prog, *HELP[1:])
-    says = "train the variants of these studies at once (seergate ablate)"
-    parser.add_argument("--variants", nargs="+", metavar="STUDY", help=says)
     options = vars(parser.parse_args(argv))
-    variants, dry_run = options.pop("variants", None), options.pop("dry_run")
-    if variants:
-        return partial(_compare, variants, given_options(options), dry_run)
+    dry_run = options.pop("dry_run")
     return partial(_train, resolve(options), dry_run)
 
 
@@ -113,20 +109,6 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
         print(f"the gates are in {adapter}")
         task = [] if is_tiny(config.model) else ["--task", "needle"]
         print("next: " + shlex.join(["seergate", "eval", "--model", config.model, "--gates", str(adapter), *task]))
-
-
-def _compare(variants: list[str], values: dict[str, Any], dry_run: bool) -> None:
-    from seergate.distill.ablation import compare, prepared
-
-    if dry_run:
-        for _, configs in prepared(variants, values):
-            for config in configs.values():
-                _train(config, dry_run)
-        return
-    prepare_process()
-    tables = compare(variants, values)
-    if _number("RANK") == 0:
-        print("\n" + tables, end="")
 
 
 def prepare_process() -> None:
@@ -257,7 +239,10 @@ def _ablate(options: argparse.Namespace) -> None:
         for study, configs in prepared(names, values):
             print(f"{study.name}: " + ", ".join(str(config.run_dir) for config in configs.values()))
     else:
-        print("\n" + compare(names, values), end="")
+        prepare_process()
+        tables = compare(names, values)
+        if _number("RANK") == 0:
+            print("\n" + tables, end="")
 
 
 ABLATE = Command(

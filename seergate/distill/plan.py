@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from seergate.config import SCORERS
-from seergate.distill.base_model import as_asked, base_dtype, gate_config, is_gguf, within_positions
+from seergate.distill.base_model import as_asked, base_dtype, gate_config, within_positions
 from seergate.distill.config import TrainConfig, locate_model, presets
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
@@ -32,9 +30,6 @@ GB = 1e9
 PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)": 989}
 """GPU -> the manufacturer's peak rate of dense bf16 matrix products with float32 accumulation, in TFLOP/s."""
 
-MOST_PROCESSES = 128
-"""Maximum number of processes over which a plan proposes to shard a frozen model."""
-
 ASSUMED_SHARE = 0.3
 """Share of the peak rate that is assumed if no speed was measured; it is printed as an assumption."""
 
@@ -48,7 +43,6 @@ class Plan:
         memory: memory of tensors per process, in bytes.
         libraries: memory that is not available for tensors, in bytes; see `overhead`.
         capacity: memory of the device, in bytes.
-        remedies: option that makes the run fit -> bytes that the run then needs; empty if it fits already.
         step_flop: floating-point operations of an optimizer step's matrix products, over all processes.
         step_seconds, timing: time of an optimizer step (``None`` if neither measured nor given), and its origin.
         sample_tokens: sample length that the time is estimated for.
@@ -64,7 +58,6 @@ class Plan:
     memory: Memory
     libraries: int
     capacity: int
-    remedies: dict[str, int]
     step_flop: float
     step_seconds: float | None
     timing: str
@@ -138,10 +131,7 @@ class Plan:
         room = f"{self.capacity / GB:.1f} GB"
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
-        if not self.remedies:
-            return f"does NOT fit in {room}"
-        ways = "; ".join(f"{option} ({size / GB:.1f} GB)" for option, size in self.remedies.items())
-        return f"does NOT fit in {room}. What would: {ways}"
+        return f"does NOT fit in {room}: --quantize, --base-memory-gb, --max-length and more processes need less"
 
     def _time(self) -> str:
         work = f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products"
@@ -210,9 +200,7 @@ def make_plan(
     whole = int(memory_gb * GB) if memory_gb is not None else capacity(place, processes)
     libraries = overhead(place, whole)
     config = decide_sharding(model, bank, config, place, processes, whole - libraries)
-    estimate = partial(estimate_memory, model, bank, device=place)
-    memory = estimate(config, processes=processes)
-    remedies = _remedies(config, memory, processes, whole - libraries, estimate)
+    memory = estimate_memory(model, bank, config, processes=processes, device=place)
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
     tokens = min(sample_tokens or config.max_length, config.max_length)
     why_one_sample = why_one_sequence(text_config(model))
@@ -240,7 +228,6 @@ def make_plan(
         memory=memory,
         libraries=libraries,
         capacity=whole,
-        remedies={option: size + libraries for option, size in remedies.items()},
         step_flop=config.packs_per_step * flop,
         step_seconds=step_seconds,
         timing=timing,
@@ -249,34 +236,6 @@ def make_plan(
         why_one_sample=why_one_sample,
         checkpoint=3 * memory.gates,
     )
-
-
-def _remedies(
-    config: TrainConfig, memory: Memory, processes: int, room: int, estimate: Callable[..., Memory]
-) -> dict[str, int]:
-    """Return the options that make a run fit in ``room`` bytes, least costly first, and the bytes with each; empty if
-    it fits already.
-    """
-    if memory.total <= room:
-        return {}
-    tries: dict[str, TrainConfig] = {}
-    whole = config.quantize == "none" and config.base_memory_gb is None and not is_gguf(config)
-    if whole and not config.shard_base:
-        for kind in ("bnb-8bit", "bnb-4bit"):
-            tries[f"--quantize {kind}"] = replace(config, quantize=kind)
-        spare = int(10 * (room - (memory.total - memory.base) * 1.25) / GB) / 10
-        if spare > 0:
-            tries[f"--base-memory-gb {spare}"] = replace(config, base_memory_gb=spare)
-    for shorter in (config.max_length // 2, config.max_length // 4):
-        if shorter > config.block_size:
-            tries[f"--max-length {shorter}"] = replace(config, max_length=shorter)
-    sizes = {option: estimate(other, processes=processes).total for option, other in tries.items()}
-    found = {option: size for option, size in sizes.items() if size <= room}
-    more = processes
-    while whole and (more := 2 * more) <= MOST_PROCESSES:
-        if (size := estimate(replace(config, shard_base=True), processes=more).total) <= room:
-            return found | {f"--processes {more}": size}
-    return found
 
 
 def architecture(config: TrainConfig) -> PretrainedConfig:

@@ -8,6 +8,7 @@ the gate's loss). Each part is measured separately with the training code; a run
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,6 @@ from seergate.gates.bank import make_gate
 from seergate.gates.retention import RetentionGate
 from seergate.geometry import ModelGeometry
 from seergate.hf.bank import GateBank
-from seergate.hf.break_even import timed
 from seergate.hf.teacher_forward import distill_step, loss_of
 from seergate.models.families import attention_modules, decoder_of, text_config
 
@@ -173,5 +173,15 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Return the shortest time of three calls after a warm-up call; other programs can only slow a call down."""
     times: list[float] = []
     while len(times) <= 3 and sum(times) < ENOUGH_SECONDS:
-        times.append(timed(run, device))
+        times.append(_timed(run, device))
     return min(times[1:] or times)
+
+
+def _timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call, including the work that it launches on a GPU."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else int
+    wait()
+    start = time.perf_counter()
+    run()
+    wait()
+    return time.perf_counter() - start

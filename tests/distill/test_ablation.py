@@ -221,7 +221,7 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     (tmp_path / "run.yaml").write_text(text)
     studies = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
     with contextlib.chdir(tmp_path):
-        done = run_seergate("train", "--config", "run.yaml", "--max-steps", "2", "--variants", *studies)
+        done = run_seergate("ablate", *studies, "--config", "run.yaml", "--max-steps", "2")
     assert done.returncode == 0, done.stderr
     assert (
         "one\n\n| variant" in done.stdout and "two\n\n| variant" in done.stdout and "one, b: held out" in done.stdout

@@ -1,11 +1,9 @@
-"""The adapters to lm-eval and lighteval, and their example tasks; where a harness is installed, it runs them."""
+"""The adapter to lm-eval and its example task; where lm-eval is installed, it runs."""
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
-import os
 import runpy
 import sys
 from pathlib import Path
@@ -15,12 +13,10 @@ import torch
 import yaml
 
 import seergate
-from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
-from seergate.eval import lighteval_adapter, make_task
+from seergate.eval import make_task
 from seergate.eval.harness import attached_model, likelihoods
-from seergate.eval.lighteval_adapter import name_of
-from seergate.eval.settings import MethodSpec, method_spec
+from seergate.eval.settings import method_spec
 from seergate.methods import H2O
 from tests.eval import support
 
@@ -60,13 +56,12 @@ def test_a_model_that_cannot_be_read_is_told_in_a_sentence(tmp_path):
         attached_model(str(tmp_path / "nowhere"), method_spec("dense"))
 
 
-@pytest.mark.parametrize("adapter", ["lm_eval_adapter", "lighteval_adapter"])
-def test_the_documented_command_names_files_that_exist(adapter):
-    words = (ROOT / "seergate" / "eval" / f"{adapter}.py").read_text().split()
+def test_the_documented_command_names_files_that_exist():
+    words = (ROOT / "seergate" / "eval" / "lm_eval_adapter.py").read_text().split()
     named = [word for word in words if word.startswith("docs/")]
     assert named and all((ROOT / word).exists() for word in named)
     said = (ROOT / "docs" / "harnesses.md").read_text()
-    assert f"python -m seergate.eval.{adapter}" in said and all(word in said for word in named)
+    assert "python -m seergate.eval.lm_eval_adapter" in said and all(word in said for word in named)
 
 
 def test_the_examples_have_true_answers():
@@ -183,52 +178,3 @@ def test_scored_tasks_of_lm_eval_are_decoded_sparsely(tmp_path, monkeypatch):
     sparse = evaluated(SeergateLM(model, method="quest", budget=16, block_size=8, batch_size=2))
     assert (torch.tensor(sparse[0]) - torch.tensor(dense[0])).abs().min() > 1e-3
     assert abs(sparse[1] / dense[1] - 1) > 1e-4
-
-
-def test_samples_are_cached_for_what_made_them():
-    """Other weights, gates or options under the same names are something else."""
-    model, other = support.model(), support.model()
-    other.lm_head.weight.data[3, 3] += 1
-    banks = [GateBank.for_model(support.model(), GateConfig(8, 16)) for _ in range(2)]  # drawn anew
-    gate, shared = MethodSpec("gate", 64), {"structural_check": False}
-    found = [
-        name_of("there/m", model, MethodSpec("quest", 64, 16), None),
-        name_of("there/m", model, MethodSpec("quest", 64, 32), None),
-        name_of("there/m", other, MethodSpec("quest", 64, 16), None),
-        *(name_of("there/m", model, gate, bank) for bank in banks),
-        *(name_of("there/m", model, MethodSpec("reason_cache+gate", 64, options=shared), bank) for bank in banks),
-    ]
-    assert len(set(found)) == len(found)
-    assert [name.rpartition("-")[0] for name in found[:4]] == ["m@quest-64"] * 3 + ["m@gate-64"]
-    assert name_of("/elsewhere/m", support.model(), MethodSpec("quest", 64, 16), banks[0]) == found[0]
-
-
-def run_lighteval(tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    model = str(support.save(tmp_path / "model"))
-    task = ["--tasks", "seergate_chain_sum|0", "--custom-tasks", "docs/examples/lighteval/chain_sum.py"]
-    task += ["--limit", "2", "--out", str(tmp_path / "out")]
-    lighteval_adapter.main(["--model", model, "--method", "h2o:interval=16", "--budget", "64", *task])
-
-
-@pytest.fixture
-def forgotten_tasks(monkeypatch):
-    """lighteval lists its tasks anew, and lacks what it downloads then."""
-    pytest.importorskip("lighteval.tasks.tasks")
-    for name in [name for name in sys.modules if name.startswith("lighteval.tasks.tasks.tiny")]:
-        monkeypatch.delitem(sys.modules, name)
-    exists = os.path.isfile
-    monkeypatch.setattr(os.path, "isfile", lambda path: "tinyBenchmarks.pkl" not in str(path) and exists(path))
-
-
-def test_the_example_of_lighteval_runs(tmp_path, monkeypatch, capsys, forgotten_tasks):
-    """The file that it downloads (nothing comes here) is of no use to the example."""
-    import requests
-
-    monkeypatch.setattr(requests, "get", lambda url: argparse.Namespace(status_code=404))
-    run_lighteval(tmp_path, monkeypatch)
-    text = capsys.readouterr().out
-    assert json.loads(text[text.index("{\n") :])["all"]["accuracy"] == 0.0  # random weights
-    (kept,) = (tmp_path / "out").rglob("results_*.json")
-    assert json.loads(kept.read_text())["results"]["all"]["accuracy"] == 0.0
-    assert not [path for path in tmp_path.iterdir() if "@" in path.name], "nothing is cached beside the model"
