@@ -177,9 +177,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
-        advice = (
-            "`seergate plan` with the same options says what it needs; max_length, quantize and base_memory_gb help"
-        )
+        advice = "`seergate plan` with the same options says what it needs; max_length and quantize help"
         if through_model:
             advice = f"scorer {through_model[0]!r} trains through the whole model; make max_length smaller"
         raise SeergateError(

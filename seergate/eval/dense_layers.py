@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from seergate.cache.argument import CACHE
-from seergate.cache.call import Phase
 from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count
 from seergate.errors import SeergateError
@@ -77,10 +77,12 @@ def distances(
     return found
 
 
-def _decoded(model: PreTrainedModel, method: SelectingMethod, cache: Cache, ids: Tensor, phase: Phase) -> Tensor:
+def _decoded(
+    model: PreTrainedModel, method: SelectingMethod, cache: Cache, ids: Tensor, mode: Literal["dense", "decode"]
+) -> Tensor:
     """Logits ``[S, V]`` of the tokens ``ids [1, S]`` after those in a cache, which is not modified."""
     again = copy.deepcopy(cache)
-    with attached(model, method) as handle, handle.passes.forced(phase):
+    with attached(model, method) as handle, handle.passes.forced(mode):
         for layer in again.layers:
             if isinstance(layer, GatedLayer):  # its state does not depend on which layers are dense
                 layer.method = handle.method
