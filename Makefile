@@ -68,19 +68,19 @@ $(VLLM)/.installed: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest tests/vllm
+	$(VLLM)/bin/python -m pytest tests/serving/vllm
 
 # SGLang in an environment of its own, without what needs CUDA.
 SGLANG := .venv-sglang
-$(SGLANG)/.installed: pyproject.toml constraints.txt tests/sglang/requirements.txt
+$(SGLANG)/.installed: pyproject.toml constraints.txt tests/serving/sglang/requirements.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install -c constraints.txt torch
 	$(SGLANG)/bin/python -m pip install -e . pytest pytest-timeout hypothesis attrs cffi einops gguf ipython jsonschema ninja pillow psutil pydantic scipy 'triton==3.9.0'
-	$(SGLANG)/bin/python -m pip install --no-deps -r tests/sglang/requirements.txt
+	$(SGLANG)/bin/python -m pip install --no-deps -r tests/serving/sglang/requirements.txt
 	@touch $@
 
 test-sglang: $(SGLANG)/.installed
-	PYTHONPATH=tests/sglang/stubs $(SGLANG)/bin/python -m pytest tests/sglang
+	PYTHONPATH=tests/serving/sglang/stubs $(SGLANG)/bin/python -m pytest tests/serving/sglang
 
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
 test: lint
@@ -89,7 +89,7 @@ test: lint
 # What takes too long for every day: kills by the dozen, fuzzing, thousands of steps, every documented command.
 soak: install
 	rm -f benchmarks/results/soak.json
-	$(BIN)/python -m tests.soak -n $(JOBS)
+	$(BIN)/python -m tests.support.soak -n $(JOBS)
 
 # DVC runs dvc.yaml. It has an environment of its own: it wants another antlr4 runtime than the grader of mathematics.
 DVC := .venv-dvc
@@ -100,7 +100,7 @@ $(DVC)/.installed:
 
 # Answers and gates in between are in runs/results-HASH, named by what makes them: an interrupted stage goes on there, and after
 # a change it begins anew. Results name the commit that made them, so sources must be committed.
-SOURCES := seergate papers train configs checkpoints
+SOURCES := seergate train configs checkpoints
 results: install $(DVC)/.installed
 	@git diff --quiet HEAD -- $(SOURCES) benchmarks/*.py || { echo "commit $(SOURCES) and benchmarks first"; exit 1; }
 	@folder=results-$$(git rev-parse $(SOURCES:%=HEAD:%) | git hash-object --stdin | cut -c 1-12) && \

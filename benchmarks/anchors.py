@@ -38,13 +38,13 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, methods
-from seergate.chain_sum import make_problem
 from seergate.cli.models import TINY, bank_for, load_model, model_path
-from seergate.eval.matching import nearest
-from seergate.eval.retrieval import SETTLING, texts_of
-from seergate.hf.anchors import SharedRecall, shared_recall
-from seergate.hf.loading import load_tokenizer
-from seergate.report.load import load_sweeps
+from seergate.eval.calibration.anchors import SharedRecall, shared_recall
+from seergate.eval.calibration.matching import nearest
+from seergate.eval.report.load import load_sweeps
+from seergate.eval.tasks.chain_sum import make_problem
+from seergate.eval.tasks.retrieval import SETTLING, texts_of
+from seergate.models.loading import load_tokenizer
 
 METHODS = ("gate", "quest", "oracle")
 Plans = dict[int, tuple[int, ...]]

@@ -11,10 +11,10 @@ from typing import Any
 
 from common import RESULTS, save
 
-from seergate.eval.stats import mean_and_error
+from seergate.eval.report.load import Sweep, load_sweeps
+from seergate.eval.statistics.intervals import mean_and_error
 from seergate.eval.store import read_json
 from seergate.gates import CONFIG_FILE
-from seergate.report.load import Sweep, load_sweeps
 
 KEPT = (
     *("accuracy", "accuracy_se", "n_problems", "mean_prompt_tokens", "mean_tokens", "truncation_rate", "density"),

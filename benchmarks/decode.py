@@ -32,7 +32,7 @@ from torch import Tensor
 
 from seergate import GateConfig, ops
 from seergate.gates.gate import AttnGate
-from seergate.geometry import ModelGeometry
+from seergate.gates.geometry import ModelGeometry
 from seergate.ops import reference
 
 CACHE_BYTES = {"cuda": 256 << 20, "cpu": 128 << 20}

@@ -47,11 +47,11 @@ from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.base_model import gate_config, load_frozen
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
+from seergate.distill.estimate import make_plan
+from seergate.distill.losses import teacher_forward
 from seergate.distill.memory import WORKING_BYTES
-from seergate.distill.plan import make_plan
-from seergate.hf import teacher_forward
-from seergate.hf.teacher_pass import TeacherCall
 from seergate.models import families
+from seergate.models.packed_forward import TeacherCall
 from seergate.ops import GateKLStats
 from seergate.paths import shipped
 

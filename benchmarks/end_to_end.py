@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 import seergate
 from seergate import GateBank, GateConfig, methods
 from seergate.cache.argument import CACHE
-from seergate.cache.call import PROMPT, ForwardContext
+from seergate.cache.forward import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step

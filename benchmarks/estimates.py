@@ -46,7 +46,7 @@ RATES = {
 """Rates that an H100 is assumed to sustain."""
 
 LAUNCHES = {"dense": 2, "gate": 5}
-"""Launches per layer for attention in a vLLM step; `tests/vllm/test_gpu_parts.py` checks the number with a gate."""
+"""Launches per layer for attention in a vLLM step; `tests/serving/vllm/test_gpu_parts.py` checks that with a gate."""
 BLOCK, BUDGET, FREE = 64, 4096, 0.9
 """Block size and budget in tokens, and the share of GPU memory that vLLM may use."""
 PACK, BUDGETS, BITS = 32768, 3, 32
@@ -209,7 +209,7 @@ def pack_table(shape: Shape) -> list[str]:
 def plan_table(_: Shape) -> list[str]:
     """Table of the output of ``seergate plan --memory-gb 80`` for `PLANS`, at 300 TFLOP/s."""
     from seergate.distill import load_train_config
-    from seergate.distill.plan import make_plan
+    from seergate.distill.estimate import make_plan
 
     rows = []
     for name, processes in PLANS:

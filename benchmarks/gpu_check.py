@@ -490,7 +490,7 @@ def lesson_times() -> Iterator[Row]:
     """Time training of one layer of Qwen3-8B's shape, gates in fp32: loss and gradients, and a whole step."""
     import distill
 
-    from seergate.hf.teacher_forward import BlockLoss, distill_step
+    from seergate.distill.losses.teacher_forward import BlockLoss, distill_step
     from seergate.models import families
 
     length, block = sizes((32768, 64), (64, 16))
@@ -537,10 +537,10 @@ def train() -> Iterator[Row]:
     import seergate
     from seergate.distill import load_train_config
     from seergate.distill.base_model import compile_elementwise
+    from seergate.distill.losses.teacher_forward import distill_step, positions_of
     from seergate.distill.memory import estimate_memory
-    from seergate.hf.teacher_forward import distill_step, positions_of
-    from seergate.hf.teacher_pass import TeacherCall, intercepted_attention
     from seergate.models import families
+    from seergate.models.packed_forward import TeacherCall, intercepted_attention
 
     tokens, layer_bytes = sizes(32768, 48), 0.4e9
     layers = min(36, int((torch.cuda.mem_get_info()[0] - 12e9) / layer_bytes)) if ON_GPU else 1

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import binom
 
-from seergate.eval.stats import clustered, paired, t95, wilson
+from seergate.eval.statistics.intervals import clustered, paired, t95, wilson
 
 SIZES = (16, 32, 64, 128, 256)
 LOSSES = [percent / 100 for percent in range(2, 21)]

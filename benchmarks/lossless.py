@@ -30,9 +30,9 @@ from transformers import PreTrainedModel
 
 import seergate
 from seergate import GateBank, GateConfig, methods
-from seergate.chain_sum import make_problem
 from seergate.decode.speculation import expected_tokens
-from seergate.hf.loading import load_base, load_tokenizer
+from seergate.eval.tasks.chain_sum import make_problem
+from seergate.models.loading import load_base, load_tokenizer
 from seergate.paths import shipped
 
 TINY = "checkpoints/tiny-reasoner"

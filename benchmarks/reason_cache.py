@@ -27,10 +27,10 @@ from common import arguments, described, parsed, random_model, save
 from transformers import DynamicCache
 
 from seergate.cache.argument import CACHE
-from seergate.hf.attach import attached
+from seergate.cache.pages import OutOfBlocks
+from seergate.cache.paging import Paging
 from seergate.methods import Dense, Method, ReasonCache
-from seergate.reason.paged import OutOfBlocks
-from seergate.reason.paging import Paging
+from seergate.models.attach import attached
 
 BLANK_LINE = 1
 VOCABULARY = 512

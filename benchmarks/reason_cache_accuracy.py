@@ -20,11 +20,11 @@ from common import arguments, described, parsed, save
 from transformers import AutoTokenizer, DynamicCache
 
 from seergate.cache.argument import CACHE
-from seergate.chain_sum import make_problem
-from seergate.hf.attach import attached
-from seergate.hf.bank import GateBank
-from seergate.hf.loading import load_base
+from seergate.eval.tasks.chain_sum import make_problem
 from seergate.methods import Dense, Gate, Method, RandomSharing, ReasonCache
+from seergate.models.attach import attached
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import load_base
 from seergate.paths import shipped
 
 

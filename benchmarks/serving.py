@@ -39,8 +39,8 @@ from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
 from transformers import PreTrainedModel
 
 from seergate import GateBank, GateConfig
-from seergate.hf.loading import load_base
 from seergate.models.families import head_dim_of
+from seergate.models.loading import load_base
 
 COVERING = 1 << 20
 """A budget that covers everything."""

@@ -23,9 +23,9 @@ from common import arguments, described, parsed, save, shown
 from seergate import GateBank
 from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_model
 from seergate.eval import RunOptions, make_task, sweep
+from seergate.eval.report.load import load_sweeps
 from seergate.eval.settings import grid
-from seergate.hf.loading import load_tokenizer
-from seergate.report.load import load_sweeps
+from seergate.models.loading import load_tokenizer
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from common import RESULTS
 
-from seergate.report.plots import DPI, pyplot, style
+from seergate.eval.report.plots import DPI, pyplot, style
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 SPARSE = "gate, all sparse"

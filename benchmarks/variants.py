@@ -16,8 +16,8 @@ import torch
 from common import arguments, described, parsed, random_model, save
 
 from seergate import GateBank, GateConfig
-from seergate.hf.distill_loss import DistillSpec
-from seergate.hf.teacher_forward import distill_steps
+from seergate.distill.losses.distill_loss import DistillSpec
+from seergate.distill.losses.teacher_forward import distill_steps
 
 
 def main() -> None:

@@ -16,32 +16,32 @@ from seergate.version import __version__ as __version__
 if TYPE_CHECKING:
     from seergate import methods, ops
     from seergate.cache.offload import Offload
+    from seergate.cache.paging import Paging
     from seergate.config import DecodeConfig, GateConfig, Lossless, Rectify
     from seergate.errors import SeergateError
-    from seergate.hf.attach import Handle, attach, attached, handle_of
-    from seergate.hf.bank import GateBank
-    from seergate.hf.gated_model import load
-    from seergate.hf.score import Scores, score
-    from seergate.reason.paging import Paging
+    from seergate.models.attach import Handle, attach, attached, handle_of
+    from seergate.models.gate_bank import GateBank
+    from seergate.models.gated_model import load
+    from seergate.models.score import Scores, score
 
 _HOMES = {
     "GateConfig": "seergate.config",
     "DecodeConfig": "seergate.config",
-    "GateBank": "seergate.hf.bank",
+    "GateBank": "seergate.models.gate_bank",
     "Lossless": "seergate.config",
     "Rectify": "seergate.config",
     "SeergateError": "seergate.errors",
-    "Handle": "seergate.hf.attach",
-    "attach": "seergate.hf.attach",
-    "attached": "seergate.hf.attach",
-    "handle_of": "seergate.hf.attach",
+    "Handle": "seergate.models.attach",
+    "attach": "seergate.models.attach",
+    "attached": "seergate.models.attach",
+    "handle_of": "seergate.models.attach",
     "Offload": "seergate.cache.offload",
-    "Paging": "seergate.reason.paging",
-    "load": "seergate.hf.gated_model",
-    "Scores": "seergate.hf.score",
-    "score": "seergate.hf.score",
+    "Paging": "seergate.cache.paging",
+    "load": "seergate.models.gated_model",
+    "Scores": "seergate.models.score",
+    "score": "seergate.models.score",
 }
-_SUBMODULES = ("distill", "eval", "methods", "ops", "report")
+_SUBMODULES = ("distill", "eval", "methods", "ops")
 
 __all__ = [
     "DecodeConfig",

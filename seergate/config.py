@@ -26,7 +26,7 @@ class ScorerKind:
     Attributes:
         gate: class of the gates: a `seergate.gates.scorer.Scorer`, which scores blocks for the method ``gate``, or a
             `seergate.gates.retention.RetentionGate`, which scores tokens for the eviction method of the scorer's name.
-        loss: class of their distillation loss, a subclass of `seergate.hf.distill_loss.DistillLoss`.
+        loss: class of their distillation loss, a subclass of `seergate.distill.losses.distill_loss.DistillLoss`.
         retention: whether ``gate`` is a retention gate.
         end_to_end: whether the loss sends gradients through the whole model.
         poolings: whether the gates have the options ``k_pooling`` and ``q_pooling``.
@@ -38,7 +38,7 @@ class ScorerKind:
     """
 
     gate: str | type
-    loss: str | type = "seergate.hf.teacher_forward:BlockLoss"
+    loss: str | type = "seergate.distill.losses.teacher_forward:BlockLoss"
     retention: bool = False
     end_to_end: bool = False
     poolings: bool = False
@@ -54,14 +54,14 @@ SCORERS = {
     "indexer": ScorerKind("seergate.gates.indexer:Indexer", plot_style=("#4477AA", "D")),
     "fast_kvzip": ScorerKind(
         "seergate.gates.retention:FastKVzipGate",
-        "seergate.hf.retention_loss:ImportanceLoss",
+        "seergate.distill.losses.retention_loss:ImportanceLoss",
         retention=True,
         gate_dim=16,
         paper="[Fast KVzip](https://arxiv.org/abs/2601.17668)",
     ),
     "trim_kv": ScorerKind(
         "seergate.gates.retention:TrimKVGate",
-        "seergate.hf.retention_loss:StudentLoss",
+        "seergate.distill.losses.retention_loss:StudentLoss",
         retention=True,
         end_to_end=True,
         gate_dim=512,

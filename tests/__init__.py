@@ -1,1 +1,1 @@
-"""The tests. A package, so that `tests.models` always means ours, whatever else is installed."""
+"""The tests. A package, so that `tests.support.models` always means ours, whatever else is installed."""

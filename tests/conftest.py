@@ -25,7 +25,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -14,10 +14,10 @@ import torch
 
 from seergate import ops
 from seergate.decode.speculation import expected_tokens
-from seergate.hf import teacher_forward
+from seergate.distill.losses import teacher_forward
 from tests.distill.conftest import byte_tokenizer
-from tests.models import tiny_model
-from tests.running import ROOT, Done, run_script
+from tests.support.models import tiny_model
+from tests.support.running import ROOT, Done, run_script
 
 # What is made smaller is the width of the model, the number of repetitions and the number of problems. Lengths of
 # contexts stay as they are: how a cache grows depends on them.

@@ -17,8 +17,9 @@ import pytest
 import yaml
 
 import seergate
-from seergate.eval.stats import mean_and_error
-from tests.running import ROOT
+from seergate.eval import report
+from seergate.eval.statistics.intervals import mean_and_error
+from tests.support.running import ROOT
 
 DOCS = ROOT / "docs"
 
@@ -83,7 +84,7 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
 
 def public_names() -> dict[str, str]:
     """What the reference has to describe -> where it is defined; a submodule is described by its own names."""
-    modules = (seergate, seergate.methods, seergate.ops, seergate.distill, seergate.eval, seergate.report)
+    modules = (seergate, seergate.methods, seergate.ops, seergate.distill, seergate.eval, report)
     names = [(module, name) for module in modules for name in module.__all__]
     found = {f"{module.__name__}.{name}": getattr(module, name) for module, name in names}
     homes = {name: f"{getattr(value, '__module__', '')}.{name.split('.')[-1]}" for name, value in found.items()}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from seergate.cli.main import main
 from seergate.escaping import Terminal, html_text, markdown_block, markdown_code, markdown_text, visible
-from seergate.report.write import to_html
-from tests.report.made import reconfigure, write_run
+from seergate.eval.report.write import to_html
+from tests.support.made_reports import reconfigure, write_run
 
 PARTS = (
     *"*_`\\[]()<>&#~|$!-+=:^{}\"' abé\n\t\x02\x1b\u202e\ue000",

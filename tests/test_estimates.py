@@ -10,10 +10,10 @@ import torch
 from benchmarks import estimates
 from benchmarks.estimates import GPUS, PACKS, Shape, decode_seconds, filled, pack_seconds
 from seergate.distill import load_train_config
+from seergate.distill.estimate import architecture, make_plan
 from seergate.distill.memory import TILE_COPIES
-from seergate.distill.plan import architecture, make_plan
-from seergate.hf.bank import GateBank
-from seergate.hf.loading import skeleton
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import skeleton
 
 SHAPE = Shape("qwen3-8b")
 

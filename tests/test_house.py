@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import itertools
 import pkgutil
 import re
 import subprocess
@@ -19,15 +18,14 @@ from pathlib import Path
 
 import pytest
 
-import papers
 import seergate
 from seergate.cli.main import COMMANDS
-from tests.running import run_script, run_seergate
+from tests.support.running import run_script, run_seergate
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE, PAPERS = ROOT / "seergate", ROOT / "papers"
+PACKAGE = ROOT / "seergate"
 
-KNOWS_TRANSFORMERS = {"hf", "models", "cache", "decode", "vllm"}
+KNOWS_TRANSFORMERS = {"models", "cache", "decode", "serving"}
 """Packages that may use private names of the engine that they extend."""
 ATTENTION_NAMES = {"_attn_implementation", "_attn_implementation_internal", "_flash_attention_forward"}
 FOREIGN_PRIVATE_NAMES = {
@@ -36,6 +34,7 @@ FOREIGN_PRIVATE_NAMES = {
     "_dynamo_marked_constant",  # torch
     "_exit",  # os
     "_fingerprint",  # datasets
+    "_prec",  # sympy
     "_replace",  # named tuples
     "_set_pg_timeout",  # torch.distributed
 }
@@ -43,7 +42,7 @@ FOREIGN_PRIVATE_NAMES = {
 
 
 def sources() -> list[Path]:
-    return sorted(p for root in (PACKAGE, PAPERS) for p in root.rglob("*.py") if "__pycache__" not in p.parts)
+    return sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
 
 
 def part(path: Path) -> str:
@@ -107,10 +106,12 @@ ANY_FILE = {"Dense", "dense", "Gate", "gate", "Random", "random", "fast_kvzip", 
 """Names that a file may use but not look for in an object: the baseline, the method of gates, a word, and scorers."""
 FILES_THAT_CHOOSE = {
     "seergate/__init__.py",  # what the package offers
+    "seergate/cache/paging.py",  # the storage of ReasonCache
+    "seergate/cache/sharing.py",  # which shares its pages
     "seergate/cli/demo.py",  # its comparison
-    "seergate/eval/recurrence.py",  # the measurements that LazyEviction and TriAttention name
-    "seergate/report/published.py",  # published numbers
-    "seergate/serving/scoring.py",  # the scores that methods name
+    "seergate/eval/calibration/recurrence.py",  # the measurements that LazyEviction and TriAttention name
+    "seergate/eval/report/published.py",  # published numbers
+    "seergate/serving/common/scoring.py",  # the scores that methods name
 }
 """Files about certain methods."""
 
@@ -149,20 +150,25 @@ def test_methods_answer_for_themselves() -> None:
     found = {
         named(path): asked
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in ("methods", "reason") and named(path) not in FILES_THAT_CHOOSE
+        if path.relative_to(PACKAGE).parts[0] != "methods"
+        and "papers" not in path.parts
+        and named(path) not in FILES_THAT_CHOOSE
         if (asked := methods_named(ast.parse(path.read_text()), single))
     }
     assert not found
 
 
 def test_nobody_imports_reasoncache() -> None:
-    """`seergate.reason` is a slice of its own: the table of methods knows its names, and `Paging` is public."""
+    """It is a slice of its own: the table of methods knows its names, and `Paging` is public."""
     found = {
         named(path)
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] != "reason" and "seergate.reason" in path.read_text()
+        if "reason_cache" not in path.parts and "seergate.methods.reason_cache" in path.read_text()
     }
-    assert found == {"seergate/__init__.py", "seergate/methods/__init__.py"}
+    assert found == {
+        "seergate/methods/__init__.py",
+        *(f"seergate/{x}.py" for x in ("cache/paging", "cache/sharing", "eval/papers/looks")),
+    }
 
 
 def test_entry_points_name_what_there_is() -> None:
@@ -192,14 +198,15 @@ print(*sys.modules)
     assert done.stderr == ""
     heavy = {"transformers", "deepspeed", "datasets", "accelerate", "triton", "matplotlib", "tensorboard"}
     loaded = done.stdout.split()
-    assert not heavy & set(loaded) and not [name for name in loaded if name.startswith("seergate.reason")]
+    assert not heavy & set(loaded) and not [
+        name for name in loaded if name.startswith("seergate.methods.reason_cache")
+    ]
 
 
 def test_public_methods_have_docstrings() -> None:
     """What ruff's D102 cannot tell: an override inherits its docstring. None refers to another one."""
     faults = set()
-    walked = [pkgutil.walk_packages(package.__path__, f"{package.__name__}.") for package in (seergate, papers)]
-    for found in itertools.chain(*walked):
+    for found in pkgutil.walk_packages(seergate.__path__, "seergate."):
         if found.name == "seergate.__main__":
             continue
         try:
@@ -243,14 +250,12 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
 def test_documented_commands_exist(path: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["seergate.commands"]
-    commands = {*COMMANDS, *declared}
     for block in code_blocks(path, "bash", "sh", "console"):
         for line in shell_lines(block):
             if match := re.match(r"make ([a-z]+)$", line):
                 assert match[1] in targets, line
             if match := re.match(r"seergate ([a-z-]+)", line):
-                assert match[1] in commands, line
+                assert match[1] in COMMANDS, line
             for script in re.findall(r"\b[\w/]+\.py\b", line):
                 assert (ROOT / script).exists(), line
     for block in code_blocks(path, "python"):

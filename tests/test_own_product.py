@@ -13,7 +13,7 @@ from seergate.distill.base_model import check_model, fresh_gates
 from seergate.gates.scorer import INIT_STD
 from seergate.ops.gate_math import rotate
 from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
-from tests.models import tiny_model
+from tests.support.models import tiny_model
 
 SIZE = 8
 

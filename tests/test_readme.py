@@ -11,14 +11,14 @@ import pytest
 from transformers import AutoTokenizer
 
 from seergate import GateBank
-from seergate.hf.loading import load_base
 from seergate.methods import METHODS
 from seergate.models.families import FAMILIES
+from seergate.models.loading import load_base
 from tests.test_house import ROOT, code_blocks, named
 
 ELSEWHERE = {
     "docs/harnesses.md": "needs lighteval",
-    "docs/serving.md": "needs vLLM: tests/vllm",
+    "docs/serving.md": "needs vLLM: tests/serving/vllm",
     "docs/write_a_method.md": "tests/methods/test_new_method.py",
 }
 CALLS = {

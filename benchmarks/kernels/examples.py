@@ -13,16 +13,8 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.gate_math import Branch
-from seergate.ops.triton_impl import (
-    compression,
-    decode,
-    gate_kl,
-    packed_attention,
-    packs,
-    paged,
-    selection,
-    teacher,
-)
+from seergate.ops.triton_impl import compression, decode, gate_kl, packed_attention, packs, selection, teacher
+from seergate.serving.common import paged_kernels as paged
 
 
 @dataclass(frozen=True)

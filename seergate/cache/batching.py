@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from seergate.cache.call import PROMPT, ForwardContext
+from seergate.cache.forward import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
-from seergate.cache.call import PROMPT, ForwardContext
+from seergate.cache.forward import PROMPT, ForwardContext
 from seergate.cache.rows import RegularOffsets, Rows
 from seergate.cache.storage import DynamicStorage, Storage
 from seergate.errors import SeergateError

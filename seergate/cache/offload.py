@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from seergate import ops
-from seergate.cache.call import ForwardContext
+from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage, KVBackend, Storage
 from seergate.checks import check, is_int

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate import ops
-from seergate.cache.call import ForwardContext
+from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed

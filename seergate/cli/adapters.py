@@ -16,7 +16,7 @@ from seergate.gates.card import percent_right, scoring
 from seergate.paths import directory_here, exists, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
 INFO_HELP = (
     "what gates are for, how they were trained, how good they are",
@@ -164,7 +164,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 def _push(options: argparse.Namespace) -> None:
     """Read the gates, describe them, upload them."""
     from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, read_card, save_adapter
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
     if (directory := directory_here(options.directory)) is None:
         raise SeergateError(f"{options.directory} is not a directory; push uploads a directory of gates")
@@ -248,8 +248,8 @@ def _export(options: argparse.Namespace) -> None:
     import torch
 
     from seergate.gates import Source, save_adapter
-    from seergate.hf.bank import GateBank
-    from seergate.hf.published import export_published
+    from seergate.models.gate_bank import GateBank
+    from seergate.models.published import export_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")
@@ -285,7 +285,7 @@ def _add_source_options(parser: argparse.ArgumentParser) -> None:
 
 def _read_gates(source: str, options: argparse.Namespace) -> GateBank:
     """Read gates from a directory or the Hub, with the options of `_add_source_options`."""
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
     hub = {"revision": options.revision, "subfolder": options.subfolder, "token": options.token}
     return GateBank.from_pretrained(source, **hub, local_files_only=options.offline)
@@ -314,7 +314,7 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
 
 def results_of(runs: Path) -> list[dict[str, Any]]:
     """Accuracy of each setting in a run directory, or in all runs in a directory, as in `GateBank.results`."""
-    from seergate.report.load import load_sweeps
+    from seergate.eval.report.load import load_sweeps
 
     return [
         {

@@ -12,7 +12,7 @@ from seergate.cli.arguments import run_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
-    from seergate.eval.calibration import Calibration
+    from seergate.eval.calibration.calibrator import Calibration
 
 HELP = (
     "find out what LazyEviction or TriAttention need to know about a model",
@@ -53,10 +53,15 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.models import check_writable, load_model, model_path
     from seergate.cli.running import check_model
     from seergate.eval import RunOptions, make_task
-    from seergate.eval.calibration import calibrated_options, calibration_of, evenly_chosen_prompts, made_on
-    from seergate.eval.engine import end_ids
-    from seergate.hf.loading import load_tokenizer
+    from seergate.eval.calibration.calibrator import (
+        calibrated_options,
+        calibration_of,
+        evenly_chosen_prompts,
+        made_on,
+    )
+    from seergate.eval.generation.engine import end_ids
     from seergate.methods import method_class
+    from seergate.models.loading import load_tokenizer
 
     kind = method_class(options.method)
     calibrations = {option: calibration_of(kind, option).of(vars(options)) for option in kind.calibrates}

@@ -20,7 +20,7 @@ from seergate.progress import ProgressBar, bars_on_terminals_only, duration, hea
 
 if TYPE_CHECKING:
     from seergate.eval.collector import Progress
-    from seergate.report.write import Report
+    from seergate.eval.report.write import Report
 
 
 OK, USER_ERROR, INTERRUPTED, SIGNALLED = 0, 2, 130, 128

@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
     from seergate.cli.models import TINY, check_writable, model_path
     from seergate.cli.running import checked_task, run_plan
-    from seergate.eval.plan import SweepPlan
+    from seergate.eval.sweep_plan import SweepPlan
 
     began = time.monotonic()
     out = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from seergate.distill import load_train_config, run_distillation
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
     logging.disable_progress_bar()  # loading the tiny reasoner takes no time
     config = load_train_config(TINY, {"output_dir": plan.gates, **given(options, "max_steps")})
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
 
     from seergate.cli.adapters import results_of
     from seergate.cli.console import say_report
-    from seergate.report import write_report
+    from seergate.eval.report import write_report
 
     bank.results = tuple(results_of(runs))
     bank.save_pretrained(adapter)  # again, with the results in its model card

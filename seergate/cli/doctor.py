@@ -106,7 +106,7 @@ def _judge(name: str) -> None:
     """Print whether a model can be gated, according to its configuration."""
     from seergate.cli.models import model_path
     from seergate.distill.config import load_train_config
-    from seergate.distill.plan import architecture
+    from seergate.distill.estimate import architecture
     from seergate.errors import SeergateError
     from seergate.models.families import family_of, has_full_attention
 

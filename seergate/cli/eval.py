@@ -107,7 +107,7 @@ TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_so
 def run(options: argparse.Namespace) -> None:
     """Run the plan that the options describe."""
     from seergate.cli.running import run_and_report
-    from seergate.eval.plan import SweepPlan
+    from seergate.eval.sweep_plan import SweepPlan
 
     values = given(options, *vars(options))
     report = not values.pop("no_report")
@@ -119,7 +119,7 @@ SWEEP_HELP = (
     "a grid of settings from one YAML file",
     "Evaluate a grid over methods, budgets, thresholds, block sizes and dense layers. What is there already is kept,\n"
     "so an interrupted sweep continues and a longer list makes only what is new. The file's keys are those of\n"
-    "seergate.eval.plan.SweepPlan, for instance:\n\n"
+    "seergate.eval.sweep_plan.SweepPlan, for instance:\n\n"
     "    model: tiny-reasoner\n"
     "    task: chain_sum\n"
     "    task_options: {problems: 64, variables: 70}\n"
@@ -149,7 +149,7 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def _sweep(options: argparse.Namespace) -> None:
     """Run the plan in the file."""
     from seergate.cli.running import run_and_report
-    from seergate.eval.plan import SweepPlan
+    from seergate.eval.sweep_plan import SweepPlan
 
     plan = replace(SweepPlan.read(options.file), **given(options, "model", "gates", "out", "match"))
     if options.problems is not None:

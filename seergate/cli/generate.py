@@ -17,7 +17,7 @@ from seergate.errors import SeergateError
 from seergate.escaping import Terminal
 
 if TYPE_CHECKING:
-    from seergate.eval.task import Problem
+    from seergate.eval.tasks.task import Problem
 
 HELP = (
     "answer one prompt, and see which blocks each token was written from",
@@ -56,11 +56,11 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.console import notes
     from seergate.cli.models import bank_for, is_tiny, load_model, model_path, say_gates
     from seergate.cli.running import check_model
-    from seergate.eval.engine import encode, prompt_text
+    from seergate.eval.generation.engine import encode, prompt_text
     from seergate.eval.settings import method_spec
-    from seergate.hf.loading import load_tokenizer
     from seergate.methods import SelectingMethod
     from seergate.models.families import check_positions, model_positions
+    from seergate.models.loading import load_tokenizer
 
     _check(options)
     tiny = is_tiny(options.model)
@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
-    from seergate.hf.attach import attached
-    from seergate.report import write_explorer
+    from seergate.eval.report import write_explorer
+    from seergate.models.attach import attached
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -159,7 +159,7 @@ def _check(options: argparse.Namespace) -> None:
 def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
     """The prompt as a problem: a user's turn, or plain text for a model without a chat template."""
     from seergate.eval import make_task
-    from seergate.eval.task import Problem
+    from seergate.eval.tasks.task import Problem
 
     text = options.prompt
     if options.prompt_file is not None:

@@ -13,8 +13,8 @@ from seergate.errors import SeergateError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from seergate.hf.bank import GateBank
     from seergate.methods import Gate
+    from seergate.models.gate_bank import GateBank
 
 
 def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
@@ -74,8 +74,8 @@ def _anchors(options: argparse.Namespace) -> None:
     from seergate.cli.models import load_model
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
-    from seergate.hf.anchors import shared_recall
-    from seergate.hf.loading import load_tokenizer
+    from seergate.eval.calibration.anchors import shared_recall
+    from seergate.models.loading import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _asked(options, "anchors")
@@ -127,9 +127,9 @@ def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
 def _dense_layers(options: argparse.Namespace) -> None:
     """Measure the KL with different layers dense, choose the dense layers, and write the gates."""
     from seergate.cli.models import is_tiny, load_model
-    from seergate.eval.dense_layers import answered, find_dense_layers
-    from seergate.eval.tasks import make_task
-    from seergate.hf.loading import load_tokenizer
+    from seergate.eval.calibration.dense_layers import answered, find_dense_layers
+    from seergate.eval.tasks.registry import make_task
+    from seergate.models.loading import load_tokenizer
 
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)
     task = make_task(named)

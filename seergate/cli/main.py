@@ -22,6 +22,7 @@ from seergate.cli import (
     calibrate,
     demo,
     doctor,
+    figure,
     generate,
     layers,
     methods,
@@ -33,10 +34,10 @@ from seergate.cli import (
 from seergate.cli import eval as evaluation
 from seergate.cli.arguments import Command
 from seergate.cli.console import OK, guarded
+from seergate.cli.openmp import bound_spinning
 from seergate.distill.config import Parser
 from seergate.errors import SeergateError, did_you_mean, how_to_install
 from seergate.escaping import Terminal
-from seergate.openmp import bound_spinning
 from seergate.version import __version__
 
 COMMANDS: dict[str, ModuleType | Command] = {
@@ -56,6 +57,7 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "calibrate": calibrate,
     "anchors": layers.ANCHORS,
     "dense-layers": layers.DENSE_LAYERS,
+    "figure": figure,
     "doctor": doctor,
     "info": adapters.INFO,
     "push": adapters.PUSH,
@@ -93,11 +95,6 @@ def _command_of(name: str) -> ModuleType | Command:
             return offered[name].load()  # type: ignore[no-any-return]
         except ImportError as error:
             raise SeergateError(f"the command {name!r} ({offered[name].value}) cannot be loaded: {error}") from error
-    if name == "figure":
-        raise SeergateError(
-            "the command 'figure' is not registered: this seergate is not installed, or by an older version; run "
-            "`pip install -e .` in its repository"
-        )
     raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, [*COMMANDS, *offered])}")
 
 

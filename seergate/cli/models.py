@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from seergate.eval.settings import Banks
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
 TINY = "tiny-reasoner"
 TINY_MODEL = "checkpoints/tiny-reasoner"
@@ -59,7 +59,7 @@ def named_gates(text: str) -> str | dict[str, str]:
 
 def bank_for(model: str, gates: str | None) -> GateBank | None:
     """Load the adapter that `gates_for` finds; ``None`` if there is none."""
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
     source = gates_for(model, gates)
     return None if source is None else GateBank.from_pretrained(source)
@@ -74,7 +74,7 @@ def say_gates(model: str, gates: str | Mapping[int | str, str] | None) -> str:
 
 def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
     """Load the gates of an evaluation: one adapter (`bank_for`), or several by name."""
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
     if isinstance(gates, Mapping):
         return {name: GateBank.from_pretrained(source) for name, source in gates.items()}
@@ -86,7 +86,7 @@ def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrain
     import torch
     from transformers.utils import logging
 
-    from seergate.hf.loading import load_base
+    from seergate.models.loading import load_base
 
     logging.disable_progress_bar()
     place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from seergate.eval.plan import SweepPlan
     from seergate.eval.settings import Banks, MethodSpec
-    from seergate.eval.task import Problem, Task
-    from seergate.hf.bank import GateBank
+    from seergate.eval.sweep_plan import SweepPlan
+    from seergate.eval.tasks.task import Problem, Task
     from seergate.methods import Method
+    from seergate.models.gate_bank import GateBank
 
 
 def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
@@ -29,7 +29,7 @@ def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
     import torch
 
     from seergate.cli.models import load_banks, load_model
-    from seergate.hf.loading import load_tokenizer
+    from seergate.models.loading import load_tokenizer
 
     torch.set_num_threads(threads)
     return load_model(path, plan.dtype, plan.device), load_tokenizer(path), load_banks(plan.model, plan.gates)
@@ -38,7 +38,7 @@ def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
 def run_and_report(plan: SweepPlan, report: bool) -> None:
     """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
     from seergate.cli.console import say_report
-    from seergate.report import write_report
+    from seergate.eval.report import write_report
 
     plans = each_task(plan)
     for each in plans if len(plans) > 1 else ():
@@ -54,7 +54,7 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
 def each_task(plan: SweepPlan) -> list[SweepPlan]:
     """Split a plan with comma-separated tasks into one plan per task."""
     from seergate.cli.models import TINY, is_tiny
-    from seergate.eval.tasks import TASKS
+    from seergate.eval.tasks.registry import TASKS
 
     if not plan.task and not is_tiny(plan.model):
         raise SeergateError(
@@ -77,7 +77,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     """The task of a plan and its problems. Refuses bad values that can be found without the model and the gates."""
     from seergate.cli.models import model_path
     from seergate.eval.method_text import read_method
-    from seergate.hf.loading import load_tokenizer
+    from seergate.models.loading import load_tokenizer
 
     for text in plan.method:
         read_method(text)
@@ -95,15 +95,15 @@ def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keep samples of earlier runs, and return the directory of the runs."""
     from seergate.cli.models import check_writable, load_banks, load_model, model_path, say_gates
     from seergate.eval import sweep
-    from seergate.eval.calibration import Calibrator, check_auto
-    from seergate.eval.matching import distinct
-    from seergate.eval.plan import MATCHES
+    from seergate.eval.calibration.calibrator import Calibrator, check_auto
+    from seergate.eval.calibration.matching import distinct
+    from seergate.eval.report.findings import UNANSWERED
     from seergate.eval.runner import encoded_prompts, reference_in
     from seergate.eval.settings import with_each
-    from seergate.hf.loading import load_tokenizer
+    from seergate.eval.sweep_plan import MATCHES
     from seergate.methods import Dense
     from seergate.models.families import check_length, why_no_longer
-    from seergate.report.findings import UNANSWERED
+    from seergate.models.loading import load_tokenizer
 
     task, problems = checked_task(plan)
     path = model_path(plan.model)
@@ -196,7 +196,7 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
     """Refuse settings of a plan that do not work with a server."""
     from seergate.cli.models import check_file_served, model_path
-    from seergate.eval.served import check_served, engine_version
+    from seergate.eval.generation.served import check_served, engine_version
 
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)
@@ -209,10 +209,10 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     """Refuse an unsupported model, dense layers that it lacks, and gates for another model. Reads only the model's
     configuration, and returns it.
     """
-    from seergate.hf.gated_model import check_base
-    from seergate.hf.loading import base_config
-    from seergate.hf.resolving import check_dense_layers
     from seergate.models.families import family_of
+    from seergate.models.gated_model import check_base
+    from seergate.models.loading import base_config
+    from seergate.models.resolving import check_dense_layers
 
     config = base_config(path)
     family_of(config)
@@ -235,7 +235,7 @@ def _matched(
 ) -> list[MethodSpec]:
     """Find the budgets at which the methods of a plan need equal bytes; measurements are stored with the runs."""
     from seergate.eval import store
-    from seergate.eval.matching import MEASURES, Replay, match, record_path, replayed
+    from seergate.eval.calibration.matching import MEASURES, Replay, match, record_path, replayed
     from seergate.fingerprint import fingerprint, rope_of
 
     dense = store.in_order(store.read_samples(out / specs[0].label))

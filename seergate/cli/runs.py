@@ -31,7 +31,7 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 def _report(options: argparse.Namespace) -> None:
     """Write the report and print its findings."""
     from seergate.cli.console import say_report
-    from seergate.report import write_report
+    from seergate.eval.report import write_report
 
     first, *others = options.runs
     say_report(write_report(first, options.out, *others))

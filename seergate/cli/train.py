@@ -22,8 +22,8 @@ import yaml
 
 from seergate.cli.arguments import Command
 from seergate.cli.console import guarded
+from seergate.cli.openmp import bound_spinning
 from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_options
-from seergate.openmp import bound_spinning
 from seergate.paths import shipped
 
 HELP = (
@@ -121,7 +121,7 @@ def prepare_process() -> None:
 
 def print_plan(config: TrainConfig) -> None:
     """Print the options as YAML for ``--config``, followed by the plan as comments."""
-    from seergate.distill.plan import make_plan
+    from seergate.distill.estimate import make_plan
 
     plan = make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1")))
     config = replace(config, max_length=plan.config.max_length)
@@ -204,7 +204,7 @@ def _plan(options: argparse.Namespace) -> None:
     values = vars(options)
     own = {name: values.pop(name) for name in names}
     config = resolve(values)
-    from seergate.distill.plan import make_plan
+    from seergate.distill.estimate import make_plan
 
     print(make_plan(config, **own).text())
 

@@ -24,7 +24,7 @@ from seergate.progress import duration
 if TYPE_CHECKING:
     from seergate.distill.callbacks import Callback, StepLog
     from seergate.distill.config import TrainConfig
-    from seergate.eval.plan import SweepPlan
+    from seergate.eval.sweep_plan import SweepPlan
 
 HELP = (
     "train gates in a given time and recommend a budget",
@@ -132,7 +132,7 @@ def _checked(options: argparse.Namespace) -> _Job:
 
     from seergate.distill.base_model import within_positions
     from seergate.distill.config import load_train_config
-    from seergate.distill.plan import architecture, make_plan
+    from seergate.distill.estimate import architecture, make_plan
 
     if not 0 < options.hours < float("inf"):
         raise SeergateError(f"hours is {options.hours}; it must be a positive number")
@@ -251,7 +251,7 @@ class _Job:
         from seergate.cli.models import model_path
         from seergate.distill.held_out import divide
         from seergate.eval import store
-        from seergate.hf.loading import load_tokenizer
+        from seergate.models.loading import load_tokenizer
 
         def lines(rows: Iterable[dict[str, Any]]) -> str:
             return "".join(json.dumps(row) + "\n" for row in rows)
@@ -309,8 +309,8 @@ class _Job:
         """Run the missing evaluations, write the report, and print the recommendation."""
         from seergate.cli.running import run_plan
         from seergate.eval import store
-        from seergate.report import load_sweeps, write_report
-        from seergate.report.recommendation import recommendation
+        from seergate.eval.report import load_sweeps, write_report
+        from seergate.eval.report.recommendation import recommendation
 
         gates = self.config.run_dir
         plans = self._evaluations(gates, self.out, decision.problems, decision.texts, self.budgets)
@@ -337,7 +337,7 @@ class _Job:
         """The plans of the needle problems and of the scored texts."""
         import torch
 
-        from seergate.eval.plan import SweepPlan
+        from seergate.eval.sweep_plan import SweepPlan
 
         same = SweepPlan(
             model=self.options.model,

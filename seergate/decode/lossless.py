@@ -35,7 +35,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from seergate.cache.argument import CACHE
 from seergate.cache.batching import layers_without_return
-from seergate.cache.call import ForwardModes
+from seergate.cache.forward import ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.config import Lossless
 from seergate.decode.speculation import VERIFYING_COST, DraftLength, accept_greedy, accept_sampled, cycle_cost

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from seergate.cache.call import ForwardContext
+from seergate.cache.forward import ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError

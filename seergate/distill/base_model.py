@@ -18,8 +18,6 @@ from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
-from seergate.hf.bank import GateBank
-from seergate.hf.loading import base_config, load_base, skeleton
 from seergate.models.families import (
     decoder_of,
     family_of,
@@ -29,6 +27,8 @@ from seergate.models.families import (
     why_no_longer,
     why_one_sequence,
 )
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import base_config, load_base, skeleton
 from seergate.ops.backend import choose
 from seergate.paths import gguf_file, is_local_model
 

@@ -65,7 +65,8 @@ class StepLog:
 
 @dataclass(frozen=True)
 class Far:
-    """KL and recall of gates on far blocks (those between the first and the newest), by layer; see `seergate.hf.far`.
+    """KL and recall of gates on far blocks (those between the first and the newest), by layer; see
+    `seergate.distill.losses.far`.
 
     Attributes:
         kl_per_layer: KL over far blocks alone, in nats per row.

@@ -16,9 +16,9 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.sources import COMMIT, may_be_on_hub, unloadable
 from seergate.durable import replacing
 from seergate.errors import SeergateError
-from seergate.hf.loading import base_config
 from seergate.hub import cached_commit, hub_call, unanswered
 from seergate.models.families import base_commit
+from seergate.models.loading import base_config
 from seergate.paths import is_local_model
 
 FILE = "commits.json"

@@ -18,10 +18,10 @@ from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
 
-from seergate.chain_sum import GIVENS, NAMES
 from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_retention, scorer_kind
 from seergate.durable import naming
 from seergate.errors import SeergateError, did_you_mean
+from seergate.eval.tasks.chain_sum import GIVENS, NAMES
 from seergate.paths import GGUF, exists, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
@@ -357,7 +357,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     @property
     def loss_options(self) -> dict[str, Any]:
-        """Options of the loss on a pack, as fields of `seergate.hf.distill_loss.DistillSpec`."""
+        """Options of the loss on a pack, as fields of `seergate.distill.losses.distill_loss.DistillSpec`."""
         names = ("row_start", "reduction", "recall_budgets", "target", "target_budget", "row_stride")
         return {name: getattr(self, name) for name in names}
 

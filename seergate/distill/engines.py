@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from seergate.checks import is_number
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import DistributedState, expect_steps
+from seergate.distill.losses.distill_loss import StoredGradients
 from seergate.errors import SeergateError, how_to_install
-from seergate.hf.distill_loss import StoredGradients
 from seergate.paths import resolve_file
 
 if TYPE_CHECKING:
-    from seergate.hf.bank import GateBank
+    from seergate.models.gate_bank import GateBank
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")

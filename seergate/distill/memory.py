@@ -18,9 +18,9 @@ from torch import nn
 from seergate.distill.base_model import base_dtype, is_gguf
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
-from seergate.hf.bank import GateBank
-from seergate.hf.teacher_forward import tile_rows
+from seergate.distill.losses.teacher_forward import tile_rows
 from seergate.models.families import decoder_of, text_config
+from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
 
 if TYPE_CHECKING:

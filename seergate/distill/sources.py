@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.chain_sum import make_problems
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
+from seergate.eval.tasks.chain_sum import make_problems
 from seergate.hub import hub_call
 from seergate.json_file import read_json_text
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from seergate import ops
 from seergate.distill.base_model import base_dtype, gate_config
 from seergate.distill.config import TrainConfig
+from seergate.distill.losses.teacher_forward import distill_step, loss_of
 from seergate.gates.bank import make_gate
+from seergate.gates.geometry import ModelGeometry
 from seergate.gates.retention import RetentionGate
-from seergate.geometry import ModelGeometry
-from seergate.hf.bank import GateBank
-from seergate.hf.teacher_forward import distill_step, loss_of
 from seergate.models.families import attention_modules, decoder_of, text_config
+from seergate.models.gate_bank import GateBank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -58,6 +58,8 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
+from seergate.distill.losses.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
+from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
 from seergate.distill.packing import packs_of_step
 from seergate.distill.speed import loss_pairs
@@ -66,12 +68,10 @@ from seergate.durable import lock, naming
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
 from seergate.gates import base_note, save_adapter
-from seergate.hf.bank import GateBank
-from seergate.hf.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
-from seergate.hf.loading import download_weights, load_tokenizer, skeleton
-from seergate.hf.teacher_forward import distill_steps
 from seergate.hub import offline
 from seergate.models.families import check_gates
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import download_weights, load_tokenizer, skeleton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -11,8 +11,8 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.engine import Generation
-from seergate.eval.judge import GradingPool
+from seergate.eval.generation.engine import Generation
+from seergate.eval.grading.judge import GradingPool
 
 
 @dataclass(frozen=True)

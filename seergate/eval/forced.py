@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.eval.costs import RowStats
-from seergate.eval.engine import beginning, encode
+from seergate.eval.generation.costs import RowStats
+from seergate.eval.generation.engine import beginning, encode
 from seergate.eval.proxies import compare, dense_logits
-from seergate.eval.retrieval import SETTLING
 from seergate.eval.settings import MethodSpec
-from seergate.eval.task import Task
-from seergate.hf.attach import attached
-from seergate.hf.bank import GateBank
-from seergate.hf.score import score
+from seergate.eval.tasks.retrieval import SETTLING
+from seergate.eval.tasks.task import Task
 from seergate.methods import LongPromptWarning
+from seergate.models.attach import attached
 from seergate.models.families import check_length, text_config
+from seergate.models.gate_bank import GateBank
+from seergate.models.score import score
 
 KEPT_BYTES = 2**30
 """Maximum bytes of dense attention's logits that are kept for further settings."""

@@ -10,17 +10,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.settings import MethodSpec
-from seergate.hf.attach import attach
-from seergate.hf.bank import GateBank
-from seergate.hf.loading import load_base, load_tokenizer
-from seergate.hf.score import score
+from seergate.models.attach import attach
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import load_base, load_tokenizer
+from seergate.models.score import score
 
 
 def attached_model(
     name: str, spec: MethodSpec, gates: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GateBank | None]:
     """Load a model and gates from directories or Hub ids and attach a method; return the model, its tokenizer and the
-    gates. ``options`` are those of `seergate.hf.loading.load_base`: ``device``, ``dtype``, ...
+    gates. ``options`` are those of `seergate.models.loading.load_base`: ``device``, ``dtype``, ...
     """
     bank = None if gates is None else GateBank.from_pretrained(gates)
     method = spec.method(bank)

@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.eval.engine import Batch, encode
-from seergate.eval.task import digest_of
-from seergate.hf.attach import Handle
+from seergate.eval.generation.engine import Batch, encode
+from seergate.eval.tasks.task import digest_of
 from seergate.methods import CompressingMethod, SelectingMethod
+from seergate.models.attach import Handle
 
 WINDOWS, WINDOW_TOKENS = 16, 32
 REPLAYED_TOKENS = 1024

@@ -11,11 +11,11 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
-from seergate.eval.grading import check_grader
-from seergate.eval.judge import GradingPool
-from seergate.eval.metrics import by_problem
+from seergate.eval.grading.graders import check_grader
+from seergate.eval.grading.judge import GradingPool
 from seergate.eval.runner import write_metrics
-from seergate.eval.stats import clustered
+from seergate.eval.statistics.intervals import clustered
+from seergate.eval.statistics.metrics import by_problem
 
 UNFINISHED = "regrading"
 """A key of the task in `config.yaml` while samples are being replaced. A kill leaves it there, so that the run is not
@@ -37,7 +37,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
     to the run's configuration, so that the run is not resumed with another one.
 
     Args:
-        grader: a key of `seergate.eval.grading.GRADERS`; the run's own if ``None``.
+        grader: a key of `seergate.eval.grading.graders.GRADERS`; the run's own if ``None``.
         dry_run: write nothing.
 
     Raises:

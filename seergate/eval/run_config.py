@@ -12,17 +12,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.checks import check_choice, check_counts
 from seergate.errors import SeergateError
 from seergate.eval.collector import Progress
-from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.environment import environment, grader_version
-from seergate.eval.grading import check_grader
-from seergate.eval.judge import check_installed
+from seergate.eval.generation.engine import Limit, encode, end_ids, prompt_text
+from seergate.eval.generation.served import SERVERS, engine_version
+from seergate.eval.grading.graders import check_grader
+from seergate.eval.grading.judge import check_installed
 from seergate.eval.sampling import Sampling
-from seergate.eval.served import SERVERS, engine_version
 from seergate.eval.settings import MethodSpec
-from seergate.eval.task import Problem, Task, contents_hash, digest_of
+from seergate.eval.tasks.task import Problem, Task, contents_hash, digest_of
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.hf.bank import GateBank
 from seergate.models.families import usable_positions, why_no_longer
+from seergate.models.gate_bank import GateBank
 
 ENGINES = ("transformers", *SERVERS)
 
@@ -40,8 +40,8 @@ class RunOptions:
         batch_size: samples generated together; does not affect results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
         model_name: name of the model in the records; a path or Hub id.
-        engine: the engine that generates: ``"transformers"``, or a server's name (`seergate.eval.served`); it
-            affects results.
+        engine: the engine that generates: ``"transformers"``, or a server's name (`seergate.eval.generation.served`);
+            it affects results.
         on_progress: called after every graded sample, one call at a time, from a grading thread.
     """
 

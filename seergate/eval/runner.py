@@ -19,23 +19,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.cluster import Cluster, Loader
 from seergate.eval.collector import Collector, Progress
-from seergate.eval.engine import Engine, Job, Limit, Request, encode, prompt_text, reply_ids
 from seergate.eval.forced import TeacherForcing
-from seergate.eval.judge import GradingPool
-from seergate.eval.metrics import derive
+from seergate.eval.generation.cluster import Cluster, Loader
+from seergate.eval.generation.engine import Engine, Job, Limit, Request, encode, prompt_text, reply_ids
+from seergate.eval.generation.served import SERVERS, generate_by_server
+from seergate.eval.grading.judge import GradingPool
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
 from seergate.eval.run_config import RunOptions, prompts_of, run_config
 from seergate.eval.sampling import sample_seed
-from seergate.eval.served import SERVERS, generate_by_server
 from seergate.eval.settings import Banks, MethodSpec
-from seergate.eval.task import Problem, Task, contents_hash
+from seergate.eval.statistics.metrics import derive
+from seergate.eval.tasks.task import Problem, Task, contents_hash
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.hf.attach import attached
-from seergate.hf.bank import GateBank
 from seergate.methods import Dense
+from seergate.models.attach import attached
 from seergate.models.families import check_length, text_config
+from seergate.models.gate_bank import GateBank
 from seergate.progress import working
 
 

@@ -12,12 +12,12 @@ from seergate.config import Correction, is_retention
 from seergate.errors import SeergateError
 from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
 from seergate.fingerprint import fingerprint
-from seergate.hf.bank import GateBank
 from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_method, method_class, option_names
 from seergate.methods.registry import reading_class
+from seergate.models.gate_bank import GateBank
 
 AUTO = "auto"
-"""Value of an option that is calibrated on the model and the task (`seergate.eval.calibration`)."""
+"""Value of an option that is calibrated on the model and the task (`seergate.eval.calibration.calibrator`)."""
 
 Banks = GateBank | Mapping[Any, GateBank] | None
 """Gates of an evaluation: a bank, several by name, or none."""

@@ -16,9 +16,9 @@ from seergate.checks import is_int, is_number
 from seergate.config import RULE_OPTIONS, RULES, SCORERS, DecodeConfig, GateConfig, class_of
 from seergate.errors import SeergateError, first_line
 from seergate.gates.differences import GatesDiff, TensorDiff
+from seergate.gates.geometry import ModelGeometry
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
-from seergate.geometry import ModelGeometry
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

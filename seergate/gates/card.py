@@ -79,7 +79,7 @@ def usage(bank: Gates, source: Source) -> str:
     imports, question = ["from transformers import AutoTokenizer", ""], '"How many positive divisors does 360 have?"'
     if _options(bank).get("data") == "chain_sum":  # models of this task only know the words of its problems
         imports = ["import random", "", *imports]
-        lines.insert(1, "from seergate.chain_sum import make_problem")
+        lines.insert(1, "from seergate.eval.tasks.chain_sum import make_problem")
         question = "make_problem(20, random.Random(0)).question"
     return "\n".join(
         [

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.config import GateConfig
+from seergate.gates.geometry import ModelGeometry
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, Scorer
-from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
 
 POOLING_SHARES = {"max": 0.25, "min": 0.25, "avg": 0.5}

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seergate.config import GateConfig
+from seergate.gates.geometry import ModelGeometry
 from seergate.gates.scorer import HeadwiseLinear, TokenScorer
-from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import NORM_EPS, branch_end
 
 

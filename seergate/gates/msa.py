@@ -16,8 +16,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from seergate.config import GateConfig
+from seergate.gates.geometry import ModelGeometry
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, TokenScorer
-from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import branch_end, projected_queries
 
 

@@ -11,7 +11,7 @@ from seergate.checks import is_int
 from seergate.config import DecodeConfig, GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.geometry import ModelGeometry
+from seergate.gates.geometry import ModelGeometry
 from seergate.paths import is_local_model, shipped_name
 
 SCHEMA_VERSION = 1

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import GateConfig
+from seergate.gates.geometry import ModelGeometry
 from seergate.gates.scorer import INIT_STD, GateRMSNorm, group_size
-from seergate.geometry import ModelGeometry
 from seergate.ops.gate_math import rms_norm
 
 BASE_KEYS = 16

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from seergate.config import GateConfig
-from seergate.geometry import ModelGeometry
+from seergate.gates.geometry import ModelGeometry
 from seergate.ops.gate_math import Branch, block_scores
 
 INIT_STD = 0.02

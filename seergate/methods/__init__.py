@@ -52,8 +52,8 @@ for _method in (
     register(_method)
 
 _LAZY = {"ReasonCache": "reason_cache", "RandomSharing": "random_sharing"}
-"""Classes of the optional package `seergate.reason`, which is imported when one of them is used."""
-METHODS.update({name: f"seergate.reason.method:{kind}" for kind, name in _LAZY.items()})  # type: ignore[misc]
+"""Classes of the optional package `seergate.methods.reason_cache`, which is imported when one of them is used."""
+METHODS.update({name: f"seergate.methods.reason_cache.method:{kind}" for kind, name in _LAZY.items()})  # type: ignore[misc]
 
 __all__ = [
     "H2O",

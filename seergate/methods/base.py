@@ -279,10 +279,10 @@ class Method:
     """True if the method only shares blocks; its option ``reads`` is the method that selects blocks."""
     calibrates: ClassVar[Mapping[str, str]] = {}
     """Options that can be measured on a model and a task -> ``"module:class"`` of the measurement, a subclass of
-    `seergate.eval.calibration.Calibration`."""
+    `seergate.eval.calibration.calibrator.Calibration`."""
     serving_scores: ClassVar[str | None] = None
-    """``"module:class"`` of the method's scores inside a server, a subclass of `seergate.serving.scoring.Scores`;
-    ``None`` if the method does not run there."""
+    """``"module:class"`` of the method's scores inside a server, a subclass of
+    `seergate.serving.common.scoring.Scores`; ``None`` if the method does not run there."""
     role: ClassVar[Literal["method", "control", "bound"]] = "method"
     """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` knows what no real method can know."""
     plot_style: ClassVar[tuple[str, str] | None] = None

@@ -98,7 +98,7 @@ class Gate(GatedMethod, SelectingMethod):
 
     name: ClassVar[str] = "gate"
     plot_style: ClassVar[tuple[str, str] | None] = ("#D55E00", "o")
-    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:GateScores"
+    serving_scores: ClassVar[str | None] = "seergate.serving.common.scoring:GateScores"
     from_gates: ClassVar[tuple[str, ...]] = ("bank", "block_size")
     compat: Literal["published", "gates"] | None = "gates"
     block_size: int = 0

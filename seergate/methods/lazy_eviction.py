@@ -81,7 +81,7 @@ class LazyEviction(BudgetedMethod):
     name: ClassVar[str] = "lazy_eviction"
     state = LazyState
     plot_style: ClassVar[tuple[str, str] | None] = ("#44AA99", "d")
-    calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.recurrence:WindowCalibration"}
+    calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.calibration.recurrence:WindowCalibration"}
     periodic: ClassVar[bool] = True
     token_budget: int = 1492
     window: int = 175

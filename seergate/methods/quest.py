@@ -121,7 +121,7 @@ class Quest(SelectingMethod):
     name: ClassVar[str] = "quest"
     state = QuestState
     plot_style: ClassVar[tuple[str, str] | None] = ("#009E73", "^")
-    serving_scores: ClassVar[str | None] = "seergate.serving.scoring:QuestScores"
+    serving_scores: ClassVar[str | None] = "seergate.serving.common.scoring:QuestScores"
     block_size: int = 16
     dense_layers: tuple[int, ...] = (0, 1)
     group_reduction: str = "max"

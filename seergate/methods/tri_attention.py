@@ -158,7 +158,7 @@ class TriAttention(BudgetedMethod):
     name: ClassVar[str] = "tri_attention"
     state = TriAttentionState
     plot_style: ClassVar[tuple[str, str] | None] = ("#AA4499", "*")
-    calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.recurrence:CentresCalibration"}
+    calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.calibration.recurrence:CentresCalibration"}
     centres: Centres | str
     token_budget: int = 2048
     interval: int = 128

@@ -1,1 +1,1 @@
-"""Model families of transformers: where q and k are hooked, and their RoPE."""
+"""All that is known of transformers: families of models, hooks, loading, attaching methods and gates."""

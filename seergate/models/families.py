@@ -15,7 +15,7 @@ from torch import nn
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.geometry import ModelGeometry
+from seergate.gates.geometry import ModelGeometry
 from seergate.models.rope import RopeKind, changing_rope, gate_frequencies
 
 if TYPE_CHECKING:

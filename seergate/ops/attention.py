@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_count
+from seergate.ops.arguments import check_cu_seqlens, check_groups, check_softmax, check_tensor
 from seergate.ops.backend import run
-from seergate.ops.checks import check_cu_seqlens, check_groups, check_softmax, check_tensor
 
 
 class Pack(NamedTuple):

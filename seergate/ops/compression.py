@@ -8,8 +8,8 @@ from torch import Tensor
 
 from seergate.checks import check_count
 from seergate.config import POOLINGS, check_poolings
+from seergate.ops.arguments import brief, check_lengths, check_tensor, readable
 from seergate.ops.backend import run
-from seergate.ops.checks import brief, check_lengths, check_tensor, readable
 from seergate.ops.gate_math import Branch
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_count
-from seergate.ops.backend import run
-from seergate.ops.checks import (
+from seergate.ops.arguments import (
     brief,
     check_groups,
     check_integers,
@@ -18,6 +17,7 @@ from seergate.ops.checks import (
     check_tensor,
     readable,
 )
+from seergate.ops.backend import run
 
 
 class DecodeInputs(NamedTuple):

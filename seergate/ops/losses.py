@@ -14,9 +14,9 @@ from torch import Tensor
 
 from seergate.checks import check, check_count, is_int, is_number
 from seergate.config import check_rows, check_target
+from seergate.ops.arguments import check_scale, check_tensor, readable
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import run
-from seergate.ops.checks import check_scale, check_tensor, readable
 
 REDUCTIONS = ("row_mean", "published")
 

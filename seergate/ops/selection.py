@@ -9,8 +9,8 @@ from typing import NamedTuple, TypeVar
 from torch import Tensor
 
 from seergate.checks import check, check_count, is_int, is_number
+from seergate.ops.arguments import check_lengths, check_tensor
 from seergate.ops.backend import run
-from seergate.ops.checks import check_lengths, check_tensor
 from seergate.ops.compression import check_branch
 
 

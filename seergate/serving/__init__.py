@@ -1,1 +1,1 @@
-"""Code shared by the servers' plugins: options, block scores, and the inverse of RoPE."""
+"""Plugins for servers: vLLM and SGLang, and what they share."""

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
-import papers.command
+import seergate.cli.figure
 from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
 from seergate.cli.models import gates_for, load_model
 from seergate.errors import SeergateError, sentence
+from seergate.eval.report.write import Report
 from seergate.methods import METHODS
-from seergate.report.write import Report
-from tests.eval import support
-from tests.running import ROOT, Done, run_seergate
+from tests.support import evaluation as support
+from tests.support.running import ROOT, Done, run_seergate
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
@@ -69,7 +69,7 @@ def test_help_names_every_command(seergate):
     done = seergate("--help")
     assert done.returncode == 0
     assert set(COMMANDS) >= {"demo", "plan", "train", "eval", "report", "sweep", "doctor"}
-    for command, module in (COMMANDS | {"figure": papers.command}).items():
+    for command, module in (COMMANDS | {"figure": seergate.cli.figure}).items():
         assert re.search(rf"^    {command}\s+{re.escape(module.HELP[0][:20])}", done.stdout, re.M), command
 
 
@@ -164,7 +164,7 @@ def test_commands_of_other_packages(seergate, tmp_path, monkeypatch):
     assert "the command 'figure' is not registered" in refusal(seergate("figure", "5"))
     assert "the command 'lost' (nowhere.at_all) cannot be loaded" in refusal(seergate("lost"))
     assert "did you mean 'mine'?" in refusal(seergate("mines"))
-    assert seergate("mine", "--plugin", "tests.methods.evictors").stdout == "mine was run\n"
+    assert seergate("mine", "--plugin", "tests.support.evictors").stdout == "mine was run\n"
     listed = seergate("--help").stdout
     assert "says mine" in listed and "cannot be loaded" in listed and "figure" not in listed
 

@@ -6,7 +6,7 @@ import json
 import re
 
 from seergate.cli import demo
-from tests.running import run_seergate
+from tests.support.running import run_seergate
 
 
 def test_the_demo_distils_evaluates_and_reports(tmp_path):

@@ -13,10 +13,10 @@ from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.cli.models import named_gates
 from seergate.eval import make_task
-from seergate.eval.plan import SweepPlan
 from seergate.eval.settings import grid, with_each
-from tests.eval import support
-from tests.models import tiny_model
+from seergate.eval.sweep_plan import SweepPlan
+from tests.support import evaluation as support
+from tests.support.models import tiny_model
 
 
 def call(*arguments: object) -> int:

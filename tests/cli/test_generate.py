@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 from seergate.paths import shipped
-from tests.eval import support
-from tests.report.test_explorer import page_of
-from tests.running import run_seergate
+from tests.eval.report.test_explorer import page_of
+from tests.support import evaluation as support
+from tests.support.running import run_seergate
 
 
 @pytest.fixture(scope="module")

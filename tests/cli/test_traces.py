@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from seergate import SeergateError
-from seergate.chain_sum import make_problems
 from seergate.cli.traces import _made_with
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
 from seergate.durable import lock
 from seergate.eval.store import write_yaml
-from seergate.hf.loading import load_tokenizer
-from tests.eval import support
-from tests.running import run_seergate
+from seergate.eval.tasks.chain_sum import make_problems
+from seergate.models.loading import load_tokenizer
+from tests.support import evaluation as support
+from tests.support.running import run_seergate
 
 PROMPTS = [
     {"messages": [{"role": "user", "content": "start with"}, {"role": "assistant", "content": "not this"}]},
@@ -177,7 +177,7 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
             "seergate.distill.commits.data_commit", lambda _: pytest.fail("the prompts stay at their commit")
         )
         assert run_seergate(*command).returncode == 0
-        patch.setattr("seergate.eval.served.engine_version", "vllm {}".format)  # which is not installed
+        patch.setattr("seergate.eval.generation.served.engine_version", "vllm {}".format)  # which is not installed
         patch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
         for change in ("dtype", "float16"), ("engine", "vllm"):
             refused = run_seergate(*command, f"--{change[0]}", change[1])

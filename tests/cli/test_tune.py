@@ -18,8 +18,8 @@ from seergate.cli import running, tune
 from seergate.cli.tune import Times, decide
 from seergate.errors import SeergateError
 from seergate.gates.files import CONFIG_FILE
-from tests.running import ROOT, Done, run_seergate
-from tests.test_gguf import llama, write_gguf
+from tests.models.test_gguf import llama, write_gguf
+from tests.support.running import ROOT, Done, run_seergate
 
 HOURS = 3
 TIMES = Times(step=10.0, dense=4.0, gate=3.0, dense_text=2.0, gate_text=1.0)
@@ -107,7 +107,7 @@ def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:
 
     from seergate.distill.config import load_train_config
     from seergate.distill.held_out import divide
-    from seergate.hf.loading import load_tokenizer
+    from seergate.models.loading import load_tokenizer
 
     config = replace(load_train_config(str(model)), max_length=512)
     tokenizer = load_tokenizer(model)

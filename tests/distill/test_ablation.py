@@ -29,7 +29,7 @@ from tests.distill.test_trainer import (  # noqa: F401 (fixtures)
     pushes,
     weights,
 )
-from tests.running import run_seergate
+from tests.support.running import run_seergate
 
 
 def run_study(study: Study, configs: dict[str, TrainConfig]) -> list[Outcome]:

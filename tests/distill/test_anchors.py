@@ -8,12 +8,12 @@ import torch
 from seergate import GateBank, SeergateError
 from seergate.distill.base_model import fresh_gates, given_gates
 from seergate.distill.config import TrainConfig
-from seergate.hf.teacher_forward import DistillSpec, distill_steps
-from seergate.hf.teacher_pass import intercepted_attention
+from seergate.distill.losses.teacher_forward import DistillSpec, distill_steps
 from seergate.models import families
+from seergate.models.packed_forward import intercepted_attention
 from seergate.ops import packed_attention, reference
-from tests.host.test_decode import BLOCK, gates
-from tests.models import prompt, tiny_model
+from tests.decode.test_decode import BLOCK, gates
+from tests.support.models import prompt, tiny_model
 
 LENGTHS = (40, 61)
 

@@ -20,13 +20,13 @@ from seergate.config import GateConfig
 from seergate.distill import TrainConfig, base_model, load_train_config, run_distillation
 from seergate.distill.base_model import as_asked, compile_elementwise, load_frozen
 from seergate.distill.distributed import DistributedState
-from seergate.distill.plan import make_plan
+from seergate.distill.estimate import make_plan
+from seergate.distill.losses.teacher_forward import distill_step
 from seergate.errors import SeergateError
-from seergate.hf.bank import GateBank
-from seergate.hf.loading import base_config, load_base
-from seergate.hf.teacher_forward import distill_step
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import base_config, load_base
 from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
-from tests.models import prompt, tiny_model
+from tests.support.models import prompt, tiny_model
 
 ALONE = DistributedState(0, 1, 0, torch.device("cpu"))
 

@@ -16,10 +16,10 @@ from seergate.cli import train as command
 from seergate.cli.console import guarded
 from seergate.distill import TrainConfig
 from seergate.distill.distributed import CommonError
-from seergate.hf.bank import GateBank
-from seergate.hf.loading import load_base
-from tests.distill.pairs import ROOT, pair
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import load_base
 from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
+from tests.support.pairs import ROOT, pair
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
-from seergate.chain_sum import make_problems
 from seergate.cli.train import main, resolve, train_parser
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.config import locate_model, presets
 from seergate.errors import SeergateError
+from seergate.eval.tasks.chain_sum import make_problems
 from seergate.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.data import prepare_data, token_files, tokenise
 from seergate.distill.formatting import Formatter, MalformedRow, question, training_template
 from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
-from seergate.eval.engine import prompt_text
-from seergate.eval.task import Problem
+from seergate.eval.generation.engine import prompt_text
+from seergate.eval.tasks.chain_sum import make_problems
+from seergate.eval.tasks.task import Problem
 from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
 
 REASONING = "First, naïve 3 × 5 = 15.\n\nWait — 🙂 check: 15."

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from seergate.distill.distributed import PATIENCE_VARIABLE, CommonError, DistributedState, init_distributed, patience
 from seergate.errors import SeergateError
-from tests.distill.pairs import pair
+from tests.support.pairs import pair
 
 # The library's own default, 30 minutes, is set to two seconds: what counts must be ours.
 SLOW = """
@@ -38,14 +38,14 @@ import os, time
 from datetime import timedelta
 import torch.distributed.distributed_c10d as library
 library.default_pg_timeout = timedelta(seconds=6)
-from seergate.hf.bank import GateBank
+from seergate.models.gate_bank import GateBank
 from seergate.config import GateConfig
 from seergate.distill import load_train_config
 from seergate.distill.distributed import init_distributed
 from seergate.distill.engines import make_engine, prepare_deepspeed
-from seergate.hf.teacher_forward import distill_step
+from seergate.distill.losses.teacher_forward import distill_step
 from seergate.paths import shipped
-from tests.models import prompt, tiny_model
+from tests.support.models import prompt, tiny_model
 
 prepare_deepspeed()
 world = init_distributed(alone=True)

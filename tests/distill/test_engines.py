@@ -22,12 +22,12 @@ from seergate.distill.engines import (
     deepspeed_config,
     wait_for_builds,
 )
+from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
 from seergate.errors import SeergateError
-from seergate.hf.bank import GateBank
-from seergate.hf.teacher_forward import distill_step
+from seergate.models.gate_bank import GateBank
 from seergate.paths import shipped
-from tests.models import prompt
+from tests.support.models import prompt
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])

@@ -10,11 +10,11 @@ import torch
 
 from seergate import GateBank
 from seergate.distill import load_train_config
-from seergate.distill.plan import make_plan
+from seergate.distill.estimate import make_plan
 from seergate.models import families
 from tests.distill.conftest import PLAIN, byte_tokenizer
-from tests.models import FAMILIES, tiny_model
-from tests.running import run_seergate
+from tests.support.models import FAMILIES, tiny_model
+from tests.support.running import run_seergate
 
 LENGTHS = (60, 40, 70, 30, 90)
 """Tokens of the samples, one per byte. As many as fit share a pack of 96."""

@@ -10,11 +10,11 @@ import torch
 from seergate import GateBank, GateConfig, ops
 from seergate.distill.callbacks import EvalLog, Far
 from seergate.distill.config import load_train_config
+from seergate.distill.losses.distill_loss import DistillSpec
+from seergate.distill.losses.far import _compared
+from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.distill.trainer import without_kernel
-from seergate.hf.distill_loss import DistillSpec
-from seergate.hf.far import _compared
-from seergate.hf.teacher_forward import distill_steps
-from tests.models import prompt, tiny_model
+from tests.support.models import prompt, tiny_model
 
 SIZE, BUDGETS = 8, (16, 32, 1024)
 ENDS = torch.tensor([0, 70, 75, 190], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A run survives SIGKILL wherever it falls; `python -m tests.distill.kills --kills 100` does it a hundred times."""
+"""A run survives SIGKILL wherever it falls; `python -m tests.support.kills --kills 100` does it a hundred times."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from seergate.distill import TrainConfig
-from tests.distill.kills import PHASES, same, storm
 from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
+from tests.support.kills import PHASES, same, storm
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,7 +29,7 @@ def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig, kills: int) 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
 def test_the_record_says_what_came_out(tmp_path: Path) -> None:
     file = tmp_path / "kills.json"
-    command = [sys.executable, "-m", "tests.distill.kills", "--kills", "2", "--record", str(file)]
+    command = [sys.executable, "-m", "tests.support.kills", "--kills", "2", "--record", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "final gates bit-identical" in done.stdout, done.stderr[-2000:]
     record = json.loads(file.read_text())

@@ -20,10 +20,10 @@ from seergate.distill.base_model import gate_config
 from seergate.distill.config import presets
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
+from seergate.distill.estimate import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
+from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
-from seergate.distill.plan import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
 from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
-from seergate.hf.teacher_forward import distill_step
 from seergate.yaml_file import read_yaml
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
 
@@ -274,7 +274,7 @@ def test_the_least_of_several_calls_is_taken(monkeypatch) -> None:
 def test_a_step_is_the_sum_of_its_layers(config, monkeypatch) -> None:  # noqa: F811
     """How near it comes to a real step is measured in benchmarks/distill_model.py."""
     measured = Speed(per_token=1e-3, per_pair=1e-6, per_loss_pair=2e-6, block_size=64, row_start=0.5)
-    monkeypatch.setattr("seergate.distill.plan.measure_speed", lambda *_: measured)
+    monkeypatch.setattr("seergate.distill.estimate.measure_speed", lambda *_: measured)
     run = load_train_config("qwen3-8b", {"max_length": 2048})
     for processes in (1, 2):
         plan = make_plan(run, processes=processes, device="cpu", sample_tokens=800)

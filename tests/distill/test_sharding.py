@@ -24,14 +24,14 @@ from transformers.distributed import DistributedConfig
 from seergate.distill import TrainConfig, load_train_config, run_distillation
 from seergate.distill.base_model import load_frozen
 from seergate.distill.distributed import DistributedState
-from seergate.distill.plan import make_plan
+from seergate.distill.estimate import make_plan
 from seergate.errors import SeergateError
 from seergate.models.families import decoder_of
 from tests.distill.conftest import PLAIN, byte_tokenizer
-from tests.distill.pairs import ROOT, free_port, pair
 from tests.distill.test_processes import state
 from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
-from tests.models import tiny_model
+from tests.support.models import tiny_model
+from tests.support.pairs import ROOT, free_port, pair
 
 heads_are_planned = pytest.mark.skipif(
     not hasattr(DistributedConfig, "fsdp_plan"), reason="this transformers divides language models only"

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, SeergateError, ops
+from seergate.distill.losses import teacher_forward
+from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
 from seergate.gates.gate import AttnGate
-from seergate.hf import teacher_forward
-from seergate.hf.call import QKHook
-from seergate.hf.teacher_forward import distill_step
 from seergate.models import families
+from seergate.models.hooks import QKHook
 from seergate.ops.torch_impl.teacher import Teacher
-from tests.models import prompt, tiny_model
+from tests.support.models import prompt, tiny_model
 
 
 def expected(bank, model, segments, row_start, reduction):

@@ -19,19 +19,19 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from seergate.chain_sum import make_problems
 from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.checkpoint import newest_checkpoint, read_record
 from seergate.distill.engines import deepspeed_config
+from seergate.distill.losses import teacher_forward
 from seergate.distill.sources import open_source
 from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, prepare_run, scheduled_rate
 from seergate.errors import SeergateError
-from seergate.hf import teacher_forward
-from seergate.hf.bank import GateBank
+from seergate.eval.tasks.chain_sum import make_problems
+from seergate.models.gate_bank import GateBank
 from seergate.yaml_file import read_yaml
 from tests.distill.conftest import PLAIN, byte_tokenizer
-from tests.running import run_seergate
+from tests.support.running import run_seergate
 
 
 class Recorder:

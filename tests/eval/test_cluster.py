@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from seergate import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
-from seergate.hf.bank import GateBank
-from tests.eval import support
-from tests.eval.killed_run import compared
+from seergate.models.gate_bank import GateBank
+from tests.support import evaluation as support
+from tests.support.killed_run import compared
 
 OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
 SPECS = [MethodSpec("dense"), *(MethodSpec("gate", 32, size, named_block_size=True) for size in (8, 16))]

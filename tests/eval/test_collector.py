@@ -11,11 +11,11 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval.collector import Collector
-from seergate.eval.engine import Generation, Request
-from seergate.eval.judge import GradingPool
+from seergate.eval.generation.engine import Generation, Request
+from seergate.eval.grading.judge import GradingPool
 from seergate.eval.store import SAMPLES, UNGRADED, SampleLog, key_of, read_samples
-from tests.eval import support
 from tests.eval.test_runner import small
+from tests.support import evaluation as support
 
 WAIT = 60.0
 

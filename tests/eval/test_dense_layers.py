@@ -10,15 +10,15 @@ import torch
 import seergate
 from seergate import GateBank, SeergateError, methods
 from seergate.cli.main import main
-from seergate.eval.dense_layers import answered, distances, find_dense_layers
+from seergate.eval.calibration.dense_layers import answered, distances, find_dense_layers
 from seergate.eval.proxies import compare
-from seergate.eval.tasks import make_task
-from seergate.hf.loading import load_tokenizer
+from seergate.eval.tasks.registry import make_task
 from seergate.models import families
+from seergate.models.loading import load_tokenizer
 from seergate.paths import shipped
-from tests.eval import support
-from tests.host.test_decode import BLOCK, gates
-from tests.models import prompt, tiny_model
+from tests.decode.test_decode import BLOCK, gates
+from tests.support import evaluation as support
+from tests.support.models import prompt, tiny_model
 
 TINY = shipped("checkpoints/tiny-reasoner")
 

@@ -10,20 +10,20 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from seergate import methods
 from seergate.cache.offload import Offload
+from seergate.cache.paging import Paging
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
-from seergate.eval.costs import RowStats
-from seergate.eval.engine import Batch, Limit, Request, beginning, encode, prompt_text
+from seergate.eval.generation.costs import RowStats
+from seergate.eval.generation.engine import Batch, Limit, Request, beginning, encode, prompt_text
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
-from seergate.eval.task import Problem
-from seergate.hf.attach import attached
-from seergate.hf.bank import GateBank
-from seergate.reason.paging import Paging
-from tests.eval import support
-from tests.methods.evictors import EVICTORS
-from tests.methods.evictors import _with_gate as with_gate
-from tests.models import prompt as random_prompt
-from tests.models import tiny_model
+from seergate.eval.tasks.task import Problem
+from seergate.models.attach import attached
+from seergate.models.gate_bank import GateBank
+from tests.support import evaluation as support
+from tests.support.evictors import EVICTORS
+from tests.support.evictors import _with_gate as with_gate
+from tests.support.models import prompt as random_prompt
+from tests.support.models import tiny_model
 
 
 def requests_for(prompts):

@@ -12,12 +12,12 @@ import torch
 from seergate.config import GateConfig
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing, pieces
+from seergate.eval.report import Sweep, load_sweeps
+from seergate.eval.report.plots import text_plot
+from seergate.eval.report.tables import TEXTS, minus_gate, table
 from seergate.eval.settings import grid, with_each
-from seergate.hf.bank import GateBank
-from seergate.report import Sweep, load_sweeps
-from seergate.report.plots import text_plot
-from seergate.report.tables import TEXTS, minus_gate, table
-from tests.eval import support
+from seergate.models.gate_bank import GateBank
+from tests.support import evaluation as support
 
 LENGTH, STEPS = 65, 8
 METHODS = ["dense", "oracle", "gate", "streaming_llm:interval=1", "fast_kvzip:interval=1"]

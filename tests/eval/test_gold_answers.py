@@ -10,9 +10,9 @@ import re
 
 import pytest
 
-from seergate.eval.hub_tasks import HUB_TASKS
-from seergate.eval.judge import GradingPool
-from seergate.eval.tasks import make_task
+from seergate.eval.grading.judge import GradingPool
+from seergate.eval.tasks.hub_tasks import HUB_TASKS
+from seergate.eval.tasks.registry import make_task
 
 SHARE = 0.995
 """Of the gold answers that has to be judged rightly."""

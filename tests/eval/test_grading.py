@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from seergate.errors import SeergateError
-from seergate.eval import judge as judge_module
-from seergate.eval.grading import GRADERS, check_gold, check_grader, grade, last_boxed
-from seergate.eval.judge import GradingPool, _Judge
-from tests.eval import support
+from seergate.eval.grading import judge as judge_module
+from seergate.eval.grading.graders import GRADERS, check_gold, check_grader, grade, last_boxed
+from seergate.eval.grading.judge import GradingPool, _Judge
+from tests.support import evaluation as support
 
 
 @pytest.fixture(scope="module")
@@ -374,7 +374,7 @@ def test_an_answer_that_makes_the_judge_crash_is_wrong():
 
 INTERRUPTED = r"""
 import os, signal
-from seergate.eval.judge import GradingPool
+from seergate.eval.grading.judge import GradingPool
 
 with GradingPool(seconds=60) as pool:
     signal.signal(signal.SIGINT, lambda *_: None)

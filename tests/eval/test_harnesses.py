@@ -18,7 +18,7 @@ from seergate.eval import make_task
 from seergate.eval.harness import attached_model, likelihoods
 from seergate.eval.settings import method_spec
 from seergate.methods import H2O
-from tests.eval import support
+from tests.support import evaluation as support
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"

@@ -13,11 +13,11 @@ from huggingface_hub import constants
 
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate
-from seergate.eval.hub_tasks import HUB_TASKS
 from seergate.eval.sampling import Sampling
-from seergate.eval.task import contents_hash
-from seergate.eval.tasks import make_task
-from tests.eval import support
+from seergate.eval.tasks.hub_tasks import HUB_TASKS
+from seergate.eval.tasks.registry import make_task
+from seergate.eval.tasks.task import contents_hash
+from tests.support import evaluation as support
 
 
 def write(path: Path, records: list[dict]) -> str:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from seergate.eval.grading import grade
+from seergate.eval.grading.graders import grade
 
 
 def letter(answer, gold="C"):

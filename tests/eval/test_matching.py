@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.errors import SeergateError
-from seergate.eval import RunOptions, make_task, matching, store, sweep
-from seergate.eval.matching import (
+from seergate.eval import RunOptions, make_task, store, sweep
+from seergate.eval.calibration import matching
+from seergate.eval.calibration.matching import (
     CLOSE,
     EVERYTHING,
     FAR,
@@ -26,12 +27,12 @@ from seergate.eval.matching import (
     nearest,
     replayed,
 )
-from seergate.eval.plan import SweepPlan
+from seergate.eval.report import load_sweeps
+from seergate.eval.report.tables import equal_bytes
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
-from seergate.report import load_sweeps
-from seergate.report.tables import equal_bytes
-from tests.eval import support
+from seergate.eval.sweep_plan import SweepPlan
+from tests.support import evaluation as support
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1200), st.booleans())

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from seergate.errors import SeergateError
-from seergate.eval import engine, memory
-from seergate.eval.engine import Batch, Limit, encode, sample_bytes
-from seergate.eval.memory import estimated_batch, is_out_of_memory
+from seergate.eval.generation import batch_memory as memory
+from seergate.eval.generation import engine
+from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory
+from seergate.eval.generation.engine import Batch, Limit, encode, sample_bytes
 from seergate.eval.sampling import Sampling
-from seergate.hf.attach import attached
-from tests.eval import support
+from seergate.models.attach import attached
 from tests.eval.test_engine import LONG, PROMPTS, arguments_of, requests_for, run, tokens
+from tests.support import evaluation as support
 
 
 def test_running_out_of_memory_halves_the_batch_and_loses_nothing():

@@ -7,8 +7,8 @@ import pytest
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task
 from seergate.eval.runner import reference_in
-from tests.eval import support
 from tests.eval.test_runner import small
+from tests.support import evaluation as support
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.eval.engine import Batch
+from seergate.eval.generation.engine import Batch
 from seergate.eval.proxies import WINDOW_TOKENS, Window, _decoded, measure_proxies, windows_of
-from tests.eval import support
-from tests.models import prompt, tiny_model
+from tests.support import evaluation as support
+from tests.support.models import prompt, tiny_model
 
 
 def window(prompt_tokens, answer_tokens, seed):

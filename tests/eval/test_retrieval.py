@@ -9,10 +9,10 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval import make_task
-from seergate.eval.engine import encode, prompt_text, reply_ids
-from seergate.eval.grading import grade
-from seergate.eval.retrieval import sentences, text_of
-from tests.eval import support
+from seergate.eval.generation.engine import encode, prompt_text, reply_ids
+from seergate.eval.grading.graders import grade
+from seergate.eval.tasks.retrieval import sentences, text_of
+from tests.support import evaluation as support
 
 TEXT = " ".join(f"Sentence {i} says what number {i} has to say." for i in range(300))
 

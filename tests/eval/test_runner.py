@@ -9,12 +9,13 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task, store, sweep
-from seergate.eval.engine import Limit
+from seergate.eval.generation.engine import Limit
 from seergate.eval.regrade import regrade
 from seergate.eval.runner import encoded_prompts
 from seergate.eval.settings import grid, with_each
-from tests.eval import killed_run, support
-from tests.models import tiny_model
+from tests.support import evaluation as support
+from tests.support import killed_run
+from tests.support.models import tiny_model
 
 FIELDS = {
     "task",

@@ -13,18 +13,18 @@ from seergate import GateBank, GateConfig, methods
 from seergate.config import Lossless, Rectify
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
-from seergate.eval.calibration import Calibrator, check_auto, other_problems
-from seergate.eval.engine import Job, Limit
+from seergate.eval.calibration.calibrator import Calibrator, check_auto, other_problems
+from seergate.eval.generation.engine import Job, Limit
+from seergate.eval.generation.served import generate_by_server, plugin_settings, served_from
 from seergate.eval.method_text import read_method, value_text
-from seergate.eval.plan import SweepPlan
+from seergate.eval.report import load_sweeps
 from seergate.eval.sampling import Sampling
-from seergate.eval.served import generate_by_server, plugin_settings, served_from
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
-from seergate.hf.attach import attached
-from seergate.report import load_sweeps
-from seergate.serving.settings import Settings
-from tests.eval import support
+from seergate.eval.sweep_plan import SweepPlan
+from seergate.models.attach import attached
+from seergate.serving.common.settings import Settings
+from tests.support import evaluation as support
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,10 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert windows[1] > 1
     (centres,) = {spec.method(None).found.fingerprint for spec in found if spec.name == "tri_attention"}
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr("seergate.eval.recurrence.measure_recurrence", None)  # what is kept is not measured again
-    monkeypatch.setattr("seergate.eval.recurrence.query_centres", None)
+    monkeypatch.setattr(
+        "seergate.eval.calibration.recurrence.measure_recurrence", None
+    )  # what is kept is not measured again
+    monkeypatch.setattr("seergate.eval.calibration.recurrence.query_centres", None)
     again = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
     assert again == found
     assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]

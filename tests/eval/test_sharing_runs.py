@@ -11,11 +11,11 @@ from seergate import methods
 from seergate.cache.argument import cache_of
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.proxies import measure_proxies
+from seergate.eval.report import write_report
+from seergate.eval.report.tables import NONE
 from seergate.eval.store import read_samples
-from seergate.report import write_report
-from seergate.report.tables import NONE
-from tests.eval import support
 from tests.eval.test_engine import LONG, run, tokens
+from tests.support import evaluation as support
 
 WORDS = ["plus", "just", "digit", ",", "and", "then", "comes", ".", "start", "with"]
 SAMPLING = Sampling(temperature=1.0)

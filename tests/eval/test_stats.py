@@ -7,7 +7,16 @@ import math
 import pytest
 
 from benchmarks.interval_coverage import one_sided
-from seergate.eval.stats import Difference, Estimate, clustered, correlation, paired, pass_at_k, quantile, wilson
+from seergate.eval.statistics.intervals import (
+    Difference,
+    Estimate,
+    clustered,
+    correlation,
+    paired,
+    pass_at_k,
+    quantile,
+    wilson,
+)
 
 
 def test_one_sample_per_problem_is_the_ordinary_standard_error():

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from seergate.chain_sum import make_problems
 from seergate.errors import SeergateError
-from seergate.eval.calibration import other_problems
-from seergate.eval.task import contents_hash
-from seergate.eval.tasks import CHAIN_SUM_SEEDS, make_task
+from seergate.eval.calibration.calibrator import other_problems
+from seergate.eval.tasks.chain_sum import make_problems
+from seergate.eval.tasks.registry import CHAIN_SUM_SEEDS, make_task
+from seergate.eval.tasks.task import contents_hash
 
 
 def test_chain_sum_problems_are_not_training_problems():

@@ -13,14 +13,14 @@ from seergate import GateBank, GateConfig
 from seergate.cli.running import each_task
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
-from seergate.eval.engine import encode
 from seergate.eval.forced import TeacherForcing
-from seergate.eval.metrics import derive, of_texts
-from seergate.eval.plan import SweepPlan
+from seergate.eval.generation.engine import encode
+from seergate.eval.report import write_report
 from seergate.eval.settings import grid
-from seergate.report import write_report
-from tests.eval import support
-from tests.running import run_seergate
+from seergate.eval.statistics.metrics import derive, of_texts
+from seergate.eval.sweep_plan import SweepPlan
+from tests.support import evaluation as support
+from tests.support.running import run_seergate
 
 
 @pytest.fixture

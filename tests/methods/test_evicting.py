@@ -17,10 +17,10 @@ from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
 from seergate.methods.scoring import TILE
 from seergate.methods.streaming_llm import StreamingState
-from tests.decoding import Decoding, forced_run
-from tests.methods.evictors import EVICTORS, GROUPS, model_of
-from tests.methods.naive import Simulation
-from tests.models import left_padded, prompt, tiny_model
+from tests.support.decoding import Decoding, forced_run
+from tests.support.evictors import EVICTORS, GROUPS, model_of
+from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.naive import Simulation
 
 NAMES = list(EVICTORS)
 KINDS = {name: "gate" if name.endswith("and gate") else name.split(" ")[0] for name in NAMES}

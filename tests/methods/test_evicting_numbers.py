@@ -15,9 +15,9 @@ from seergate.methods.evicting import BudgetedMethod, best
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.raas import RaaSState, recency
 from seergate.methods.scoring import pooled
-from tests.methods.evictors import attention, model_of
 from tests.methods.test_methods import spec, step
-from tests.models import prompt, tiny_model
+from tests.support.evictors import attention, model_of
+from tests.support.models import prompt, tiny_model
 
 
 def logits_for(rows):
@@ -226,7 +226,7 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
 )
 def test_raas_reads_part_of_a_long_prompt(group):
     """With room for all of the prompt nothing changes; with less, less is read, and the same alone and in a batch."""
-    from tests.models import left_padded
+    from tests.support.models import left_padded
 
     model = model_of(group)
     rows = [prompt(length, length) for length in (50, 7, 21)]

@@ -12,9 +12,9 @@ from seergate.cache.layer import GatedLayer
 from seergate.methods.evicting import AttentionOutput
 from seergate.methods.h2o import H2OState
 from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
-from tests.methods import naive_views
-from tests.methods.evictors import model_of
-from tests.models import prompt
+from tests.support import naive_views
+from tests.support.evictors import model_of
+from tests.support.models import prompt
 
 
 def test_rounding_by_hand():
@@ -145,8 +145,8 @@ def test_reading_less_of_what_is_kept():
 
 def test_tokens_in_the_cache_are_counted():
     """Per sample of an evaluation: an evictor's budget, and the rest of its interval on average."""
-    from seergate.eval.costs import RowStats
-    from seergate.eval.engine import Batch
+    from seergate.eval.generation.costs import RowStats
+    from seergate.eval.generation.engine import Batch
 
     model = model_of(4)
     with seergate.attached(model, methods.H2O(token_budget=24, interval=4)) as handle:

@@ -12,9 +12,9 @@ import seergate
 from seergate import methods
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.methods import LongPromptWarning
-from tests.eval import support
-from tests.methods.evictors import EVICTORS, C, model_of
-from tests.models import left_padded, prompt
+from tests.support import evaluation as support
+from tests.support.evictors import EVICTORS, C, model_of
+from tests.support.models import left_padded, prompt
 
 AT_ONCE = f"{C} of its tokens stay, the others leave at once"
 CASES = {

@@ -1,4 +1,4 @@
-"""Numeric examples of each method's equations; the shared invariants are in tests/host/test_decode.py."""
+"""Numeric examples of each method's equations; the shared invariants are in tests/decode/test_decode.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from seergate.methods.base import LayerSpec, Step
 from seergate.methods.gate import published_selection
 from seergate.models import families
 from seergate.models.rope import Rotary
-from tests.models import prompt, tiny_model
+from tests.support.models import prompt, tiny_model
 
 
 def step(q, keys, values=None, lengths=None, **options):

@@ -19,14 +19,14 @@ import seergate
 from seergate import methods
 from seergate.cli.main import main
 from seergate.errors import SeergateError
-from seergate.eval.calibration import FRESH, Calibration
+from seergate.eval.calibration.calibrator import FRESH, Calibration
+from seergate.eval.report.plots import style
 from seergate.methods import registry
-from seergate.report.plots import style
-from seergate.serving.settings import check_served
-from tests.methods import naive
-from tests.methods.evictors import EVICTORS, C, Evictor, model_of
+from seergate.serving.common.settings import check_served
 from tests.methods.test_evicting import against_simulation
-from tests.models import left_padded, prompt
+from tests.support import naive
+from tests.support.evictors import EVICTORS, C, Evictor, model_of
+from tests.support.models import left_padded, prompt
 from tests.test_house import ROOT, code_blocks, shell_lines
 
 PAGE = ROOT / "docs" / "write_a_method.md"
@@ -108,7 +108,7 @@ def answering(theirs):
         plot_style: ClassVar[tuple[str, str]] = ("#123456", "|")
         cautions: ClassVar[dict[str, str]] = {"float32": "answering is asked."}
         calibrates: ClassVar[dict[str, str]] = {"recent_tokens": f"{__name__}:RecentTokens"}
-        serving_scores: ClassVar[str] = "seergate.serving.scoring:QuestScores"
+        serving_scores: ClassVar[str] = "seergate.serving.common.scoring:QuestScores"
         share: int = 1
 
         def __post_init__(self):

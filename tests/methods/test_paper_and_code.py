@@ -15,12 +15,12 @@ from seergate.eval.method_text import read_method
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.quest import union
 from seergate.ops import Selection
-from tests.decoding import forced_run
-from tests.methods import naive, naive_views
-from tests.methods.evictors import EVICTORS, C, Evictor, attention, model_of
 from tests.methods.test_evicting import PROMPTS, against_simulation
 from tests.methods.test_methods import fed, spec, step
-from tests.models import prompt
+from tests.support import naive, naive_views
+from tests.support.decoding import forced_run
+from tests.support.evictors import EVICTORS, C, Evictor, attention, model_of
+from tests.support.models import prompt
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from seergate import methods
 from seergate.methods.base import LayerSpec, Step
 from seergate.models import families
 from seergate.models.rope import Rotary
-from tests.methods.evictors import EVICTORS, attention, model_of
+from tests.support.evictors import EVICTORS, attention, model_of
 
 UNSCORED = ("streaming_llm", "random_evict", "kv4bit", "fast_kvzip", "trim_kv")
 """Kinds that go by age, by chance, or by something other than attention."""

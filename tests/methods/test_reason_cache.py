@@ -11,16 +11,16 @@ import torch
 from hypothesis import given, strategies
 
 from seergate import SeergateError, methods
-from seergate.reason.distance import PercentileThreshold, block_distances
-from seergate.reason.evaluator import Evaluator
-from seergate.reason.steps import (
+from seergate.methods.reason_cache.distance import PercentileThreshold, block_distances
+from seergate.methods.reason_cache.evaluator import Evaluator
+from seergate.methods.reason_cache.steps import (
     ReasoningStep,
     Segmenter,
     adaptive_threshold,
     kind_of_repeat,
     similarity,
 )
-from seergate.reason.structure import OPERAND, PLAIN, formal_content
+from seergate.methods.reason_cache.structure import OPERAND, PLAIN, formal_content
 
 # ---------------------------------------------------------------------------------------------------- lexical stage
 

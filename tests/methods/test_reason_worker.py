@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from seergate.reason import worker as reason_worker
-from seergate.reason.worker import Worker
+from seergate.methods.reason_cache import worker as reason_worker
+from seergate.methods.reason_cache.worker import Worker
 
 
 def test_the_worker_computes_on_one_core_and_leaves_the_others_theirs():

@@ -10,10 +10,10 @@ import torch
 
 from seergate import SeergateError, methods
 from seergate.cli.main import main
-from seergate.eval.recurrence import Recurrence, measure_recurrence, query_centres
-from tests.methods.evictors import model_of
-from tests.methods.naive import Lazy, Simulation
-from tests.models import prompt
+from seergate.eval.calibration.recurrence import Recurrence, measure_recurrence, query_centres
+from tests.support.evictors import model_of
+from tests.support.models import prompt
+from tests.support.naive import Lazy, Simulation
 
 
 def recurrence(mri, elapsed, in_prompt):

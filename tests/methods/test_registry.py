@@ -14,9 +14,9 @@ import torch
 from seergate import GateBank, GateConfig, SeergateError, methods
 from seergate.config import SCORERS, is_retention
 from seergate.methods import LayerSpec, registry
-from tests.methods.evictors import centres
-from tests.methods.naive_views import retention_for
-from tests.models import tiny_model
+from tests.support.evictors import centres
+from tests.support.models import tiny_model
+from tests.support.naive_views import retention_for
 
 
 @pytest.fixture

@@ -12,15 +12,15 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.eval.recurrence import query_centres
+from seergate.eval.calibration.recurrence import query_centres
 from seergate.fingerprint import fingerprint
 from seergate.methods.evicting import best
 from seergate.methods.scoring import reduced
 from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
-from tests.methods import naive_views
-from tests.methods.evictors import model_of
 from tests.methods.test_methods import spec, step
-from tests.models import prompt, tiny_model
+from tests.support import naive_views
+from tests.support.evictors import model_of
+from tests.support.models import prompt, tiny_model
 
 
 class TwoPairs:

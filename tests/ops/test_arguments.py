@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from seergate import ops
-from seergate.ops.checks import check_cu_seqlens, check_lengths
-from tests.ops.helpers import Pack
+from seergate.ops.arguments import check_cu_seqlens, check_lengths
+from tests.support.op_inputs import Pack
 
 T, H, K, D, E, B = 24, 4, 2, 8, 6, 8
 

@@ -10,7 +10,7 @@ import torch
 
 from seergate import ops
 from seergate.ops import backend, reference
-from tests.ops.helpers import Pack
+from tests.support.op_inputs import Pack
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

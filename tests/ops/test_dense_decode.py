@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from tests.ops.helpers import examples, relative
 from tests.ops.test_memory import peak_bytes
 from tests.ops.test_sparse_decode import TOLERANCE, cache
+from tests.support.op_inputs import examples, relative
 
 
 @examples(60)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.kernels.data_sheets import A100, GPUS, H200, MI300X
 from seergate.ops.losses import LossOptions, counted_rows
 from seergate.ops.triton_impl import launch, packs
-from tests.ops.helpers import cu_seqlens
+from tests.support.op_inputs import cu_seqlens
 
 GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
 LENGTHS = st.lists(st.integers(0, 400), min_size=1, max_size=6)

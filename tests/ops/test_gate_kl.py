@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from tests.ops.helpers import Pack, cu_seqlens, grid, relative
 from tests.ops.test_teacher import two_heads_with_these_probabilities
+from tests.support.op_inputs import Pack, cu_seqlens, grid, relative
 
 BOTH = pytest.mark.parametrize("gate_kl", [reference.gate_kl, ops.gate_kl], ids=["reference", "torch"])
 

@@ -22,7 +22,7 @@ from benchmarks.kernels.data_sheets import GPUS, H200  # noqa: E402
 from benchmarks.kernels.examples import gate_kl_example, meta, select_example, sparse_example, update_example  # noqa: E402
 from benchmarks.kernels.machine_code import Resources, faults, resources  # noqa: E402
 from seergate.ops.triton_impl import gate_kl  # noqa: E402
-from tests.ops.helpers import cu_seqlens  # noqa: E402
+from tests.support.op_inputs import cu_seqlens  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks/results/kernel_resources.json"

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.torch_impl import packed_attention as torch_impl
-from tests.ops.helpers import Pack
+from tests.support.op_inputs import Pack
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 EXTRAS = {

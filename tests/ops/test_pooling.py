@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from seergate import ops
 from seergate.ops import reference
-from tests.ops.helpers import grid
+from tests.support.op_inputs import grid
 
 BOTH = pytest.mark.parametrize("pool_keys", [reference.pool_keys, ops.pool_keys], ids=["reference", "torch"])
 ALL = ("max", "min", "avg")

@@ -10,8 +10,8 @@ import torch
 from seergate import ops
 from seergate.config import TARGETS
 from seergate.ops import reference
-from tests.ops.helpers import Pack, cu_seqlens, relative
 from tests.ops.test_teacher import two_heads_with_these_probabilities
+from tests.support.op_inputs import Pack, cu_seqlens, relative
 
 BOTH = pytest.mark.parametrize("scorer_kl", [reference.scorer_kl, ops.scorer_kl], ids=["reference", "torch"])
 SIZE = 8

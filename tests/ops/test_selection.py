@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.selection import BlockBudget
-from tests.ops.helpers import examples
+from tests.support.op_inputs import examples
 
 BOTH = pytest.mark.parametrize(
     "select_blocks", [reference.select_blocks, ops.select_blocks], ids=["reference", "torch"]

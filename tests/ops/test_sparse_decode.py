@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.torch_impl import decode as torch_impl
-from tests.ops.helpers import examples, grid, relative
+from tests.support.op_inputs import examples, grid, relative
 
 BOTH = pytest.mark.parametrize(
     "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]

@@ -7,7 +7,7 @@ import torch
 
 from seergate import GateBank, GateConfig, ops
 from seergate.config import SCORERS, is_retention
-from tests.models import prompt
+from tests.support.models import prompt
 
 CU = torch.tensor([0, 37, 37, 96], dtype=torch.int32)
 

@@ -7,7 +7,7 @@ import torch
 
 from seergate import ops
 from seergate.ops import reference
-from tests.ops.helpers import Pack, cu_seqlens, relative
+from tests.support.op_inputs import Pack, cu_seqlens, relative
 
 BOTH = pytest.mark.parametrize(
     "block_targets", [reference.block_targets, ops.block_targets], ids=["reference", "torch"]

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import seergate
-from seergate.hf import call
-from tests.host.test_decode import METHODS, pick
-from tests.methods.evictors import EVICTORS
-from tests.models import left_padded, prompt, tiny_model
+from seergate.models import hooks as call
+from tests.decode.test_decode import METHODS, pick
 from tests.pretended_gpu.device import Pretended, pretended, recorded
+from tests.support.evictors import EVICTORS
+from tests.support.models import left_padded, prompt, tiny_model
 
 BUDGET, NEW = 24, 16
 SELECTING = ("gate", "quest", "dense")
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 READS: dict[str, dict[str, str]] = {
     "streaming_llm": {"seergate/methods/streaming_llm.py select_kept: tolist": "how many tokens stay, at an eviction"},
     "reason_cache": {
-        "seergate/reason/evaluator.py tokens_came: tolist": "the tokens, whose text it divides into steps"
+        "seergate/methods/reason_cache/evaluator.py tokens_came: tolist": "the tokens, to divide their text into steps"
     },
     "and gate": {
         "seergate/methods/gate_on_evictor.py attend: item": "the width of an index of what is read",
@@ -48,8 +48,8 @@ READS: dict[str, dict[str, str]] = {
         "seergate/decode/lossless.py _emit: item": "whether the rows have ended",
     },
     "rectified": {
-        "seergate/hf/call.py valid_tokens: item": "the mask of the pass that rectifies",
-        "seergate/hf/call.py hide_what_is_masked: item": "the same",
+        "seergate/models/hooks.py valid_tokens: item": "the mask of the pass that rectifies",
+        "seergate/models/hooks.py hide_what_is_masked: item": "the same",
     },
 }
 """By case, where the host reads from the device in a decode step, and what for."""

@@ -7,9 +7,9 @@ import copy
 import pytest
 import torch
 
-from tests.eval import support
 from tests.eval.test_engine import LONG, arguments_of, run, tokens
 from tests.pretended_gpu.device import pretended
+from tests.support import evaluation as support
 
 
 @pytest.mark.parametrize("method", ["dense", "gate", "h2o"])

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 import seergate
 from seergate.distill import TrainConfig, run_distillation, trainer
 from seergate.distill.distributed import DistributedState
-from seergate.hf.distill_loss import DistillSpec
-from seergate.hf.teacher_forward import distill_steps
+from seergate.distill.losses.distill_loss import DistillSpec
+from seergate.distill.losses.teacher_forward import distill_steps
 from tests.distill.test_trainer import Recorder, config, model_dir, weights  # noqa: F401 (fixtures)
-from tests.models import prompt, tiny_model
 from tests.pretended_gpu.device import CUDA, Pretended, pretended, recorded
+from tests.support.models import prompt, tiny_model
 
 SCORERS: dict[str, dict[str, Any]] = {
     "attn_gate": {},
@@ -31,7 +31,7 @@ SCORERS: dict[str, dict[str, Any]] = {
 }
 
 
-_STUDENT, _FORWARD = "seergate/hf/retention_loss.py", "seergate/hf/teacher_forward.py"
+_STUDENT, _FORWARD = "seergate/distill/losses/retention_loss.py", "seergate/distill/losses/teacher_forward.py"
 WAITS: dict[str, dict[str, str]] = {
     "fast_kvzip": {"seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts"},
     "trim_kv": {

@@ -27,7 +27,7 @@ from tokenizer import build_tokenizer
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from seergate.chain_sum import GIVENS, LAST, NAMES, ROLES, make_problem
+from seergate.eval.tasks.chain_sum import GIVENS, LAST, NAMES, ROLES, make_problem
 
 HEAD_DIM = 128
 """That of the models that gates are made for. At 32, a block's pooled keys cannot tell the names apart."""

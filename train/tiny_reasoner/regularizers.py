@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from seergate.chain_sum import NAMES, ROLES
+from seergate.eval.tasks.chain_sum import NAMES, ROLES
 
 LOOKUP_LAYER = 1
 """The layer whose first KV head does the look-ups."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from seergate.eval.grading import last_boxed
+from seergate.eval.grading.graders import last_boxed
 
 
 def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.ops.checks import readable
+from seergate.ops.arguments import readable
 from seergate.ops.gate_math import Branch, compressed_keys
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.ops.arguments import readable
 from seergate.ops.backend import one_node
-from seergate.ops.checks import readable
 from seergate.ops.decode import DecodeInputs
 from seergate.ops.paging import has_rows_of, rows_of, unpaged
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.ops.checks import readable
+from seergate.ops.arguments import readable
 from seergate.ops.gate_math import Branch, block_scores, branch_end, projected_queries
 from seergate.ops.selection import BlockBudget, Selection
 

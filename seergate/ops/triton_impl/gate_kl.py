@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.ops.arguments import check_shape
 from seergate.ops.attention import Pack
-from seergate.ops.checks import check_shape
 from seergate.ops.host_memory import copied
 from seergate.ops.losses import GateKLStats, LossOptions, refuse_second_order
 from seergate.ops.torch_impl import gate_kl as torch_impl

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seergate.ops.checks import check_cu_seqlens
+from seergate.ops.arguments import check_cu_seqlens
 from seergate.ops.host_memory import copied
 
 FIELDS = 6

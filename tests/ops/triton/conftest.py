@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.helpers import INTERPRETING
+from tests.support.op_inputs import INTERPRETING
 
 if not INTERPRETING and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import launch
-from tests.ops.helpers import grid, relative
+from tests.support.op_inputs import grid, relative
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 F32, F16 = TOLERANCE

@@ -14,7 +14,7 @@ from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import gate_kl, launch, teacher
 from seergate.ops.triton_impl.launch import GateLaunch, TeacherLaunch, heads_per_tile
-from tests.ops.helpers import EXACT, Pack, relative
+from tests.support.op_inputs import EXACT, Pack, relative
 
 # The interpreter's products of bfloat16 are wrong.
 NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]

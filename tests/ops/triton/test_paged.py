@@ -1,4 +1,4 @@
-"""The kernels of a decode step over pages against the same step in PyTorch, `seergate.vllm`'s own."""
+"""The kernels of a decode step over pages against the same step in PyTorch, `seergate.serving.vllm`'s own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.gate_math import Branch
-from seergate.ops.triton_impl import paged
-from seergate.ops.triton_impl.paged import Rotation
-from seergate.serving.rope import Unrotation
-from seergate.serving.scoring import GateScores
-from seergate.vllm.attention import Counts, SparseAttention, plan_of_decodes
-from seergate.vllm.pages import FlashPages
-from tests.models import geometry
+from seergate.serving.common import paged_kernels as paged
+from seergate.serving.common.paged_kernels import Rotation
+from seergate.serving.common.rope import Unrotation
+from seergate.serving.common.scoring import GateScores
+from seergate.serving.vllm.attention import Counts, SparseAttention, plan_of_decodes
+from seergate.serving.vllm.pages import FlashPages
+from tests.support.models import geometry
 
 K, G, D, WIDTH = 2, 5, 16, 8
 LENGTHS = (128, 100, 32, 0, 96, 7)

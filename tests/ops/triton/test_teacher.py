@@ -13,7 +13,7 @@ from seergate import ops
 from seergate.ops import attention, reference
 from seergate.ops.triton_impl import packs, teacher
 from seergate.ops.triton_impl.launch import TeacherLaunch, heads_per_tile
-from tests.ops.helpers import EXACT, Pack, cu_seqlens, grid, relative
+from tests.support.op_inputs import EXACT, Pack, cu_seqlens, grid, relative
 
 TOLERANCE = {torch.float32: EXACT, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 # The interpreter's products of bfloat16 are wrong.

@@ -1,0 +1,521 @@
+"""Paged caches: keys and values in pages that several rows, or several positions of a row, may share.
+
+`BlockStore` is the block table and has no tensors. A page is allocated empty, filled by its one user, and sealed when
+it is full. A sealed page is read-only until it is freed, so several users may share it: forks of a row (beam search),
+rows with the same prompt, and later blocks of a row with similar contents (ReasonCache). It is freed when its last
+user releases it. `CachePages` are the pages of a cache, `Paged` is the storage of one layer.
+
+Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of a row.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from seergate.cache.forward import ForwardContext
+from seergate.cache.rows import Rows
+from seergate.cache.storage import KVBackend, Storage
+from seergate.checks import is_int
+from seergate.errors import SeergateError
+from seergate.inference_mode import outside_inference_mode
+from seergate.methods.base import LayerState, Method, Step
+from seergate.methods.selecting import SelectingMethod
+from seergate.ops.paging import unpaged
+from seergate.stats import token_bytes
+
+Copies = list[tuple[int, int]]
+"""Pairs (from, to) of physical blocks to copy, all at once and before anything is written."""
+
+GROWTH_BLOCKS, GROWTH_SHARE = 16, 1 / 8
+"""A store grows by this many blocks or by this share of its blocks, whichever is larger, up to its limit."""
+
+PAGE_TOKENS = 16
+"""Tokens per block if neither the user nor the method gives a number (vLLM's default)."""
+
+
+class OutOfBlocks(SeergateError, MemoryError):
+    """A paged cache has reached its limit. Also a `MemoryError`, for callers that retry when memory runs out."""
+
+
+@dataclass
+class Row:
+    """One sequence.
+
+    Attributes:
+        uid: number of the row, which never changes; a fork gets a new one.
+        table: the physical block of each logical block.
+        sealed: number of first blocks that are known to be sealed.
+        repeats: number of table entries whose block occurs earlier in the table.
+    """
+
+    uid: int
+    table: list[int]
+    length: int = 0
+    sealed: int = 0
+    repeats: int = 0
+
+
+class BlockStore:
+    """Block table of a paged cache: the physical block, or page, of each row's tokens.
+
+    There may be up to ``limit`` blocks. ``numbers`` yields uids of rows and serials of blocks; stores whose rows may
+    be joined share it.
+
+    Attributes:
+        rows: the rows, in the order of the batch.
+        references: per physical block, the number of table entries that refer to it.
+        sealed: per physical block, whether it is read-only.
+        serials: per physical block, the serial number of its current allocation; every allocation gets a new one.
+        stale: indices of rows whose tables have changed since the copy on the device was updated.
+    """
+
+    def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
+        for name, value in (("block_size", block_size), ("limit", limit)):
+            if value is not None and not (is_int(value) and value >= 1):
+                raise SeergateError(f"{name} of a paged cache is {value!r}; it must be a positive number")
+        self.block_size, self.limit = block_size, limit
+        self.numbers = count() if numbers is None else numbers
+        self.references: list[int] = []
+        self.sealed: list[bool] = []
+        self.serials: list[int] = []
+        self.rows: list[Row] = []
+        self.stale: set[int] = set()
+        self._free: list[int] = []
+
+    @property
+    def capacity(self) -> int:
+        """Physical blocks that exist, free ones included."""
+        return len(self.references)
+
+    @property
+    def physical(self) -> int:
+        """Physical blocks in use."""
+        return len(self.references) - len(self._free)
+
+    @property
+    def logical(self) -> int:
+        """Blocks that the rows would take if none were shared."""
+        return sum(len(row.table) for row in self.rows)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Number of blocks that ``tokens`` tokens take."""
+        return -(-tokens // self.block_size)
+
+    def add_rows(self, number: int) -> None:
+        """Append empty rows."""
+        self.stale.update(range(len(self.rows), len(self.rows) + number))
+        self.rows += [Row(next(self.numbers), []) for _ in range(number)]
+
+    def extend(self, counts: Sequence[int]) -> Copies:
+        """Make room for ``counts[b]`` new tokens of row b; return the copies to make. A row's last block is replaced
+        by a copy if it is partly filled and sealed or shared. Raises `OutOfBlocks` at the limit, before any change.
+        """
+        opens = [bool(n) and self._closed(row) for row, n in zip(self.rows, counts, strict=True)]
+        needed = sum(self.blocks_of(row.length + n) - len(row.table) for row, n in zip(self.rows, counts, strict=True))
+        # If all users of a block replace it, the last copy takes the freed block.
+        leaving = Counter(row.table[-1] for row, reopened in zip(self.rows, opens, strict=True) if reopened)
+        needed += sum(n - (n == self.references[block]) for block, n in leaving.items())
+        self._reserve(needed)
+        copies: Copies = []
+        for position, (row, n, reopened) in enumerate(zip(self.rows, counts, opens, strict=True)):
+            if reopened:
+                old = row.table[-1]
+                self._release(old)
+                row.table[-1] = self._allocate()
+                copies.append((old, row.table[-1]))
+            missing = self.blocks_of(row.length + n) - len(row.table)
+            row.table += [self._allocate() for _ in range(missing)]
+            row.length += n
+            if reopened or missing:
+                self.stale.add(position)
+            if reopened and row.repeats:  # the open block may have been a repeat before a crop
+                row.repeats = len(row.table) - len(set(row.table))
+        return copies
+
+    def seal(self) -> None:
+        """Seal every full block; the tokens that `extend` made room for must have been written."""
+        for row in self.rows:
+            for block in range(row.sealed, row.length // self.block_size):
+                self.sealed[row.table[block]] = True
+            row.sealed = row.length // self.block_size
+
+    def crop(self, lengths: Sequence[int]) -> None:
+        """Keep the first ``lengths[b]`` tokens of row b."""
+        self.seal()  # a full block stays as it is, even if a row now uses only part of it
+        for position, (row, length) in enumerate(zip(self.rows, lengths, strict=True)):
+            if not 0 <= length <= row.length:
+                raise SeergateError(f"a row of {row.length} tokens cannot be cropped to {length}")
+            kept = self.blocks_of(length)
+            for block in row.table[kept:]:
+                self._release(block)
+            if kept < len(row.table):
+                row.table = row.table[:kept]
+                row.repeats = kept - len(set(row.table))
+                self.stale.add(position)
+            row.length, row.sealed = length, length // self.block_size
+
+    def select(self, index: Sequence[int]) -> dict[int, int]:
+        """Keep the rows ``index``, in that order; a repeated row becomes a fork, which shares all blocks. Return the
+        uid of each fork -> the uid of its original.
+        """
+        forks: dict[int, int] = {}
+        taken: set[int] = set()
+        rows = []
+        for position in index:
+            row = self.rows[position]
+            fork = Row(row.uid, list(row.table), row.length, row.sealed, row.repeats)
+            if position in taken:
+                fork.uid = next(self.numbers)
+                forks[fork.uid] = row.uid
+            taken.add(position)
+            for block in row.table:
+                self.references[block] += 1
+            rows.append(fork)
+        for row in self.rows:
+            for block in row.table:
+                self._release(block)
+        self.rows = rows
+        self.stale = set(range(len(rows)))
+        return forks
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        BlockStore.select(self, [])  # not an override, which reports events
+
+    def adopt(self, other: BlockStore) -> Copies:
+        """Append another store's rows; blocks that they share stay shared. Return the copies to make, from the other
+        store's blocks to this one's. Raises `OutOfBlocks` at the limit, before any change.
+        """
+        other.seal()
+        self._reserve(other.physical)
+        homes: dict[int, int] = {}
+        for row in other.rows:
+            for block in row.table:
+                if block not in homes:
+                    homes[block] = self._allocate()
+                    self.references[homes[block]], self.sealed[homes[block]] = 0, other.sealed[block]
+                self.references[homes[block]] += 1
+            moved = Row(row.uid, [homes[block] for block in row.table], row.length, row.sealed, row.repeats)
+            self.stale.add(len(self.rows))
+            self.rows.append(moved)
+        return list(homes.items())
+
+    def remap(self, position: int, block: int, physical: int) -> None:
+        """Map a row's logical block to another physical one, without moving data. Both must be sealed."""
+        row = self.rows[position]
+        old = row.table[block]
+        for what, number in (("replaced", old), ("shared", physical)):
+            if not self.sealed[number]:
+                raise SeergateError(f"physical block {number} is to be {what} and is not full; only full ones may be")
+        if old == physical:
+            return
+        self.references[physical] += 1
+        row.table[block] = physical
+        self._release(old)
+        row.repeats = len(row.table) - len(set(row.table))
+        self.stale.add(position)
+
+    def _closed(self, row: Row) -> bool:
+        """True if a row's next token belongs to a sealed or shared block."""
+        if row.length % self.block_size == 0:
+            return False
+        last = row.table[-1]
+        return self.sealed[last] or self.references[last] > 1
+
+    def _reserve(self, number: int) -> None:
+        missing = number - len(self._free)
+        if missing <= 0:
+            return
+        grown = max(missing, GROWTH_BLOCKS, int(self.capacity * GROWTH_SHARE))
+        if self.limit is not None:
+            grown = min(grown, self.limit - self.capacity)
+            if grown < missing:
+                raise OutOfBlocks(
+                    f"{number} more blocks of {self.block_size} tokens are needed and {len(self._free) + grown} of "
+                    f"the {self.limit} that the paged cache may have are left; decode fewer rows at a time or allow "
+                    "more (max_blocks)"
+                )
+        first = self.capacity
+        self._free = [*range(first + grown - 1, first - 1, -1), *self._free]
+        self.references += [0] * grown
+        self.sealed += [False] * grown
+        self.serials += [-1] * grown
+
+    def _allocate(self) -> int:
+        block = self._free.pop()
+        self.references[block], self.sealed[block], self.serials[block] = 1, False, next(self.numbers)
+        return block
+
+    def _release(self, block: int) -> None:
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            self.sealed[block] = False
+            self._free.append(block)
+
+
+class PagedStep(Step):
+    """A step on a paged cache. Ops read the pages; a method that reads `keys_BKCD` or `values_BKCD` gets a copy.
+
+    With a ``page_table``, int32 ``[B, P]``, keys and values are given as pages ``[pages, K, page, D]``; without one
+    (`replace`) as in any step.
+    """
+
+    def __init__(self, page_table: Tensor | None = None, **facts: Any) -> None:
+        super().__init__(**facts)
+        self._stored: Any = (self.keys_BKCD, self.values_BKCD, page_table)
+        if page_table is not None:  # gathered on first access
+            del self.keys_BKCD, self.values_BKCD
+
+    @cached_property
+    def keys_BKCD(self) -> Tensor:  # type: ignore[override]
+        """All keys, gathered into a copy."""
+        return unpaged(self._stored[0], self._stored[2])
+
+    @cached_property
+    def values_BKCD(self) -> Tensor:  # type: ignore[override]
+        """All values, gathered into a copy."""
+        return unpaged(self._stored[1], self._stored[2])
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self._stored  # type: ignore[no-any-return]
+
+
+def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
+    """Tokens per page: ``size``, or if ``None`` the method's block size, or `PAGE_TOKENS`. Raises `SeergateError` if
+    pages would cut the method's blocks, or if a number is not positive.
+    """
+    own = int(getattr(method, "block_size", PAGE_TOKENS))
+    size = own if size is None else size
+    if isinstance(method, SelectingMethod) and isinstance(size, int) and size % own:
+        raise SeergateError(
+            f"pages of {size} tokens would cut the blocks of {own} that {method.name!r} selects; their size must be a "
+            "multiple of it"
+        )
+    BlockStore(size, limit)
+    return size
+
+
+class CachePages(BlockStore):
+    """The pages of one cache, whose layers all have the same block tables.
+
+    The first layer that comes to an operation (new tokens, reordered rows, ...) applies it to the tables; the others
+    use its result and change only their own tensors (`once`).
+    """
+
+    @outside_inference_mode
+    def __init__(self, block_size: int, limit: int | None, numbers: Iterator[int]) -> None:
+        super().__init__(block_size, limit, numbers)
+        self._layers: list[weakref.ref[Paged]] = []
+        self._turn, self._done = 0, cast(Any, None)
+        self._tables = torch.zeros(0, 0, dtype=torch.int32)
+        self._on_device: dict[torch.device, Tensor] = {}
+        self._newest: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def join(self, layer: Paged) -> None:
+        """Add a layer."""
+        self._layers.append(weakref.ref(layer))
+
+    @property
+    def layers(self) -> list[Paged]:
+        """The layers that still exist, in order."""
+        return [layer for reference in self._layers if (layer := reference()) is not None]
+
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values ``[pages, K, page, D]`` of every layer."""
+        return [(layer.key_pages, layer.value_pages) for layer in self.layers if layer.is_allocated]
+
+    def once(self, layer: Paged, operation: Callable[[], Any]) -> Any:
+        """Apply the layer's next operation to the tables, unless another layer has done so; return its result."""
+        if layer.turn == self._turn:
+            self._newest = {}
+            self._done = operation()
+            self._turn += 1
+        elif layer.turn != self._turn - 1:
+            raise SeergateError(
+                "the layers of this paged cache are not in step any more (a forward pass was interrupted, or only "
+                "some layers were changed); start a new cache"
+            )
+        layer.turn += 1
+        return self._done
+
+    def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
+        """Make room for ``counts[b]`` new tokens of each row, between two forward passes."""
+        if not self.rows:
+            self.add_rows(len(counts))
+        self.between_passes()
+        return self.extend(counts)
+
+    def between_passes(self) -> None:
+        """Seal full blocks: all tokens so far have been written in every layer."""
+        self.seal()
+
+    def resumed(self, backend: KVBackend) -> None:
+        """Called when the cache is used under a handle with this backend."""
+
+    @outside_inference_mode
+    def table(self, device: torch.device) -> Tensor:
+        """Block table on a device, int32 ``[B, P]``: the physical block of each logical one; 0 beyond a row's last."""
+        rows, stale = self.rows, self.stale
+        width = max((len(row.table) for row in rows), default=0)
+        if len(rows) != len(self._tables) or width > self._tables.shape[1]:
+            self._tables = torch.zeros(len(rows), width + width // 8 + 8, dtype=torch.int32)
+            stale = set(range(len(rows)))
+        if stale:
+            for position in stale:
+                line = self._tables[position]
+                line.zero_()
+                line[: len(rows[position].table)] = torch.tensor(rows[position].table, dtype=torch.int32)
+            self.stale, self._on_device = set(), {}
+        if device not in self._on_device:
+            self._on_device[device] = self._tables.to(device, copy=True)
+        return self._on_device[device][:, :width]
+
+    def newest(self, device: torch.device, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Physical block and offset of the token after the first ``lengths [B]`` of each row: two tensors ``[B]``."""
+        if device not in self._newest:  # the same in all layers of a forward pass
+            rows, size = torch.arange(len(lengths), device=device), self.block_size
+            self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
+        return self._newest[device]
+
+    def remap(self, position: int, block: int, physical: int, like: int | None = None) -> None:
+        """Map a row's logical ``block`` to another physical one. The method states copy the entries of ``like``, the
+        logical block of the row whose contents it now has; ``None`` if the contents are unchanged.
+        """
+        super().remap(position, block, physical)
+        if like is None:
+            return
+        for layer in self.layers:
+            parts = self.block_size // layer.block_size
+            newer, older = (slice(i * parts, (i + 1) * parts) for i in (block, like))
+            layer.state.block_shared(position, newer, older)
+
+
+class Paged(Storage):
+    """The keys and values of one layer, in pages."""
+
+    shortens_rows = False  # the first layer would take back what later layers still read
+
+    def __init__(self, pages: CachePages) -> None:
+        self.pages, self.turn, self.is_allocated = pages, 0, False
+        pages.join(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Paged:
+        """Raise `SeergateError`: a page belongs to one cache."""
+        raise SeergateError("a paged cache cannot be copied; repeat its rows instead (cache.batch_repeat_interleave)")
+
+    def allocate(self, keys: Tensor, values: Tensor, block_size: int, state: LayerState) -> None:
+        self.block_size, self.state, self.dtype, self.device = block_size, state, keys.dtype, keys.device
+        size, heads = self.pages.block_size, keys.shape[1]
+        self.key_pages = keys.new_zeros(0, heads, size, keys.shape[3])
+        self.value_pages = keys.new_zeros(0, heads, size, values.shape[3])
+        self.is_allocated = True
+
+    def write(
+        self,
+        context: ForwardContext,
+        rows: Rows,
+        keys: Tensor,
+        values: Tensor,
+        counts: list[int],
+        max_tokens: int | None,
+    ) -> None:
+        copies = self.pages.once(self, lambda: self.pages.advance(counts, context))
+        self._fit()
+        _copy(self.key_pages, self.key_pages, copies)
+        _copy(self.value_pages, self.value_pages, copies)
+        pairs = [(self.key_pages, keys.detach().to(self.dtype)), (self.value_pages, values.detach().to(self.dtype))]
+        if keys.shape[2] == 1 and set(counts) == {1}:
+            homes, places = self.pages.newest(self.device, rows.lengths)
+            for pages, x in pairs:
+                pages[homes, :, places] = x[:, :, 0]
+            return
+        size = self.pages.block_size
+        for row, (start, number) in enumerate(zip(rows.resident, counts, strict=True)):
+            tokens = torch.arange(start, start + number, device=self.device)
+            homes, places = self.pages.table(self.device)[row].long()[tokens // size], tokens % size
+            for pages, x in pairs:
+                pages[homes, :, places] = x[row, :, :number].transpose(0, 1)
+
+    def _fit(self) -> None:
+        """Allocate as many pages as the store has blocks."""
+        for name in ("key_pages", "value_pages"):
+            pages: Tensor = getattr(self, name)
+            capacity = self.pages.capacity
+            if len(pages) < capacity:
+                grown = pages.new_zeros(capacity, *pages.shape[1:])
+                grown[: len(pages)] = pages
+                setattr(self, name, grown)
+
+    @property
+    def keys(self) -> Tensor:
+        """All keys, gathered into a copy."""
+        return unpaged(self.key_pages, self.pages.table(self.device))
+
+    @property
+    def values(self) -> Tensor:
+        """All values, gathered into a copy."""
+        return unpaged(self.value_pages, self.pages.table(self.device))
+
+    def some_keys(self, row: int, first: int, end: int) -> Tensor:
+        """Gathers only the pages that hold these tokens."""
+        size = self.pages.block_size
+        begin, stop = first // size, -(-end // size)
+        table = self.pages.table(self.device)[row : row + 1, begin:stop]
+        return unpaged(self.key_pages, table)[:, :, first - begin * size : end - begin * size]
+
+    def step(self, **facts: Any) -> Step:
+        table = self.pages.table(self.device)
+        return PagedStep(table, keys_BKCD=self.key_pages, values_BKCD=self.value_pages, **facts)
+
+    def crop(self, lengths: list[int]) -> None:
+        self.pages.once(self, lambda: self.pages.crop(lengths))
+
+    def select(self, index: Tensor) -> None:
+        rows = index.tolist()
+        self.pages.once(self, lambda: self.pages.select(rows))
+
+    def append(self, other: Storage, longest: int, max_tokens: int | None) -> None:
+        if not isinstance(other, Paged):
+            raise SeergateError("only the rows of a paged cache can join a paged cache")
+        copies = self.pages.once(self, lambda: self.pages.adopt(other.pages))
+        self._fit()
+        for name in ("key_pages", "value_pages"):
+            _copy(getattr(other, name), getattr(self, name), copies)
+
+    def clear(self) -> None:
+        if self.is_allocated:
+            self.pages.once(self, self.pages.clear)
+            self.is_allocated = False
+
+    def resume(self, backend: KVBackend) -> None:
+        self.pages.resumed(backend)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages in use. Free ones do not count: any row may take them."""
+        return self.pages.physical * self._page_bytes() if self.is_allocated else 0
+
+    def row_bytes(self, held: list[int]) -> np.ndarray:
+        """Bytes of each row's pages: a page repeated in a row counts once, a page shared with other rows in full."""
+        used = np.array([len(row.table) - row.repeats for row in self.pages.rows])
+        return used * self._page_bytes()
+
+    def _page_bytes(self) -> int:
+        return self.key_pages.shape[1:3].numel() * token_bytes(self.key_pages, self.value_pages)
+
+
+def _copy(source: Tensor, target: Tensor, copies: Copies) -> None:
+    if copies:
+        old, new = torch.tensor(copies, device=source.device).unbind(1)
+        target[new] = source[old]

@@ -1,0 +1,295 @@
+"""``seergate figure``: regenerates a figure or table of one of five papers."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from seergate.checks import check_counts
+from seergate.cli.arguments import given, words
+from seergate.cli.models import named_gates
+from seergate.errors import SeergateError, did_you_mean
+from seergate.eval.papers.figures import FIGURES, TRAINED
+
+HELP = (
+    "regenerate a figure or table of one of five papers, or see what methods do to one answer",
+    "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
+    "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
+    "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
+    "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
+    "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
+    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
+    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took.\n"
+    "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
+    "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
+    "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
+    [
+        "seergate figure kept --method raas,h2o:interval=8 --budget 128",
+        "seergate figure 5",
+        "seergate figure 7 --out runs/fig7",
+        "seergate figure 4 --model Qwen3-14B --task math500",
+        "seergate figure rpc-table1 --model deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+    ],
+)
+
+ATTENTION = {
+    "kept": ("method", "budget", "layer", "head"),
+    "recurrence": ("budget", "alpha"),
+}
+"""Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
+
+ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
+"""A paper's figure -> the figure of seergate's own that shows the same."""
+
+APART = ("table2", *ATTENTION)
+"""Figures and tables that are not made from a sweep; the others are in `seergate.eval.papers.figures`."""
+
+NAMES = (*FIGURES, *APART, *ALIASES)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
+    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="of gates; or NAME=DIR, several with commas")
+    parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
+    parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
+    parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
+    parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
+    parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
+    parser.add_argument(
+        "--max-steps", type=int, metavar="N", help="of distillation, where it is needed [the preset's]"
+    )
+    parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
+    kept = parser.add_argument_group("kept and recurrence")
+    kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
+    kept.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
+    kept.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
+    kept.add_argument("--head", type=int, metavar="N", help="KV head that is drawn [0]")
+    kept.add_argument(
+        "--alpha",
+        type=float,
+        help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
+    )
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="that generate, by Ray [in this process]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the missing settings, draw the figure and print its findings."""
+    from seergate.cli.models import TINY, check_writable, is_tiny
+    from seergate.eval.report.plots import pyplot
+
+    if options.name not in NAMES:
+        raise SeergateError(
+            f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
+            "what is not made again, and why)"
+        )
+    options.name = ALIASES.get(options.name, options.name)
+    if options.name != "table2":
+        pyplot()  # fails before any work if matplotlib is missing
+    _check_options(options)
+    tiny = is_tiny(options.model)
+    label = options.name if "table" in options.name else f"figure-{options.name}"
+    out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
+    if options.name == "table2":
+        check_writable(out)
+        _table2(options, out)
+        return
+    run: dict[str, Any] = {}
+    if options.name in FIGURES:
+        run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
+    task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
+    defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
+    if task == run.get("task"):
+        defaults = run.get("task_options", {})
+    source = {} if options.task_source is None else {"source": options.task_source}
+    task_options = defaults | given(options, "problems", "variables") | source
+    if options.name in ATTENTION:
+        _attention(options, task, task_options, out, tiny)
+        return
+    values: dict[str, Any] = {
+        **run,
+        **given(options, "samples", "max_new_tokens", "batch_size"),
+        "model": options.model,
+        "task": task,
+        "task_options": task_options,
+        "workers": options.workers,
+        "out": str(out / "eval"),
+    }
+    from seergate.cli.running import checked_task, run_plan
+    from seergate.eval.sweep_plan import MATCHES, SweepPlan
+
+    plan = SweepPlan.of(values, "the figure")
+    if checked_task(plan)[0].scored is not None:
+        raise SeergateError(
+            f"the figure {options.name} compares answers, and {task!r} scores texts; use `seergate eval`"
+        )
+    check_writable(out)
+    began, more = time.monotonic(), list[str]()
+    if options.name == TRAINED:
+        values["gates"] = options.gates
+        if tiny and not options.gates:
+            values["gates"], more = _each_scorer(TINY, given(options, "max_steps"), out / "gates")
+        values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
+    elif "gate" in plan.method:
+        values["gates"] = _gates(options, plan.block_size, tiny, out)
+    for match in dict.fromkeys((MATCHES[0], plan.match)):
+        run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
+    page = _write(options.name, out, label, more)
+    print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Refuse options that the figure would ignore."""
+    if options.name == "table2" and options.max_new_tokens is not None:
+        raise SeergateError("the figure table2 does not take --max-new-tokens: it distils and answers nothing")
+    known = dict.fromkeys(name for names in ATTENTION.values() for name in names)
+    for name in known:
+        if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):
+            takers = " and ".join(figure for figure, names in ATTENTION.items() if name in names)
+            raise SeergateError(
+                f"the figure {options.name} does not take --{name.replace('_', '-')}, which is for {takers}; leave it "
+                "out, or use `seergate eval`"
+            )
+
+
+def _attention(
+    options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
+) -> None:
+    """Draw one of the attention figures."""
+    from seergate.cli.models import check_writable
+    from seergate.eval import make_task
+    from seergate.eval.papers.attention import kept, recurrence
+
+    if options.alpha is not None and not 0 < options.alpha <= 1:
+        raise ValueError(f"alpha is {options.alpha}; it must be greater than 0 and at most 1")
+    check_counts(options, optional=True, budget=1, max_new_tokens=1)
+    task = make_task(task_name, **task_options)
+    check_writable(out)
+    options.head = options.head or 0
+    options.alpha = options.alpha or (0.01 if tiny else 1e-4)
+    began = time.monotonic()
+    page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
+    print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+
+
+def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
+    """The gates given by the user; else, for the tiny reasoner, shipped or newly distilled gates per block size."""
+    if options.gates is not None or not tiny or not sizes:
+        return options.gates  # type: ignore[no-any-return]
+    from seergate.cli.models import TINY_GATES
+    from seergate.models.gate_bank import GateBank
+    from seergate.paths import shipped
+
+    own = str(shipped(TINY_GATES))
+    known = GateBank.from_pretrained(own).config.block_size
+    return {size: own if size == known else str(_distilled(options, size, out)) for size in sizes}
+
+
+def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
+    """The methods that decode with the given gates."""
+    from seergate.models.gate_bank import GateBank
+
+    sources = gates.values() if isinstance(gates, dict) else [gates]
+    configs = [GateBank.from_pretrained(source).config for source in sources if source]
+    interval = ":interval=16" if tiny else ""  # the default, 128, is too long for answers of 250 tokens
+    methods = [config.scorer + interval if config.retention else "gate" for config in configs] or ["gate"]
+    return list(dict.fromkeys(methods))
+
+
+def _each_scorer(model: str, steps: dict[str, int], out: Path) -> tuple[dict[str, str], list[str]]:
+    """Gates of every scorer, trained together unless they exist, and a Markdown section about the training."""
+    from seergate.config import SCORERS
+    from seergate.distill.ablation import Study, run_studies, table, variant_configs
+
+    study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in SCORERS})
+    configs = variant_configs(study, model, {"output_dir": str(out), **steps})
+    (outcomes,) = run_studies([(study, configs)])
+    gates = {name: str(config.run_dir) for name, config in configs.items()}
+    return gates, [f"## What training took on {model}", table(study, outcomes)]
+
+
+def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
+    """Gates of this block size, distilled unless they exist."""
+    from seergate.distill import load_train_config, run_distillation
+    from seergate.gates import CONFIG_FILE
+
+    directory = out / f"gates-b{block_size}"
+    if (directory / CONFIG_FILE).is_file():
+        return directory
+    asked = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
+    config = load_train_config(options.model, asked)
+    print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
+    return run_distillation(config)
+
+
+def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
+    """Write the page of a figure, with the sections ``more`` after its tables, and return its path."""
+    from seergate.eval.papers.looks import LOOKS, beside
+    from seergate.eval.report import load_sweeps, write_report
+    from seergate.eval.report.load import apart
+    from seergate.eval.report.tables import equal_bytes
+    from seergate.eval.store import write_text
+
+    figure = FIGURES[name]
+    draw, table, read = LOOKS[figure.look]
+    sweep, *others = sweeps = load_sweeps(out / "eval")
+    if others:
+        one, other, *_ = apart(sweeps)
+        raise SeergateError(
+            f"the runs in {out / 'eval'} cannot be compared ("
+            + "; ".join(f"{name} is {one[name]!r} and {other[name]!r}" for name in one)
+            + f"): grade them alike with `seergate regrade {out / 'eval'} --grader NAME`, or use another --out"
+        )
+    parts = [f"# {figure.source} on our runs: {figure.title}" if figure.source else f"# {figure.title}"]
+    if draw is not None:
+        parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
+    said = read(sweep)
+    parts += ["\n".join(f"- {line}" for line in said), table(sweep)]
+    parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
+    parts += more
+    if compared := beside(sweep, figure.published, figure.real):
+        parts += ["## Beside the paper's numbers", compared, *([figure.caution] if figure.caution else [])]
+    parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")
+    write_text(out / f"{label}.md", "\n\n".join(parts) + "\n")
+    write_report(out / "eval", out)
+    for line in said:
+        print(f"- {line}")
+    return out / f"{label}.md"
+
+
+def _table2(options: argparse.Namespace, out: Path) -> None:
+    """Reproduce Table 2, the cost of distillation, by a timed training run."""
+    import torch
+
+    from seergate.distill import load_train_config, run_distillation
+    from seergate.eval.environment import processor
+    from seergate.eval.papers.figures import GPU_HOURS, STEPS, TOKENS
+    from seergate.eval.report.tables import markdown
+    from seergate.eval.store import write_text
+    from seergate.models.gate_bank import GateBank
+
+    directory = str(out / time.strftime("gates-%Y%m%d-%H%M%S"))
+    config = load_train_config(options.model, {"output_dir": directory, **given(options, "max_steps")})
+    began = time.monotonic()
+    gates = run_distillation(config)
+    hours = (time.monotonic() - began) / 3600
+    tokens = GateBank.from_pretrained(gates).training_record["tokens_seen"]
+    where = (
+        torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"{processor()}, {torch.get_num_threads()} threads"
+    )
+    rows = [
+        [options.model, f"{tokens:,}", str(config.max_steps), where, f"{hours:.3f}"],
+        *([f"{model}, published", TOKENS, str(STEPS), "MI300X", f"{spent:.1f}"] for model, spent in GPU_HOURS.items()),
+    ]
+    table = markdown(["model", "training tokens", "steps", "device", "device-hours"], rows)
+    note = "Ours is one device's wall-clock time for everything from loading the model to the saved adapter."
+    write_text(out / "table2.md", f"# Table 2 of SeerAttention-R: what distillation takes\n\n{table}\n\n{note}\n")
+    print(f"\n{table}\n\n{out / 'table2.md'}")

@@ -1,0 +1,45 @@
+"""Memory estimates for batches of samples, and detection of out-of-memory errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+LARGEST_BATCH = 256
+USABLE = 0.8
+"""Share of the free memory that samples may take. The rest is for activations and other uses."""
+
+GROWTH = 1.25
+"""Ratio of allocated to used bytes of buffers, which grow in steps."""
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes of memory that are free now, within the limits of a container."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + reserved)
+    free = int(psutil.virtual_memory().available)
+    limits = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        limit, used = (path.read_text(encoding="utf-8").strip() for path in limits)
+    except OSError:
+        return free  # not Linux, or no control groups
+    return free if limit == "max" else min(free, int(limit) - int(used))
+
+
+def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:
+    """Number of samples of this size (`engine.sample_bytes`) that fit; in 1..`LARGEST_BATCH`. All samples are assumed
+    to grow to the limit, so the estimate is rarely too large; if it is, the engine halves it.
+    """
+    return max(1, min(LARGEST_BATCH, int(USABLE * free_bytes(device) / sharing / (GROWTH * sample_bytes))))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an exception means that memory ran out, on a GPU or on the CPU."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and ("alloc_cpu" in words or "out of memory" in words)

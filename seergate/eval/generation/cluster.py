@@ -1,0 +1,161 @@
+"""Generation on several devices or machines with Ray: one actor per device holds the model and an engine.
+
+The driver sends each request to one actor and collects the samples; only the driver grades and writes. If an actor or
+its node is lost, the other actors generate its samples. Every sample has its own random generator, so it comes out
+the same on any actor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from seergate.errors import SeergateError, how_to_install
+from seergate.eval.generation.engine import Engine, Generation, Job, Request
+from seergate.eval.settings import Banks
+from seergate.fingerprint import fingerprint
+from seergate.models.attach import Handle, attach
+
+Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]]
+"""``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
+by name."""
+
+
+class Generator:
+    """The Ray actor, which generates samples with one model."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+        self.handle: Handle | None = None
+        self.finished = list[Generation]()
+
+    def load(self) -> tuple[str, str]:
+        """Load the model; return the fingerprint of its weights and the id of the actor's node."""
+        import ray
+
+        self.model, self.tokenizer, self.gates = self.loader()
+        return fingerprint(self.model), ray.get_runtime_context().get_node_id()
+
+    def begin(self, job: Job, neighbours: int) -> int:
+        """Attach a job's method in place of the previous job's; return the batch size. ``neighbours`` is the number of
+        actors that share this device's memory, including this one.
+        """
+        if self.handle is not None:
+            self.handle.detach()
+        method = job.spec.method(job.spec.bank(self.gates))
+        self.handle = attach(self.model, method, correction=job.spec.correction)
+        self.engine = Engine(self.handle, self.tokenizer, job, self.finished.append, neighbours)
+        return self.engine.batch_size
+
+    def work(self, requests: list[Request]) -> tuple[list[Generation], int]:
+        """Add requests and decode until a sample is finished; return the finished samples and the batch size."""
+        self.engine.waiting.extend(requests)
+        self.finished.clear()
+        while not self.finished and self.engine.step():
+            pass
+        return list(self.finished), self.engine.batch_size
+
+
+class Cluster:
+    """The actors, which run for a whole sweep. A context manager: leaving it ends them.
+
+    Args:
+        workers: number of actors; 0 for one per GPU of the cluster, or one per node if there are no GPUs.
+        address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
+
+    Raises:
+        SeergateError: if Ray is not installed, or there is no cluster at the address.
+    """
+
+    def __init__(self, loader: Loader, workers: int, address: str | None = None) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise SeergateError(f"several workers need Ray; {how_to_install('ray')}") from None
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        given: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
+        try:
+            # without an address Ray would join whatever cluster it finds on the machine
+            ray.init(address=address or "local", log_to_driver=False, logging_level=logging.WARNING, **given)
+        except ConnectionError as error:
+            raise SeergateError(f"there is no Ray cluster at {address!r}: {error}") from error
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        self.workers = workers or gpus or len(ray.nodes())
+        how = {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_restarts": 0, "max_task_retries": 0}
+        actor: Any = ray.remote(Generator).options(scheduling_strategy="SPREAD", **how)
+        self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]
+        self.nodes = dict[Any, str]()
+
+    def generate(
+        self, job: Job, weights: str, requests: Iterable[Request], on_finished: Callable[[Generation], None]
+    ) -> None:
+        """Generate the samples of a job.
+
+        Args:
+            weights: fingerprint of the model that every actor must have loaded.
+            on_finished: called with each finished sample, in this thread.
+
+        Raises:
+            SeergateError: if an actor fails (with its reason) or has loaded other weights, or if all actors are lost.
+        """
+        import ray
+
+        waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
+        if not self.nodes:
+            for actor, loaded in [(actor, actor.load.remote()) for actor in self.actors]:
+                theirs, self.nodes[actor] = self._result(actor, loaded) or (weights, "")
+                if theirs != weights:
+                    raise SeergateError(f"a worker has loaded other weights ({theirs}) than this process ({weights})")
+        beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
+        begun = [(actor, actor.begin.remote(job, beside[self.nodes[actor]] or 1)) for actor in self.actors]
+        room = {actor: self._result(actor, task) for actor, task in begun}
+        share = -(-len(waiting) // len(self.actors))  # so that no actor takes all
+        idle, running = list(self.actors), dict[Any, Any]()
+        while waiting or any(lent.values()):
+            for actor in idle:
+                held = lent.setdefault(actor, {})
+                more = [waiting.popleft() for _ in range(min(len(waiting), min(share, room[actor]) - len(held)))]
+                held |= {request.key: request for request in more}
+                if held:
+                    running[actor.work.remote(more)] = actor
+            idle = [actor for actor in idle if actor not in running.values()]
+            (done, *_), _ = ray.wait(list(running))
+            actor = running.pop(done)
+            result = self._result(actor, done)
+            if result is None:
+                waiting.extendleft(lent.pop(actor).values())
+                continue
+            finished, room[actor] = result
+            for generation in finished:
+                on_finished(generation)
+                del lent[actor][generation.request.key]
+            idle.append(actor)
+
+    def _result(self, actor: Any, task: Any) -> Any:
+        """The result of an actor's task; ``None`` if the actor or its node is lost."""
+        import ray
+
+        try:
+            return ray.get(task)
+        except ray.exceptions.RayTaskError as error:
+            raise SeergateError(f"a worker failed: {type(error.cause).__name__}: {error.cause}") from error
+        except ray.exceptions.RayError as error:
+            self.actors.remove(actor)
+            if not self.actors:
+                raise SeergateError("all workers are lost; the same command makes what is missing") from error
+            return None
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        for actor in self.actors:
+            ray.kill(actor)
+        ray.shutdown()

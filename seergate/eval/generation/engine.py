@@ -1,0 +1,530 @@
+"""Generation with continuous batching: when a sample ends, the next one takes its place at once.
+
+Reasoning lengths have long tails. In a static batch most rows soon wait for the longest one; here a finished row is
+delivered and replaced in the same step. The rows of the cache have independent lengths (`seergate.cache.rows`), so
+only prompts that are prefilled together are padded. Models with layers that do not support this (sliding windows,
+linear attention) run in static batches whose finished rows are dropped.
+
+A sample's tokens do not depend on its neighbours: selections are made per row, and each sample has its own random
+generator. (Matrix products of different sizes may round differently in the last bit, which can change the choice
+between two tokens that are tied to that bit. That is a property of the linear algebra library.) With dynamic and
+LongRoPE scaling the frequencies depend on the longest row and on the length at which a key was cached. Rows so long
+that the frequencies change are therefore refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from seergate.cache.argument import CACHE
+from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
+from seergate.cache.layer import GatedLayer
+from seergate.checks import check_count, check_counts
+from seergate.errors import SeergateError
+from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory
+from seergate.eval.generation.costs import RowStats
+from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
+from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.task import Problem
+from seergate.methods.evicting import CompressingMethod, CompressingState
+from seergate.models.attach import Handle
+from seergate.models.families import check_angles, text_config
+from seergate.models.loading import chat_text
+from seergate.stats import DecodeStats
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to be generated: its prompt as text and as tokens, and the seed of its random numbers. ``key``
+    identifies it to the caller; ``reply`` holds the tokens of a right answer, whose log-probability is measured.
+    """
+
+    key: Any
+    prompt: str
+    ids: tuple[int, ...]
+    seed: int = 0
+    reply: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Maximum length of a sample.
+
+    Attributes:
+        max_new_tokens: limit of the answer alone; ``None`` for no such limit.
+        max_total_tokens: limit of prompt and answer together; ``None`` for no such limit.
+
+    Raises:
+        ValueError: if a limit is below 1, or neither is given.
+    """
+
+    max_new_tokens: int | None = None
+    max_total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        check_counts(self, optional=True, max_new_tokens=1, max_total_tokens=1)
+        if self.max_new_tokens is None and self.max_total_tokens is None:
+            raise ValueError("neither max_new_tokens nor max_total_tokens is given; one of them must be")
+
+    def of(self, prompt_tokens: int) -> int:
+        """Maximum number of new tokens after a prompt of this length; 0 or less if there is no room."""
+        total = None if self.max_total_tokens is None else self.max_total_tokens - prompt_tokens
+        return min(limit for limit in (self.max_new_tokens, total) if limit is not None)
+
+    def __str__(self) -> str:
+        """The limit in words."""
+        parts = []
+        if self.max_new_tokens is not None:
+            parts.append(f"{self.max_new_tokens} new tokens")
+        if self.max_total_tokens is not None:
+            parts.append(f"{self.max_total_tokens} tokens, prompt included")
+        return "at most " + " and ".join(parts)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished sample.
+
+    Attributes:
+        completion: the generated text, without the end token.
+        token_ids: the generated tokens, the end token included if there is one.
+        finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
+        seconds: its share of the wall-clock time; the time of each step is divided equally among its rows.
+        costs: `RowStats.of`, empty if a server generated it; and ``reply_logprob`` if the request has a reply.
+    """
+
+    request: Request
+    completion: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    seconds: float
+    costs: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        tokens: Sequence[int],
+        ends: Collection[int],
+        tokenizer: PreTrainedTokenizerBase,
+        seconds: float,
+        costs: dict[str, Any],
+    ) -> Generation:
+        """Make the sample from a request's generated tokens, which end with a token of ``ends`` or at the limit."""
+        stopped = tokens[-1] in ends
+        text = str(tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=False))
+        return cls(request, text, tuple(tokens), "stop" if stopped else "length", seconds, costs)
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of generated tokens."""
+        return len(self.token_ids)
+
+
+class Batch:
+    """Rows that decode together, under the method that is attached to the model: their cache and forward passes."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.cache = model, DynamicCache(config=model.config)
+        self.device = model.get_input_embeddings().weight.device
+        self.lengths: list[int] = []  # tokens in the cache
+        self.mask: Tensor | None = None  # [rows, slots]; kept only for caches whose rows share their slots
+        self.slots: int | None = None  # of the cache before the current forward pass; None between passes
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def joinable(self) -> bool:
+        """True if rows may join while others are being decoded."""
+        return not self.lengths or rows_are_independent(self.cache)
+
+    def add(self, prompts: Sequence[Sequence[int]], look: Callable[[Batch, Tensor], None] | None = None) -> Tensor:
+        """Prefill prompts and append their rows to the batch.
+
+        Args:
+            prompts: token ids of each.
+            look: called with a separate batch, which holds a copy of the new rows, and with their logits.
+
+        Returns:
+            Logits ``[len(prompts), V]`` of each row's next token.
+
+        Raises:
+            SeergateError: if a prompt is too long for the frequencies of the model's RoPE (`check_angles`).
+        """
+        width = max(map(len, prompts))
+        check_angles(text_config(self.model), width, "a prompt")
+        rows = [[0] * (width - len(ids)) + list(ids) for ids in prompts]  # padding is masked: any token will do
+        seen = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        mask = torch.tensor(seen, device=self.device)
+        cache: Cache = DynamicCache(config=self.model.config) if self.lengths else self.cache
+        logits = self._forward(
+            torch.tensor(rows, device=self.device),
+            (mask.cumsum(1) - 1).clamp(min=0),
+            None if min(map(len, prompts)) == width else mask,
+            cache,
+        )
+        lengths, shared = [len(ids) for ids in prompts], None if rows_are_independent(cache) else mask
+        if look is not None:
+            twin = Batch(self.model)
+            with torch.inference_mode(False):  # the copy is modified
+                twin.cache = copy.deepcopy(cache)
+            twin.lengths, twin.mask = list(lengths), shared
+            look(twin, logits)
+        if self.lengths:
+            join_rows(self.cache, cache)
+        self.mask = shared
+        self.lengths += lengths
+        return logits
+
+    def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
+        """Log-probability in nats of a given reply (token ids) to each row, 0 for an empty reply; ``logits [rows, V]``
+        are those of the first tokens.
+        """
+        sums = [0.0] * len(replies)
+        for i in range(longest := max(map(len, replies))):
+            known = logits.float().log_softmax(-1)
+            for row, reply in enumerate(replies):
+                sums[row] += float(known[row, reply[i]]) if i < len(reply) else 0.0
+            if i + 1 < longest:
+                logits = self.step([reply[i] if i < len(reply) else 0 for reply in replies])
+        return sums
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Decode one given token per row; return the logits ``[rows, V]`` of the token after it.
+
+        Raises `SeergateError` if a row gets too long for the frequencies of the model's RoPE (`check_angles`).
+        """
+        check_angles(text_config(self.model), max(self.lengths) + 1, "a prompt with its answer")
+        if self.mask is not None:
+            self.mask = torch.cat((self.mask, self.mask.new_ones(len(self), 1)), dim=1)
+        ids = torch.tensor(tokens, device=self.device)[:, None]
+        positions = torch.tensor(self.lengths, device=self.device)[:, None]
+        logits = self._forward(ids, positions, self.mask, self.cache)
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        """Drop all rows but these."""
+        if not rows:
+            self.cache, self.mask = DynamicCache(config=self.model.config), None
+        else:
+            keep_rows(self.cache, rows)
+            self.mask = None if self.mask is None else self.mask[rows]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def take_back(self) -> bool:
+        """Undo a failed forward pass, so that the rows that were in the batch before can continue; return false if
+        that is not possible.
+
+        Layers that the pass reached drop its token; keys, values and compressed keys of older tokens stay bit for bit.
+        Not possible: no pass has failed, rows share slots, or such a layer evicts (evicted tokens cannot be restored).
+        """
+        if self.slots is None or not self.lengths or not rows_are_independent(self.cache):
+            return False
+        ahead = [layer for layer in self.cache.layers if layer.get_seq_length() > self.slots]
+        if any(isinstance(layer.method, CompressingMethod) for layer in ahead):
+            return False
+        for layer in ahead:
+            layer.crop(self.slots)
+        return True
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
+        self.slots = self.cache.get_seq_length()
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            **{CACHE: cache},
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        self.slots = None
+        return output.logits[:, -1]
+
+
+@torch.inference_mode()
+def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) -> float:
+    """Estimated peak bytes of a sample of ``longest`` tokens under the attached method: keys, values and the method's
+    state, extrapolated from a prefill of ``prompt``.
+    """
+    batch, total = Batch(model), 0.0
+    batch.add([prompt])
+    for layer in batch.cache.layers:
+        if not isinstance(layer, GatedLayer) or layer.state is None:
+            total += (layer.keys.nbytes + layer.values.nbytes) * longest / len(prompt)
+            continue
+        state, held = layer.state, longest
+        if isinstance(state, CompressingState) and not state.compresses_once:
+            for part in (state, *state.parts):
+                if isinstance(part, CompressingState):
+                    part.decoded = [longest - len(prompt)]  # as at the end: some states grow
+            held = max(len(prompt), min(longest, state.max_resident()))
+        total += float(layer.storage.row_bytes([held])[0] + state.bytes_held(held, longest))
+    return total
+
+
+class _Row(SampledRow):
+    """A sample that is being generated."""
+
+    def __init__(self, request: Request, limit: int) -> None:
+        super().__init__(list(request.ids), request.seed)
+        self.request, self.limit, self.seconds = request, limit, 0.0
+        self.reply_logprob: float | None = None
+
+    @property
+    def full(self) -> bool:
+        """True if the answer has reached its limit."""
+        return len(self.tokens) >= self.limit
+
+
+@dataclass(frozen=True)
+class Job:
+    """One setting, and how its samples are generated.
+
+    Attributes:
+        batch_size: samples that a process generates together; as many as fit into memory if ``None``.
+        prompt, longest: token ids of the longest prompt, and number of tokens of the longest sample (prompt included),
+            from which memory is estimated.
+    """
+
+    spec: MethodSpec
+    batch_size: int | None
+    prompt: tuple[int, ...]
+    longest: int
+    limit: Limit
+    sampling: Sampling
+
+
+class Engine:
+    """Generates samples, and halves the batch size whenever memory runs out. If the failed forward pass can be undone
+    (`Batch.take_back`), half of the samples continue, or all earlier ones if only new samples did not fit. The others
+    restart from their prompts and seeds, because a dense prefill of their generated tokens would give other keys and
+    values than the sparse decode steps did.
+
+    Args:
+        handle: the job's method, attached to a model in eval mode.
+        on_finished: called with every sample when it ends.
+        sharing: number of processes that share the device's memory.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        tokenizer: PreTrainedTokenizerBase,
+        job: Job,
+        on_finished: Callable[[Generation], None],
+        sharing: int = 1,
+    ) -> None:
+        if handle.passes.phase == "verify":
+            raise SeergateError(
+                f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
+                "evaluate 'dense' instead"
+            )
+        if job.batch_size is None:
+            each = sample_bytes(handle.model, job.prompt, job.longest)
+            self.batch_size = estimated_batch(handle.model.device, each, sharing)
+        else:
+            check_count("batch_size", job.batch_size, 1)
+            self.batch_size = job.batch_size
+        self.handle, self.tokenizer, self.limit, self.on_finished = handle, tokenizer, job.limit, on_finished
+        self.choose = TokenChooser(job.sampling)
+        self.ends = end_ids(handle.model, tokenizer)
+        self.waiting = deque[Request]()
+        self.rows = list[_Row]()
+        self._start_anew()
+
+    def run(self, requests: Iterable[Request]) -> None:
+        """Generate all samples.
+
+        Raises:
+            SeergateError: if not even one sample fits into memory; before any work, if a sample may get too long for
+                the frequencies of the model's RoPE (`check_angles`).
+        """
+        self.waiting = deque(requests)
+        reply, text = max((len(request.reply) for request in self.waiting), default=0), text_config(self.handle.model)
+        for prompt in (len(request.ids) for request in self.waiting):
+            check_angles(text, prompt + max(self.limit.of(prompt), reply), "a prompt with its longest answer")
+        self._start_anew()
+        try:
+            while self.step():
+                pass
+        finally:
+            self.handle.reset_stats()
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Prefill waiting samples if there is room, else decode one token per row; false if no sample is left."""
+        arriving = list[_Row]()
+        while self.waiting and self.batch.joinable and len(self.rows) + len(arriving) < self.batch_size:
+            request = self.waiting.popleft()
+            arriving.append(_Row(request, self.limit.of(len(request.ids))))
+        together = len(self.rows) + len(arriving)
+        if not together:
+            return False
+        try:
+            self._advance(arriving)
+            return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside of the except block nothing references the frames of the failed forward pass and their tensors.
+        self._back_off(together)
+        return True
+
+    def _back_off(self, together: int) -> None:
+        """Continue with half of ``together`` rows after memory ran out; the others restart before waiting ones."""
+        if together == 1 and self.rows:
+            tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
+            raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
+        self.batch_size = max(1, together // 2)
+        rows, count = self.rows, self._kept_on()
+        self.waiting.extendleft(row.request for row in reversed(rows[count:]))
+        self.rows = rows[:count]
+
+    def _kept_on(self) -> int:
+        """Undo the failed step and drop the rows that do not fit; return how many of the first rows are left."""
+        held, correcting = len(self.batch), self.handle.correction is not None
+        count = held if held < len(self.rows) else min(held, self.batch_size)  # first case: only new rows did not fit
+        if not count or self.handle.storage.lossy or correcting or not self.batch.take_back():
+            return self._start_anew()
+        try:
+            if count < held:
+                self.batch.keep(list(range(count)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return self._start_anew()
+        self.stats.take_back()
+        self.stats.keep_rows(list(range(count)))
+        self._release()
+        return count
+
+    def _start_anew(self) -> int:
+        """Drop all rows and reset the statistics; return 0, the number of rows left."""
+        self.batch, self.rows = Batch(self.handle.model), []
+        self.handle.reset_stats()
+        self.stats = self.handle.count_with(RowStats)
+        self._release()
+        return 0
+
+    def _release(self) -> None:
+        gc.collect()
+        if self.batch.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _advance(self, arriving: list[_Row]) -> None:
+        """Prefill new rows, or decode one token of every row; deliver the samples that have ended."""
+        began = time.perf_counter()
+        self.stats.begin_step()
+        if arriving:
+            moved, first = arriving, len(self.rows)
+            self.rows = [*self.rows, *arriving]  # before the prefill: if it fails, they restart too
+            look = self._measure_replies if any(row.request.reply for row in arriving) else None
+            logits = self.batch.add([row.prompt for row in arriving], look)
+            self.stats.add_rows(len(arriving))
+        else:
+            logits = self.batch.step([row.tokens[-1] for row in self.rows])
+            moved, first = self.rows, 0
+            if (ratios := self.handle.storage.saving_ratios(self.batch.cache.layers)) is not None:
+                self.stats.note_savings(ratios)
+        for row, token in zip(moved, self.choose(logits, moved), strict=True):
+            row.tokens.append(token)
+        spent = (time.perf_counter() - began) / len(moved)
+        for row in moved:
+            row.seconds += spent
+        self._retire({first + i for i, row in enumerate(moved) if row.tokens[-1] in self.ends or row.full})
+
+    def _measure_replies(self, batch: Batch, logits: Tensor) -> None:
+        rows = self.rows[-len(batch) :]
+        self.handle.count_with(DecodeStats)  # decoding replies is not part of the samples' costs
+        try:
+            sums = batch.log_probabilities(logits, [row.request.reply for row in rows])
+        finally:
+            self.handle.stats_ = self.stats
+        for row, found in zip(rows, sums, strict=True):
+            row.reply_logprob = found if row.request.reply else None
+
+    def _retire(self, ended: set[int]) -> None:
+        if not ended:
+            return
+        finished = []
+        for i in sorted(ended):
+            row = self.rows[i]
+            reply = {} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob}
+            costs = self.stats.of(i) | reply
+            finished.append(Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs))
+        kept = [i for i in range(len(self.rows)) if i not in ended]
+        # Dropping rows copies the others, which may run out of memory. Finished samples must have left `rows` by
+        # then, or they would be generated and delivered again.
+        self.rows = [self.rows[i] for i in kept]
+        for generation in finished:
+            self._hand_over(generation)
+        self.batch.keep(kept)
+        self.stats.keep_rows(kept)
+
+    def _hand_over(self, generation: Generation) -> None:
+        try:
+            self.on_finished(generation)
+        except Exception as error:
+            if is_out_of_memory(error):  # a smaller batch would not help, and backing off would lose the sample
+                raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
+            raise
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The special tokens that a tokenizer puts before plain text by default, as text; empty if there are none."""
+    ids, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    begins = ids[:1] == [tokenizer.bos_token_id]
+    count = next((i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), int(begins))
+    text = str(tokenizer.bos_token) if begins and count == 1 else "".join(tokenizer.convert_ids_to_tokens(ids[:count]))
+    if text and tokenizer(f"{text}a", add_special_tokens=False)["input_ids"] != ids[: count + len(bare)]:
+        return f"{text} "  # the first word after a special token has its space only if it is written
+    return text
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
+    """The text that the model continues, with its special tokens: the problem's messages in the model's markup
+    (`chat_text`), or its prompt after the tokenizer's `beginning`, unless the prompt itself begins so.
+    """
+    if problem.prompt is not None:
+        start = beginning(tokenizer)
+        given = not problem.prompt or problem.prompt.startswith(start.rstrip())
+        return problem.prompt if given else start + problem.prompt
+    if not tokenizer.chat_template:
+        raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
+    return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a prompt that already holds its special tokens."""
+    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    if not ids:
+        raise SeergateError("a prompt is empty; there is nothing to continue")
+    return ids
+
+
+def reply_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, reply: str) -> tuple[int, ...]:
+    """Token ids of a reply after a prompt; empty if a token spans the end of the prompt."""
+    ids = encode(tokenizer, prompt)
+    both = encode(tokenizer, prompt + reply)
+    return tuple(both[len(ids) :]) if both[: len(ids)] == ids else ()
+
+
+def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """The tokens that end a generation."""
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        ids = tokenizer.eos_token_id
+    return set(ids) if isinstance(ids, (list, tuple)) else {ids} - {None}

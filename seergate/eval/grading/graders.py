@@ -1,0 +1,271 @@
+r"""Grading: extract the answer from a completion and compare it with the gold answer.
+
+The answer is the contents of the last ``\boxed{...}``. The graders in `BOXED` ignore everything outside the box, so a
+right number in the reasoning earns nothing. The others fall back to the text if there is no box.
+
+Every grade records its reason. math-verify decides on mathematical equivalence, in a separate process
+(`seergate.eval.grading.judge`), because symbolic algebra on a degenerate answer can take for ever.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from seergate.errors import SeergateError
+from seergate.eval.grading.mathematics import (
+    DECORATION,
+    INVISIBLE,
+    SPACE,
+    UNITS,
+    MisreadError,
+    latex,
+    multiplied,
+    plain,
+    readable,
+)
+
+_TOKEN = re.compile(
+    r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL
+)  # box, escaped character, brace
+
+MAX_ANSWER = 2000
+"""Characters of a boxed answer above which it is wrong; symbolic algebra on it could take for ever."""
+
+MAX_DIGITS = 100
+"""Digits of a number in an answer from which on the answer is only compared as text."""
+
+Verdict = tuple[bool, str]
+"""Whether an answer is right, and why, in a few words."""
+
+Equivalence = Callable[[str, str], Verdict]
+"""``(gold, answer) ->`` whether the two are equivalent."""
+
+Grader = Callable[[str, str, Equivalence], Verdict]
+"""``(answer, gold, equivalence) ->`` whether the answer is right."""
+
+
+@dataclass(frozen=True)
+class Grade:
+    """A verdict: the answer that was found, or ``None``; whether it is right; and why, in a few words."""
+
+    pred: str | None
+    correct: bool
+    reason: str
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last complete ``\boxed{...}``, braces inside it balanced, or ``None``.
+
+    ``\boxed C`` is a box as well, but not ``\boxed 52``: TeX puts only the 5 into it. A ``\boxed{`` that is never
+    closed (a truncated generation) is ignored. An escaped brace (``\{``) is a character.
+    """
+    # One pass with a stack of open braces: a model may open thousands of boxes, and trying each would be quadratic.
+    best: tuple[int, int] | None = None  # where the contents of the best box begin and end
+    braces: list[int | None] = []  # for each open brace: where its contents begin, if it is a box's
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token == "}":
+            begin = braces.pop() if braces else None
+            if begin is not None and (best is None or begin > best[0]):
+                best = begin, match.start()
+        elif token.startswith("\\boxed") and token[-1] != "{":
+            best = max(best or (0, 0), (match.end() - 1, match.end()))
+        elif token[-1] == "{" and token != "\\{":
+            braces.append(match.end() if token.startswith("\\boxed") else None)
+    return None if best is None else text[best[0] : best[1]].strip()
+
+
+def grade_digit(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    """chain_sum: the box must hold exactly the gold digit."""
+    return answer == gold.strip(), "compared as text"
+
+
+def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    """The answer must equal the gold answer, ignoring whitespace."""
+    return "".join(answer.split()) == "".join(gold.split()), "compared as text"
+
+
+_UNSPACED = (
+    r"\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff"
+    r"\U00020000-\U0003ffff"
+)
+"""Characters of Thai, Lao, Burmese, Khmer, Chinese, Japanese and Korean: no space need follow a word."""
+
+_PUNCTUATION = str.maketrans("‘’“”‐‑–−", "''\"\"----")
+
+
+def grade_contains(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    """Every line of the gold answer must occur in the answer as whole words, in any case, order and Unicode form. In a
+    script that is written without spaces, it may stand anywhere.
+    """
+    parts, text = filter(None, map(_folded, gold.splitlines())), _folded(answer)
+    missing = [part for part in parts if not re.search(_whole(part), text)]
+    return not missing, f"{missing[0]!r} is missing" if missing else "all of it is there"
+
+
+def _folded(text: str) -> str:
+    text = unicodedata.normalize("NFKC", INVISIBLE.sub("", text).translate(_PUNCTUATION)).casefold()
+    return " ".join(unicodedata.normalize("NFKC", text).split())
+
+
+def _whole(part: str) -> str:
+    """A pattern for a text with no letter or digit beside it, unless one of the two is of a script without spaces."""
+    letter, ends = rf"[^\W_{_UNSPACED}]", [re.match(f"[{_UNSPACED}]", end) for end in (part[0], part[-1])]
+    before, after = "" if ends[0] else f"(?<!{letter})", "" if ends[1] else f"(?!{letter})"
+    return before + re.escape(part) + after
+
+
+_GROUP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
+_FRACTION = re.compile(r"(?:(\d)\s{0,3})?\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
+_POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
+_NUMBER = re.compile(
+    r"(?<![A-Za-z\d_.^/])(?<![\^_}]\{)(?<!sqrt\{)"  # no part of a name, of a number, a power, a denominator, a root
+    r"((?:(?<![A-Za-z\d)}])[-+])?)(?:\\?[$€£])?"
+    r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
+    r"(?!\.?\d|/\d|\^\{?[-\d]|\s*\\(?:sqrt|pi)(?![A-Za-z]))([A-Za-z_]*)"
+)
+
+
+def last_number(text: str) -> str | None:
+    r"""The last number in a text, or ``None``: an integer or decimal without separators, else a fraction ``a/b``.
+
+    Letters after a number must be a unit (``120km``). Only the last 10,000 characters are read, which bounds the time.
+    """
+    text = multiplied(latex(_GROUP.sub(",", text[-10_000:])))
+    text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
+    text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
+    found = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
+    if not found:
+        return None
+    sign, whole, top, bottom, decimal, power, _ = found[-1].groups()
+    if len(found[-1][0]) > MAX_ANSWER:
+        return found[-1][0].replace(",", "")
+    if top:
+        value = int(whole or 0) + Fraction(int(top), int(bottom))
+    elif power:
+        value = Fraction(decimal.replace(",", "")) * Fraction(10) ** int(power)
+    else:
+        return sign + decimal.replace(",", "")
+    return str(-value if sign == "-" else value)
+
+
+def grade_number(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    """The last number of the answer must equal the gold one. Units, currencies and percent signs are ignored."""
+    found, right = last_number(answer), last_number(gold)
+    if found is None or right is None or max(len(found), len(right)) > 2 * MAX_ANSWER:
+        return found is not None and found == right, "compared as text"
+    return Fraction(found) == Fraction(right), "compared as numbers"
+
+
+_SETTING = re.compile(  # colours, fonts, sizes, formulas, markdown, quotation marks
+    rf"{DECORATION.pattern}|\\(?:(?:text|math)[a-z]*|mbox|fbox|boxed|emph|left|right)(?![A-Za-z])|\\[()\[\]]|[${{}}*`\"]"
+)
+_CHOICE = re.compile(  # the letter, what ends it, the option's text
+    r"(?:(?:the\s+)?(?:(?:correct|right|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*){0,2}"
+    r"[(\[]?([A-Z])(?:\s*[.:)\]]\s*|\s*\n\s*|\Z|\s+(?=\([^()]*\)\Z))(.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+_ANOTHER = re.compile(  # a second letter: labelled, or last behind "or", or before "and" and the like
+    r"(?<![\w\\^'-])\(?([A-J])[.:)](?=\s|\Z)|(?:\bor\b|\\(?:lor|vee)\b)\s*\(?([A-J])\b(?=\W*\Z)"
+    r"|\A\(?([A-H])\b(?=\s*(?:\Z|\b(?:or|and)\b|[/,;|&+]))"
+)
+_DASH = r"\s+[-–—]+\s+(?=[^\\]*[A-Za-z]{2})"  # before an option's text, not in a difference
+_DENIED = re.compile(r"(?:is|was)\s+(?:wrong|incorrect|false|not)\b|(?:or|and|not)\b", re.IGNORECASE)
+
+
+def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    r"""Multiple choice: the box must hold one letter, alone or followed by punctuation and the option's text.
+
+    ``C``, ``c``, ``(C)``, ``\text{C}``, ``Option C``, ``C. 4 eV``, ``C - 4 eV`` and ``C \quad 4 eV`` are read as C.
+    ``4 eV``, ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and
+    ``A. 4 eV or C. 5 eV`` hold two.
+    """
+    text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", INVISIBLE.sub("", answer))
+    text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
+    if re.match(rf"[A-Z]{_DASH}", text, re.IGNORECASE):
+        text = re.sub(rf"\b([A-Ja-j]){_DASH}", r"\1. ", text)
+    found = _CHOICE.fullmatch(text)
+    if found is None or _DENIED.match(found[2]):
+        return False, "the box does not hold one letter"
+    letter = found[1].upper()
+    others = {next(filter(None, match.groups())) for match in _ANOTHER.finditer(found[2])} - {letter}
+    if others:
+        return False, f"the box does not hold one letter, but {letter} and {min(others)}"
+    return letter == gold.strip(), f"read as the letter {letter}"
+
+
+def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    """The answer must be mathematically equivalent to the gold answer, by math-verify."""
+    if answer == gold.strip():
+        return True, "equal as text"
+    gold, answer = plain(gold), plain(answer)
+    if answer == gold:
+        return True, "equal as text but for how it is set"
+    try:
+        gold, answer = readable(gold, answer)
+    except MisreadError as error:
+        return False, str(error)
+    if re.search(rf"\d{{{MAX_DIGITS}}}", answer):
+        return False, f"a number in the box has {MAX_DIGITS} or more digits"
+    return equivalent(gold, answer)
+
+
+GRADERS: dict[str, Grader] = {
+    "digit": grade_digit,
+    "math": grade_math,
+    "exact": grade_exact,
+    "letter": grade_letter,
+    "contains": grade_contains,
+    "number": grade_number,
+}
+BOXED = ("digit", "math", "letter")
+"""Graders that accept an answer in a box only."""
+
+
+def _answer(grader: str, text: str) -> str | None:
+    """The answer in a completion that has no box, or ``None``."""
+    text = text.rpartition("</think>")[2].strip()
+    if grader == "number":
+        return last_number(text)
+    return (text.splitlines()[0].rstrip(" .") if grader == "exact" and text else text) or None
+
+
+def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> Grade:
+    """Grade one completion with a grader of `GRADERS`. If the gold answer is empty (the problem is graded elsewhere),
+    every answer is wrong.
+    """
+    answer = last_boxed(completion)
+    if boxed := answer is not None or grader in BOXED:
+        what = "boxed answer"
+    else:
+        what, answer = "number" if grader == "number" else "answer", _answer(grader, completion)
+    if answer is None:
+        return Grade(None, False, f"no {what}")
+    if not gold.strip():
+        verdict = False, "there is no gold answer"
+    elif boxed and len(answer) > MAX_ANSWER:
+        verdict = False, f"the boxed answer is longer than {MAX_ANSWER} characters"
+    else:
+        verdict = check_grader(grader)(answer, gold, equivalent)
+    return Grade(answer[:MAX_ANSWER], *verdict)
+
+
+def check_grader(name: str) -> Grader:
+    """The grader of this name; a `SeergateError` if there is none."""
+    if name not in GRADERS:
+        raise SeergateError(f"there is no grader {name!r}; known are {', '.join(GRADERS)}")
+    return GRADERS[name]
+
+
+def check_gold(name: str, gold: str) -> None:
+    """Raise `SeergateError` for a gold answer that no answer can match; only ``exact`` takes an empty one."""
+    if name == "letter" and not re.fullmatch("[A-Z]", gold.strip()):
+        raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
+    if name == "number" and last_number(gold) is None:
+        raise SeergateError(f"the answer {gold!r} must be a number for the grader 'number'")
+    if name != "exact" and not gold.strip():
+        raise SeergateError(f"the answer is empty; for the grader {name!r} it must not be")

@@ -1,0 +1,98 @@
+"""Tokens that an evicting method keeps, step by step (as in Figure 5 of RPC and Figure 3 of RaaS)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from seergate.eval.calibration.recurrence import answers
+from seergate.eval.sampling import Sampling
+from seergate.methods import EvictingMethod
+from seergate.methods.base import Step
+from seergate.methods.evicting import Eviction
+from seergate.models import families
+from seergate.models.attach import attached
+from seergate.stats import DecodeStats
+
+
+def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:
+    """The layer to look at: the requested one, or else the first from layer 1 on, or layer 0 if there is no other.
+    Refuses a layer or KV head that a model with these `seergate.models.families.kv_heads` lacks.
+    """
+    if layer is None:
+        layer = next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
+    if layer not in kv_heads:
+        raise ValueError(
+            f"layer is {layer}; it must be a layer with full attention and keys of its own, in this model "
+            f"{', '.join(map(str, kv_heads))}"
+        )
+    if not 0 <= head < kv_heads[layer]:
+        raise ValueError(f"head is {head}; layer {layer} has {kv_heads[layer]} KV heads, 0..{kv_heads[layer] - 1}")
+    return layer
+
+
+class KeptTokens(DecodeStats):
+    """`DecodeStats` of one sample that also remember when each token was evicted; for `Handle.count_with`.
+
+    Attributes:
+        prompt: tokens of the prompt.
+        tokens: tokens seen in all, the prompt's included.
+    """
+
+    def __init__(self, kv_heads: Mapping[int, int]) -> None:
+        layers = list(kv_heads)
+        super().__init__(layers)
+        self.prompt = self.tokens = 0
+        self._kv_heads = dict(kv_heads)
+        self._seen = dict.fromkeys(layers, 0)
+        self._held: dict[int, np.ndarray] = {}  # [K, residents], the index of each resident token
+        self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
+
+    def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
+        """Record the tokens that each KV head of a layer evicts in this step."""
+        held = self._held.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
+        seen = self._seen[layer]
+        new = np.arange(seen, seen + step.ends[0] - held.shape[1])
+        held = np.concatenate((held, np.broadcast_to(new, (len(held), len(new)))), axis=1)
+        self._seen[layer] = seen + len(new)
+        stays = eviction.index[0].cpu().numpy()
+        for head, (before, kept) in enumerate(zip(held, stays, strict=True)):
+            for token in np.setdiff1d(before, before[kept]).tolist():
+                self._left[layer][head, token] = self._seen[layer]
+        self._held[layer] = np.take_along_axis(held, stays, axis=1)
+
+    def lifetimes(self, layer: int, head: int) -> np.ndarray:
+        """Per token, the number of tokens seen when it left a KV head's cache; ``tokens + 1`` if it never left."""
+        seen_layer(self._kv_heads, layer, head)
+        left = np.full(self.tokens, self.tokens + 1)
+        for (of, token), when in self._left[layer].items():
+            if of == head:
+                left[token] = when
+        return left
+
+    def resident(self, layer: int, head: int) -> np.ndarray:
+        """Bool ``[tokens - prompt, tokens]``: which tokens each decode step's query could attend to."""
+        steps = np.arange(self.prompt + 1, self.tokens + 1)[:, None]
+        return (np.arange(self.tokens) < steps) & (self.lifetimes(layer, head) >= steps)
+
+
+@torch.inference_mode()
+def kept_tokens(
+    model: PreTrainedModel,
+    method: EvictingMethod,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
+) -> KeptTokens:
+    """Answer one prompt, greedily if ``sampling`` is ``None``, and record which tokens are kept."""
+    with attached(model, method) as handle:
+        heads = families.kv_heads(model)
+        kept = handle.count_with(lambda layers: KeptTokens(heads))
+        for batch in answers(model, [prompt], max_new_tokens, sampling, ends):
+            kept.prompt, kept.tokens = len(prompt), batch.lengths[0]
+    return kept

@@ -1,0 +1,313 @@
+"""Findings and caveats of a sweep, as sentences computed from the numbers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from seergate.eval.report.load import Setting, Sweep
+from seergate.eval.statistics.intervals import Difference
+from seergate.eval.statistics.metrics import REPLY
+
+CLOSE = 0.02
+"""Largest difference from dense accuracy that counts as a match: two percentage points."""
+
+TRUNCATED = 0.05
+"""Share of answers cut at the length limit above which a caveat reports it and plots draw hollow markers."""
+
+UNANSWERED = 0.5
+"""Share of completions without an answer above which a caveat reports it."""
+
+SOFTWARE = ("seergate", "git", "torch", "transformers")
+"""Entries of a run's environment that affect results."""
+
+FEW = 2
+"""Number of evicting methods above which one sentence compares the gate with all of them."""
+
+
+def findings(sweep: Sweep) -> list[str]:
+    """The findings of a sweep, one sentence each, the most important first."""
+    if sweep.of_texts:
+        return [_of_texts(s) for s in sweep.settings]
+    lines = list[str | None]()
+    evicting = [m for m in sweep.methods if any(s.evicts for s in sweep.of(m))]
+    controls = [m for m in sweep.methods if sweep.role(m) == "control"]
+    at_random = [m for m in controls if m not in evicting]
+    if sweep.dense is not None:
+        lines.append(_dense(sweep, sweep.dense))
+    if sweep.dense is not None and not at_chance(sweep.dense):
+        lines += [_against_dense(sweep, method, sweep.dense) for method in sweep.methods if method not in at_random]
+        lines += [_without_budget(sweep, setting, sweep.dense) for setting in sweep.settings if setting.budget is None]
+    gates = [m for m in sweep.methods if m == "gate" or m.startswith("gate [")]  # several, if their weights differ
+    few = sweep.methods if len(evicting) <= FEW else [m for m in sweep.methods if m not in evicting]
+    for gate in gates:
+        rivals = [m for m in few if m not in (*gates, *at_random) and sweep.role(m) != "bound"]
+        lines += [_gate_against(sweep, gate, other) for other in rivals]
+        if len(evicting) > FEW:
+            lines.append(_ahead(sweep, gate, evicting, f"{gate} is"))
+    rest = [m for m in evicting if m not in controls]
+    for control in set(controls) & set(evicting) if rest else ():
+        lines.append(_ahead(sweep, control, rest, f"{control}, the control of all evictors, is"))
+    lines += _recall(sweep)
+    return [line for line in lines if line is not None]
+
+
+def _of_texts(s: Setting) -> str:
+    found, dense = s.metrics, s.metrics["dense_perplexity"]
+    return (
+        f"{s.label}: KL to dense attention {with_ends(found, 'kl')} nats per token, its 99th percentile "
+        f"{with_ends(found, 'kl_p99')}; perplexity {found['perplexity']:.2f} ({dense:.2f} in one dense pass); the "
+        f"most probable token is the same at {_percent(found['agreement'])} of tokens."
+    )
+
+
+def with_ends(found: dict[str, Any], name: str) -> str:
+    """A non-negative metric as text, with its 95 % interval if it has one."""
+    low, high = found[f"{name}_low"], found[f"{name}_high"]
+    return f"{found[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
+
+
+def at_chance(dense: Setting) -> bool:
+    """True if dense attention is not clearly better than guessing, so that sparsity has nothing to lose."""
+    chance = dense.config["task"].get("chance") or 0.0
+    return dense.accuracy.mean <= chance or dense.interval[0] < chance
+
+
+def idle(sweep: Sweep) -> list[str]:
+    """Name the settings that have no effect: they read everything, or reproduce dense logits bit for bit."""
+    lines = list[str]()
+    for s in sweep.settings:
+        if s.method == "dense":
+            continue
+        limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
+        density = s.metrics.get("density") or 0.0
+        if limited and density > 1 - 1e-6:
+            lines.append(f"{s.label} read everything at every step, so it shows nothing of sparsity.")
+        elif sweep.dense is not None and (said := _said(s)) and said == _said(sweep.dense):
+            lines.append(f"{s.label} gave dense attention's logits bit for bit: what it sets does nothing.")
+    return lines
+
+
+def _said(s: Setting) -> list[Any]:
+    """What was measured on the decoded logits: KL on texts, log-probabilities of replies, or the proxies."""
+    each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
+    proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
+    known = [each[key] for key in sorted(each)] if None not in each.values() else []
+    measured = proxies if proxies[0] is not None else []
+    return [known, measured] if known or measured else []
+
+
+def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
+    """Compare a setting without a budget to dense; ``None`` for dense itself, or if they share no problem."""
+    difference = sweep.difference(setting, dense)
+    if setting.method == dense.method or not difference.n:
+        return None
+    if setting.threshold is not None or setting.share is not None:
+        density = setting.metrics["density"]
+        read = "" if density is None else f", and reads {_percent(density)} of the context"
+        return f"{setting.label} is {in_points(difference)} points from dense{read}."
+    start = f"{setting.label} ({setting.nominal}) is {in_points(difference)} points from dense"
+    held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
+    if not held or not everything:
+        return f"{start}."
+    return f"{start}, and holds {_percent(held / everything)} of its bytes."
+
+
+def _by_budget(sweep: Sweep, ours: str, other: str) -> dict[int, Difference]:
+    """Budget -> paired difference of two series, for the budgets at which they share problems."""
+    pairs = {budget: (sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets}
+    found = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
+    return {budget: difference for budget, difference in found.items() if difference.n}
+
+
+def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
+    """Count the budgets at which one series is ahead of, and behind, each of several others."""
+    parts = []
+    for other in others:
+        if found := _by_budget(sweep, ours, other).values():
+            ahead, behind = sum(d.positive for d in found), sum((-d).positive for d in found)
+            parts.append(f"{other} {ahead}, {behind} of {len(found)}")
+    if not parts:
+        return f"{start} at no budget that the others were run at."
+    return (
+        f"{start} ahead of, and behind, beyond the 95 % interval, at how many equal token budgets: {'; '.join(parts)}."
+    )
+
+
+def _dense(sweep: Sweep, dense: Setting) -> str:
+    low, high = dense.interval
+    problems = Sweep([dense]).problems
+    return (
+        f"dense answers {_percent(dense.accuracy.mean)} of {problems} right (95 % interval "
+        f"{_percent(low)} to {_percent(high)}); prompt and answer together take {sweep.context:.0f} tokens on average."
+    )
+
+
+def verdict(sweep: Sweep) -> str:
+    """State the budget that each method needs to match dense."""
+    if sweep.dense is None:
+        return "No dense run is among these, so nothing says what sparsity costs."
+    if at_chance(sweep.dense):
+        return (
+            f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, which is not clearly better than guessing: "
+            "nothing here says what sparsity costs."
+        )
+    enough, short, open_ = list[str](), list[str](), list[str]()
+    for method in sweep.methods:
+        if (found := _enough(sweep, method, sweep.dense)) is None:
+            continue
+        setting, difference = found
+        if _not_worse(difference):
+            enough.append(f"{method} {setting.budget} tokens ({_share_of_context(sweep, setting)})")
+        else:
+            (short if (-difference).positive else open_).append(method)
+    start = f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, with {sweep.context:.0f} tokens of context. "
+    needs = f"No loss against it could be shown from these budgets on: {', '.join(enough)}. " if enough else ""
+    lost = f"No tested budget was enough for {', '.join(short)}. " if short else ""
+    return (start + needs + lost + (f"Too few problems to tell for {', '.join(open_)}." if open_ else "")).strip()
+
+
+def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
+    """The setting with the smallest budget from which on no loss is shown (if there is none, with the largest budget)
+    and its difference from dense; ``None`` if they share no problem.
+    """
+    compared = [(s, d) for s in sweep.of(method) if (d := sweep.difference(s, dense)).n]
+    first = enough_from([d for _, d in compared])
+    return compared[-1 if first is None else first] if compared else None
+
+
+def enough_from(compared: Sequence[Difference]) -> int | None:
+    """Index of the first difference from dense, by ascending budget, from which on none shows a loss; ``None`` if the
+    last one shows a loss, or has too few problems to tell.
+    """
+    return next((i for i in range(len(compared)) if all(map(_not_worse, compared[i:]))), None)
+
+
+def _share_of_context(sweep: Sweep, setting: Setting) -> str:
+    return f"{100 * (setting.budget or 0) / sweep.context:.0f} %"
+
+
+def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
+    """Compare a method to dense at the budget that it needs; ``None`` if they share no problem."""
+    if (found := _enough(sweep, method, dense)) is None:
+        return None
+    setting, difference = found
+    points = f"is {in_points(difference)} points from dense"
+    if not _not_worse(difference):
+        lost = (-difference).positive
+        tells = "no tested budget was enough" if lost else "too few problems to tell if that is a loss"
+        return f"{setting.label} tokens {points}; {tells}."
+    start = f"{setting.label} tokens ({_share_of_context(sweep, setting)} of the full context) {points}"
+    if difference.low >= -CLOSE and difference.high <= CLOSE:
+        return f"{start}: level with dense."
+    if difference.positive:
+        return f"{start}, more than chance explains: leaving tokens out repairs something that dense gets wrong."
+    reach = -100 * difference.low if difference.n > 1 else 100
+    return f"{start}: no loss could be shown, but one of up to {reach:.0f} points could go unseen here."
+
+
+def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
+    found = _by_budget(sweep, gate, other)
+    if not found:
+        return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
+    points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in found.items())
+    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in found.values())} of {len(found)} budgets"
+    return f"{gate} minus {other}, points on the same problems: {points} ({wins})."
+
+
+def _recall(sweep: Sweep) -> list[str]:
+    measured = sweep.having("recall")
+    if not measured or sweep.proxies_on is None:
+        return []
+    budgets = Counter(s.budget for s in measured if s.budget is not None)
+    smallest = min(budgets, key=lambda budget: (-budgets[budget], budget), default=None)  # among the most common
+    if smallest is None:  # thresholds only
+        each = "; ".join(f"{s.label} {_percent(s.metrics['recall'])}" for s in measured)
+        return [f"recall of dense attention's mass: {each}."]
+    row = [f"{s.series} {_percent(s.metrics['recall'])}" for s in measured if s.budget == smallest]
+    return [f"recall of dense attention's mass at {smallest} tokens: {', '.join(row)}."]
+
+
+def cautions(sweep: Sweep) -> list[str]:
+    """The caveats of a sweep's numbers, one sentence each."""
+    lines = idle(sweep)
+    lines += [
+        f"{s.label} is unfinished: {s.metrics['n_samples']} samples so far." for s in sweep.settings if not s.complete
+    ]
+    if sweep.of_texts:
+        count = sweep.settings[0].metrics["n_problems"]
+        return [
+            *lines,
+            f"{count} text{'s' if count > 1 else ''} of {sweep.config['task']['length']} tokens were scored.",
+        ]
+    most = max(s.accuracy.n for s in sweep.settings)
+    if sweep.dense is None:
+        lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
+    elif most > 1:
+        compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
+        if known := [d for d in compared if not math.isnan(d.se)]:
+            least = max(d.margin for d in known)
+            lines.append(f"with {sweep.problems}, differences to dense below {100 * least:.0f} points may be chance.")
+    if most == 1:
+        lines.append("a single problem gives no interval; no difference here can be told from chance.")
+    greedy = sweep.config["generation"]["temperature"] == 0
+    if greedy:
+        lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
+    truncated: list[str] = []
+    for setting in sweep.settings:
+        if setting.metrics["unanswered_rate"] > UNANSWERED:
+            lines.append(
+                f"in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers none was found."
+            )
+        if setting.metrics["truncation_rate"] > TRUNCATED:
+            truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
+    if truncated:
+        generation = sweep.config["generation"]
+        limit = generation["max_new_tokens"] or generation["max_total_tokens"]
+        lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {', '.join(truncated)}.")
+    if chance := sweep.config["task"].get("chance"):
+        lines.append(f"guessing gets {_percent(chance)} right.")
+    if sweep.dense is not None and at_chance(sweep.dense):
+        lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
+    if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
+        lines.append("in this file the right option is A in every problem; a model that likes A gains from that.")
+    if {s.evicts for s in sweep.settings if s.method != "dense"} == {True, False}:
+        lines.append(
+            "at equal token budgets an evicting method holds what a selecting one reads, and the selecting one holds "
+            "everything: compare the two by bytes."
+        )
+    lines += [
+        f"{s.label} shared no block in any answer, so it says nothing about sharing (no step ended or was like "
+        "an earlier one, or the answers were too short for its warm-up and block size)."
+        for s in sweep.settings
+        if s.metrics["amsr"] == 0
+    ]
+    dtype = sweep.config["model"].get("dtype")
+    lines += dict.fromkeys(s.kind.cautions[dtype] for s in sweep.settings if dtype in s.kind.cautions)
+    sizes = {s.block_size for s in sweep.settings if s.block_size is not None}
+    if len(sizes) > 1:
+        lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")
+    environments = [s.config.get("environment", {}) for s in sweep.settings]
+    if len({str(environment.get("hardware")) for environment in environments}) > 1:
+        lines.append("the settings ran on different machines; do not compare their tokens per second.")
+    versions = {name: sorted({str(each.get(name) or "unknown") for each in environments}) for name in SOFTWARE}
+    if unlike := "; ".join(f"{name} {', '.join(found)}" for name, found in versions.items() if len(found) > 1):
+        lines.append(f"the settings were made with different software: {unlike}; differences may come from that.")
+    return lines
+
+
+def _not_worse(difference: Difference) -> bool:
+    """True if a difference shows no loss: its mean is above ``-CLOSE`` and its interval, if any, reaches zero."""
+    return difference.mean >= -CLOSE and (difference.n == 1 or difference.high >= 0)
+
+
+def in_points(difference: Difference) -> str:
+    """A difference of accuracies in percentage points, with its 95 % interval if there is one."""
+    interval = f" ({100 * difference.low:+.0f} to {100 * difference.high:+.0f})"
+    return f"{100 * difference.mean:+.1f}{'' if math.isnan(difference.low) else interval}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f} %" if abs(value * 100 - round(value * 100)) < 0.05 else f"{100 * value:.1f} %"

@@ -1,0 +1,1 @@
+"""Metrics of runs and their intervals."""

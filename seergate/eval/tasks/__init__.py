@@ -1,0 +1,1 @@
+"""Tasks: problems, and how answers are asked for and graded."""

@@ -1,0 +1,210 @@
+r"""Declarations of the tasks whose problems come from the Hub (or GitHub).
+
+Each dataset is pinned to a commit, and the text of its problems is hashed into the run's configuration, so that two
+runs that differ in a single character of a problem are never compared. Prompts, limits and numbers of samples are
+those of SeerAttention-R (section 4.1 and its published evaluation code): 64 samples for AIME, 8 for MATH-500, 16 for
+GPQA-Diamond, and 32,768 tokens, **prompt included**.
+
+Without a network, ``source=`` names a local copy: a ``.json``, ``.jsonl``, ``.parquet`` or ``.csv`` file with the
+same columns.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from seergate.checks import check_count, is_number
+from seergate.errors import SeergateError
+from seergate.eval.grading.graders import check_gold
+from seergate.eval.tasks.task import Problem, Task
+from seergate.hub import hub_call
+
+MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+CHOICE_INSTRUCTION = (
+    "\n\nPlease reason step-by-step and put your choice letter without any other text with \\boxed{} in the end."
+)
+LETTERS = "ABCD"
+PAPER_LENGTH = 32768
+PAPER_SEED = 0
+SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+
+PUBLISHED_GPQA = (
+    "https://raw.githubusercontent.com/microsoft/SeerAttention/aba03e3f2caefd0ccd21e576670aa830b748c84e"
+    "/eval/reasoning_tasks/data/gpqa/test.jsonl"
+)
+
+
+@dataclass(frozen=True)
+class HubTask:
+    """A declaration of a task.
+
+    Attributes:
+        repository: dataset id on the Hub; or the address of one JSON-lines file.
+        revision: commit; ``None`` if the address itself names one.
+        read: ``(record, number, seed) -> Problem``.
+        config: configuration of the dataset.
+        chance: accuracy of guessing.
+        samples: answers per problem in the paper.
+        budgets: token budgets of the paper's Figure 5.
+    """
+
+    name: str
+    repository: str
+    revision: str | None
+    read: Callable[[dict[str, Any], int, int], Problem]
+    config: str | None = None
+    split: str = "train"
+    grader: str = "math"
+    samples: int = 1
+    budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
+    chance: float | None = None
+
+    def __call__(self, *, problems: int | None = None, source: str | None = None, seed: int = PAPER_SEED) -> Task:
+        """Make the task.
+
+        Args:
+            problems: number of problems to use, from the first on; all if ``None``.
+            source: a local file to use instead of the Hub's.
+            seed: seed of the task's random choices (the order of GPQA's options).
+        """
+        if problems is not None:
+            check_count("problems", problems, 1)
+        if source is not None:
+            _local_format(source)
+        return Task(
+            name=self.name,
+            load=lambda: islice(self._problems(source, seed), problems),
+            grader=self.grader,
+            max_total_tokens=PAPER_LENGTH,
+            samples=self.samples,
+            chance=self.chance,
+            budgets=self.budgets,
+            options={"source": source or self.address, "problems": problems, "seed": seed},
+        )
+
+    @property
+    def address(self) -> str:
+        """The dataset's id or address, commit included."""
+        return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
+
+    def _problems(self, source: str | None, seed: int) -> Iterator[Problem]:
+        for number, record in enumerate(self._records(source)):
+            where = f"record {number} of {source or self.address}"
+            try:
+                problem = self.read(dict(record), number, seed)
+                check_gold(self.grader, problem.gold)
+            except KeyError as error:
+                raise SeergateError(f"{where} has no field {error}; it has {', '.join(map(str, record))}") from error
+            except ValueError as error:
+                raise SeergateError(f"{where}: {error}") from error
+            yield problem
+
+    def _records(self, source: str | None) -> Any:
+        import datasets
+
+        place = source or self.address
+        unread = f"the problems of {self.name!r} cannot be read from {place}"
+        if source is None:
+            unread += " (with a copy on disk, give its path as --task-source)"
+        with hub_call(unread, asks=source is None):
+            try:
+                if source is not None:
+                    return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
+                if self.revision is None:
+                    return datasets.load_dataset("json", data_files=self.repository, split="train")
+                return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+            except StopIteration as error:  # how `datasets` reports an empty file
+                raise SeergateError(f"the problems of {self.name!r} are missing: {place} is empty") from error
+
+
+def _local_format(source: str) -> str:
+    path = Path(source)
+    if not path.is_file():
+        raise SeergateError(f"the task's source {source} does not exist")
+    if path.suffix not in SUFFIXES:
+        raise SeergateError(f"the task's source {source} must end in {', '.join(SUFFIXES)}")
+    return SUFFIXES[path.suffix]
+
+
+def as_text(field: str, value: object) -> str:
+    """The text or finite number in a field, as a text; a `ValueError` for anything else."""
+    number = is_number(value) and math.isfinite(value)
+    if not number and not isinstance(value, str):
+        raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
+    return str(value)
+
+
+def _words(record: dict[str, Any], field: str) -> str:
+    """The text or number in a field, which must not be blank."""
+    text = as_text(field, record[field])
+    if not text.strip():
+        raise ValueError(f"{field!r} is blank; it must be a text or a finite number")
+    return text
+
+
+def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
+    name = str(record.get("unique_id", record.get("id", number)))
+    return Problem(name, gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
+
+
+def _aime(record: dict[str, Any], number: int, seed: int) -> Problem:
+    answer = as_text("answer", record["answer"]).strip()
+    whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # gaps make a column float
+    if not (whole.isascii() and whole.isdigit()):
+        raise ValueError(f"'answer' is {record['answer']!r}; it must be an integer, as all answers of AIME are")
+    return _math(_words(record, "problem"), str(int(whole)), number, record)
+
+
+def _math500(record: dict[str, Any], number: int, seed: int) -> Problem:
+    return _math(_words(record, "problem"), _words(record, "answer"), number, record)
+
+
+def _gsm8k(record: dict[str, Any], number: int, seed: int) -> Problem:
+    _, marker, gold = as_text("answer", record["answer"]).rpartition("####")
+    if not marker:
+        raise ValueError("'answer' has no '####', behind which the final answer must stand")
+    return _math(_words(record, "question"), gold.strip().replace(",", ""), number, record)
+
+
+def _gpqa(record: dict[str, Any], number: int, seed: int) -> Problem:
+    """A problem with its options in random order, which is the same for every model, method and sample."""
+    fields = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
+    options = [_words(record, field).strip() for field in fields]
+    name = str(record.get("Record ID", number))
+    order = list(range(len(options)))
+    random.Random(f"gpqa/{seed}/{name}").shuffle(order)
+    lines = [f"{letter}. {options[i]}" for letter, i in zip(LETTERS, order, strict=True)]
+    text = f"{_words(record, 'Question').strip()}\n\n" + "\n".join(lines) + CHOICE_INSTRUCTION
+    return Problem(name, LETTERS[order.index(0)], messages=({"role": "user", "content": text},))
+
+
+def _gpqa_published(record: dict[str, Any], number: int, seed: int) -> Problem:
+    """The published file's own prompt; its right option is A in all 198 problems."""
+    text, gold = _words(record, "question"), _words(record, "answer")
+    return Problem(str(record.get("id", number)), gold, messages=({"role": "user", "content": text},))
+
+
+_AIME: dict[str, Any] = {"samples": 64, "budgets": (2048, 4096, 6144, 8192)}
+_MATH: dict[str, Any] = {"samples": 8, "split": "test"}
+_CHOICE: dict[str, Any] = {"samples": 16, "grader": "letter", "chance": 1 / len(LETTERS)}
+_GPQA: dict[str, Any] = {"config": "gpqa_diamond", **_CHOICE}
+
+HUB_TASKS: dict[str, HubTask] = {
+    task.name: task
+    for task in (
+        HubTask("aime24", "HuggingFaceH4/aime_2024", "2fe88a2f1091d5048c0f36abc874fb997b3dd99a", _aime, **_AIME),
+        HubTask("aime25", "yentinglin/aime_2025", "6f71d77b0b89b9dabe07ab466c51df33f514df7f", _aime, **_AIME),
+        HubTask("math500", "HuggingFaceH4/MATH-500", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _math500, **_MATH),
+        HubTask("gpqa_diamond", "Idavidrein/gpqa", "633f5ee89ab8ad4522a9f850766b73f62147ffdd", _gpqa, **_GPQA),
+        HubTask("gpqa_diamond_published", PUBLISHED_GPQA, None, _gpqa_published, **_CHOICE),
+        HubTask(
+            "gsm8k", "openai/gsm8k", "cc7b047b6e5bb11b4f1af84efc572db110a51b3c", _gsm8k, config="main", split="test"
+        ),
+    )
+}

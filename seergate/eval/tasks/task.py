@@ -1,0 +1,99 @@
+"""Tasks: problems, a grader, and the length and number of answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from seergate.errors import SeergateError
+from seergate.eval.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One problem.
+
+    Attributes:
+        problem_id: unique within its task.
+        gold: the right answer, in the form that the grader expects.
+        messages: the conversation so far, for the model's chat template.
+        prompt: the text to continue as it is, instead of ``messages``.
+        reply: a right continuation, whose log-probability under the method is measured; none if empty.
+    """
+
+    problem_id: str
+    gold: str
+    messages: tuple[dict[str, str], ...] = ()
+    prompt: str | None = None
+    reply: str = ""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A declaration of a task.
+
+    Attributes:
+        name: such as ``"chain_sum"``.
+        load: makes its problems; takes the model's tokenizer if ``by_tokens``.
+        grader: a key of `seergate.eval.grading.graders.GRADERS`.
+        max_new_tokens: default limit of an answer in tokens; ``None`` for no limit.
+        max_total_tokens: default limit of prompt and answer together; ``None`` for no limit.
+        samples: default number of answers per problem.
+        sampling: default sampling; ``None`` for the model's generation configuration.
+        chance: accuracy of guessing, if it matters.
+        budgets: default token budgets of a comparison.
+        options: the task's own options; pinned with the results.
+        by_tokens: true if problems are made to a length in tokens, so that they differ between tokenizers.
+        scored: number of scored tokens of each text, in a task that scores given texts instead of asking for answers.
+            ``prompt`` holds the text, ``max_total_tokens`` are read, and there is no grader.
+    """
+
+    name: str
+    load: Callable[..., Iterable[Problem]]
+    grader: str
+    max_new_tokens: int | None = None
+    max_total_tokens: int | None = None
+    samples: int = 1
+    sampling: Sampling | None = None
+    chance: float | None = None
+    budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
+    options: dict[str, Any] = field(default_factory=dict)
+    by_tokens: bool = False
+    scored: int | None = None
+
+    def bound(self, tokenizer: PreTrainedTokenizerBase) -> Task:
+        """The same task with its problems made for a model's tokenizer, once."""
+        if not self.by_tokens:
+            return self
+        return replace(self, load=cache(lambda: list(self.load(tokenizer))), by_tokens=False)
+
+    def problems(self) -> list[Problem]:
+        """All problems; a `SeergateError` if there are none, or an id occurs twice."""
+        problems = list(self.load())
+        if not problems:
+            raise SeergateError(f"the task {self.name!r} has no problems")
+        seen: set[str] = set()
+        for problem in problems:
+            if problem.problem_id in seen:
+                raise SeergateError(f"the task {self.name!r} has the problem id {problem.problem_id!r} twice")
+            seen.add(problem.problem_id)
+        return problems
+
+
+def digest_of(parts: Iterable[Any]) -> str:
+    """Hash of parts, which are plain JSON types: sixteen hexadecimal digits of SHA-256."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(json.dumps(part, ensure_ascii=False).encode())
+    return digest.hexdigest()[:16]
+
+
+def contents_hash(problems: list[Problem]) -> str:
+    """Hash (`digest_of`) of problems before a model's chat template is applied."""
+    return digest_of([p.problem_id, p.gold, p.messages, p.prompt] for p in problems)

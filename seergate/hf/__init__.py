@@ -1,1 +1,0 @@
-"""The link to transformers' models: hooks, forward contexts, loading of models and gates, distillation losses."""

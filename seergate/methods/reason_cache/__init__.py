@@ -1,0 +1,1 @@
+"""ReasonCache: similar reasoning blocks share pages of the cache."""

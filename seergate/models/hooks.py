@@ -1,0 +1,496 @@
+"""Hooks of gated layers: the pre-hook of each attention module creates the `ForwardContext`.
+
+The pre-hook finds the cache layer and determines the real (not padding) tokens and the mode of the forward pass. It
+stores the context in the layer for `GatedLayer.update`, and passes a `GatedAttention` to the attention function.
+
+Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from threading import get_ident
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from seergate.cache.argument import cache_of
+from seergate.cache.forward import TWO_THREADS, ForwardContext, ForwardModes
+from seergate.cache.layer import GatedLayer
+from seergate.cache.storage import KVBackend
+from seergate.decode.compatibility import refuse
+from seergate.decode.lossless import LosslessDecoding
+from seergate.decode.rectify import Rectification
+from seergate.decode.step import DenseAttention, GatedAttention
+from seergate.decode.trace import Trace
+from seergate.errors import SeergateError
+from seergate.methods.base import LayerSpec, Method
+from seergate.methods.evicting import CompressingMethod
+from seergate.models import families
+from seergate.models.rope import Rotary, modeling_module
+from seergate.stats import DecodeStats
+
+ATTENTION_NAME = "seergate"
+CALL_KEYWORD = "seergate_call"
+HIDDEN = -1e4
+"""An additive mask hides what it adds this or less to."""
+MASK_PIECE = 2**26
+"""Number of elements of a mask that are compared at a time."""
+TRANSFORMERS_PAGES = (
+    'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
+    "method knows nothing of it; use generate, with attach(storage=seergate.Paging()) for pages"
+)
+LABELS = (
+    "several tokens at once are read densely, like a prompt, so a loss of them is dense attention's and says nothing "
+    "of {!r}; seergate.score gives the log-probabilities of a text under the method"
+)
+
+
+def seergate_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function of the modules whose configuration names ``"seergate"``.
+
+    It calls the `GatedAttention` that the module's pre-hook added to the keyword arguments.
+
+    Args:
+        query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
+
+    Returns:
+        Output ``[B, S, H, D]``, and attention weights or ``None``.
+    """
+    call: Callable[..., tuple[Tensor, Tensor | None]] = kwargs.pop(CALL_KEYWORD)
+    return call(module, query, key, value, attention_mask, **kwargs)
+
+
+def dense_function(implementation: str) -> DenseAttention:
+    """Return the model's original attention as a function of the module and its inputs.
+
+    Some implementations read their own name from the module's configuration, so it is set there while they run.
+    """
+
+    def dense(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        eager = getattr(modeling_module(module), "eager_attention_forward", None)
+        own: Any = module.config  # this module's private copy
+        named, own._attn_implementation_internal = own._attn_implementation_internal, implementation
+        try:
+            return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(module, *args, **kwargs)
+        finally:
+            own._attn_implementation_internal = named
+
+    return dense
+
+
+def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
+    """Return the `LayerSpec` of a layer for one row, from which a method creates its state."""
+    config = families.text_config(model)
+    heads, kind = int(config.num_attention_heads), families.rope_kind(config, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+    kv_heads = heads // int(attention.num_key_value_groups)
+    return LayerSpec(layer, 1, heads, kv_heads, int(attention.head_dim), model.dtype, model.device, rotary)
+
+
+def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Return the hidden states ``[B, S, W]`` from the arguments of an attention module."""
+    return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+class QKHook:
+    """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy.
+
+    Its hooks are on modules inside of the attention module; `follow` finds out when these were replaced.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: nn.Module) -> None:
+        module: Any = attention
+        config = families.text_config(model)
+        family, heads = families.family_of(config), int(config.num_attention_heads)
+        self._heads = {"q": heads, "k": heads // int(module.num_key_value_groups)}
+        self._head_dim, self._layout = int(module.head_dim), family.layout
+        self._caught: dict[str, Tensor] = {}
+        self._attention, self._catching = attention, dict[str, Any]()
+        if family.hook_point == "fused":
+            self._catching["qkv_proj"] = self._catch_fused
+        else:
+            self._catching |= {f"{name}_{family.hook_point}": partial(self._catch, name) for name in self._heads}
+        self._hook()
+
+    def _hook(self) -> None:
+        self._modules = {name: self._attention.get_submodule(name) for name in self._catching}
+        self._handles = [self._modules[name].register_forward_hook(catch) for name, catch in self._catching.items()]
+
+    def follow(self) -> None:
+        """Move the hooks to the modules that have replaced the hooked ones, as when PEFT adds or merges adapters."""
+        if any(getattr(self._attention, name) is not module for name, module in self._modules.items()):
+            self.remove()
+            self._hook()
+
+    def take(self) -> tuple[Tensor, Tensor]:
+        """Return and release the queries ``[B, H, S, D]`` and keys ``[B, K, S, D]`` of the current call."""
+        caught, self._caught = self._caught, {}
+        return caught["q"], caught["k"]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _catch(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self._caught[name] = self._heads_first(output, self._heads[name])
+
+    def _catch_fused(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        q_width, k_width = (heads * self._head_dim for heads in self._heads.values())
+        self._caught["q"] = self._heads_first(output[..., :q_width], self._heads["q"])
+        self._caught["k"] = self._heads_first(output[..., q_width : q_width + k_width], self._heads["k"])
+
+    def _heads_first(self, x: Tensor, heads: int) -> Tensor:
+        if self._layout == "BHSD":
+            return x.detach()
+        return x.detach().view(*x.shape[:2], heads, self._head_dim).transpose(1, 2)
+
+
+class AttentionSwap:
+    """Gives one attention module its own configuration, which names our attention function, and a pre-hook
+    ``(module, args, kwargs) -> (args, kwargs)``. `undo` removes both.
+    """
+
+    def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
+        AttentionInterface.register(ATTENTION_NAME, seergate_attention)
+        self._attention, self._config = attention, attention.config
+        own: Any = copy.copy(attention.config)
+        own._attn_implementation_internal = ATTENTION_NAME
+        attention.config = own
+        self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
+
+    @property
+    def implementation(self) -> str:
+        """Name of the model's original attention implementation."""
+        config: Any = self._config
+        return str(config._attn_implementation)
+
+    def undo(self) -> None:
+        """Remove the pre-hook and restore the module's configuration."""
+        self._handle.remove()
+        self._attention.config = self._config
+
+
+class SingleThreadGuard:
+    """Refuses a second thread while the decoder's forward pass runs, since the hooks would mix up their tensors."""
+
+    def __init__(self, decoder: nn.Module, passes: ForwardModes) -> None:
+        self._passes, self._thread = passes, get_ident()
+        # A forward hook with always_call would see the end of a pass, but torch.compile would recompile per handle.
+        self._hook = decoder.register_forward_pre_hook(self._enter)
+
+    def remove(self) -> None:
+        """Remove the hook."""
+        self._hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if is_compiling():  # a compiled graph runs as one call
+            return
+        thread = get_ident()
+        before, self._thread = self._thread, thread
+        if self._passes.thread not in (None, thread) or (before != thread and _runs(before, module)):
+            self._thread = before
+            raise SeergateError(TWO_THREADS)
+
+
+def _runs(thread: int, module: nn.Module) -> bool:
+    """Return whether a thread is inside a call of the module."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_locals.get("self") is not module:
+        frame = frame.f_back
+    return frame is not None
+
+
+class Attachment:
+    """A method attached to a model: the part that layers use. `attach.Handle` is the public subclass."""
+
+    def __init__(self, model: PreTrainedModel, method: Method, storage: KVBackend, measure_recall: bool) -> None:
+        layers = [layer for layer, _ in families.full_attention_modules(model)]
+        self.model, self.method, self.measure_recall = model, method, measure_recall
+        self.storage, self.stats_ = storage.bind(model, method, layers), DecodeStats(layers)
+        self.passes = ForwardModes(decodes_drafts=not isinstance(method, CompressingMethod))
+        self.correction: LosslessDecoding | Rectification | None = None
+        self.trace: Trace | None = None
+        self.disabled = False
+        self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether decode steps may be compiled: no trace, recall, other statistics or correction needs host values."""
+        asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
+        return not asked and self.correction is None
+
+    def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Warn once of a forward pass with labels, since its loss is computed with dense attention."""
+        if kwargs.get("labels") is not None and not self.disabled and self.method.name != "dense":
+            warnings.warn(LABELS.format(self.method.name), stacklevel=2)
+            self.labels_hook.remove()
+
+
+class LayerBinding:
+    """One gated layer of an attached model."""
+
+    def __init__(self, handle: Attachment, layer: int, attention: nn.Module) -> None:
+        self.handle, self.layer, self.attention = handle, layer, attention
+        self.spec = layer_spec(handle.model, layer, attention)
+        config = families.text_config(handle.model)
+        windowed = families.layer_type(config, layer) == "sliding_attention"
+        self.window = int(config.sliding_window) if windowed else None  # as long as all positions
+        self.qk_hook = QKHook(handle.model, attention)
+        self.swap = AttentionSwap(attention, self.before_forward)
+
+    def remove(self) -> None:
+        """Remove all hooks and restore the module's configuration."""
+        self.swap.undo()
+        self.qk_hook.remove()
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Create the forward context for the cache layer, which stores the new tokens, and the attention function."""
+        self.qk_hook.follow()
+        cache, dense = cache_of(kwargs), dense_function(self.swap.implementation)
+        if paged := cache is not None and not isinstance(cache, Cache):
+            warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
+        if cache is None or paged or self.handle.disabled:
+            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
+        hidden = attention_input(args, kwargs)
+        new = hidden.shape[1]
+        layer, valid = self.cache_layer(cache, new), None
+        on_host = not self._is_compiled(layer, new)
+        if on_host:
+            if self.window is not None and layer.rows.slots + new > self.window:
+                raise SeergateError(
+                    f"the text has {layer.rows.slots + new:,} tokens, more than layer {self.layer} attends to (its "
+                    f"sliding_window is {self.window:,}) and than the model has positions"
+                )
+            shown, slots = self._shown_slots(cache, layer, kwargs.get("attention_mask"), hidden), layer.rows.slots
+            if shown is not None:
+                if slots:
+                    hide_what_is_masked(layer, shown[:, :slots])
+                valid = None if bool(shown[:, slots:].all()) else shown[:, slots:]
+            refuse_masked(layer, valid, new)
+        handle = self.handle
+        mode = handle.passes.mode(cache, layer.rows.slots if new > 1 else 0, new)
+        if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
+            raise SeergateError(
+                "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
+            )
+        positions = kwargs.get("position_ids")
+        layer.context = context = ForwardContext(mode, self.qk_hook.take, valid, positions, hidden, on_host)
+        attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
+        return args, {**kwargs, CALL_KEYWORD: attention}
+
+    def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
+        """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
+        handle, new, slots = self.handle, hidden.shape[1], layer.rows.slots
+        first = self.layer == next(iter(handle.stats_.layers))
+        if mask is None or (not first and handle.passes.agreed is not None and handle.passes.agreed() is mask):
+            return None
+        if new == 1 and handle.passes.generates(cache):
+            return None  # `generate` extends the mask of the prompt by ones; reading it would wait for the device
+        if layer.static_length is not None and slots + new > layer.static_length:
+            return None  # the layer refuses the tokens
+        known = layer.rows.real_slots() if slots else hidden.new_ones(len(hidden), 0, dtype=torch.bool)
+        shown = valid_tokens(mask, known, new)
+        handle.passes.agreed = ref(mask) if shown is None else None
+        return shown
+
+    def _is_compiled(self, layer: Any, new: int) -> bool:
+        """Return whether this is a compiled decode step, in which values that change are not available on the host."""
+        if not is_compiling() or new > 1 or not isinstance(layer, GatedLayer) or layer.counts is None:
+            return False
+        if self.handle.passes.in_chunks or self.handle.passes.phase == "dense":  # read as a prompt
+            return False
+        return layer.counts is self.handle.stats_.layers[self.layer].compiled and self.handle.compiles
+
+    def cache_layer(self, cache: Cache, new: int = 1) -> GatedLayer:
+        """Return this layer of a cache that gets ``new`` tokens; an empty layer is replaced by a `GatedLayer`."""
+        if getattr(cache, "offloading", False):
+            raise SeergateError(
+                "this cache offloads its layers, which seergate does not support; leave it out, and attach with "
+                "storage=seergate.Offload(...)"
+            )
+        layers, method = cache.layers, self.handle.method
+        while len(layers) <= self.layer:  # a cache without a configuration creates its layers on demand
+            layers.append(cache.layer_class_to_replicate())
+        found = layers[self.layer]
+        if self._is_compiled(found, new):
+            return found
+        if not isinstance(found, GatedLayer) or found.rows.slots == 0:
+            layers[self.layer] = found = self._new_layer(cache)
+        elif found.method is not method and found.method != method:
+            raise SeergateError(f"this cache was filled under {found.method!r}; start a new one for {method!r}")
+        else:
+            found.storage.resume(self.handle.storage)
+        return found
+
+    def _new_layer(self, cache: Cache) -> GatedLayer:
+        """Create the gated layer that replaces an empty layer of a cache."""
+        found, handle = cache.layers[self.layer], self.handle
+        if isinstance(found, GatedLayer):
+            static_length = found.static_length
+        elif type(found) in (DynamicLayer, DynamicSlidingWindowLayer):
+            static_length = None
+        elif type(found) in (StaticLayer, StaticSlidingWindowLayer):
+            static_length = found.max_cache_len
+        else:
+            raise SeergateError(
+                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
+                "StaticLayer"
+            )
+        if int(found.get_seq_length()) > 0:
+            raise SeergateError(
+                "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
+            )
+        if static_length is not None:
+            refuse({handle.storage.tag: handle.storage.called, "static": "a static"})
+        shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
+        compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
+        storage = handle.storage.new(self.layer, cache.layers, static_length)
+        anchor = method.anchor_of(self.layer)
+        readers = (layer for layer in handle.stats_.layers if method.anchor_of(layer) == self.layer)
+        source = None if anchor == self.layer else cache.layers[anchor]
+        facts = storage, method, self.layer, self.spec.num_heads, self.spec.rotary
+        return GatedLayer(*facts, shared, compiles, source, max(readers, default=self.layer))
+
+
+def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the model's original attention for a forward pass without a KV cache, and release the captured q and k."""
+    qk_hook.take()
+    return dense(module, *args, **kwargs)
+
+
+def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:
+    """Determine which slots transformers' mask for this layer shows. Reads the mask on the host, once.
+
+    Args:
+        mask: 2D ``[B, T]`` (flash backends), or 4D ``[B, 1, S, T]`` or ``[B, H, S, T]``, bool or additive.
+        known: bool ``[B, slots]``, which slots before the new ones hold real tokens.
+        new: number of new slots.
+
+    Returns:
+        Bool ``[B, slots + new]``; ``None`` if these are the known ones and all new ones, so that nothing is hidden.
+
+    Raises:
+        SeergateError: for a 4D mask that is not causal over the slots that its last row shows, or shows slots that the
+            cache does not hold.
+    """
+    (batch, slots), known = known.shape, known.to(mask.device)
+    causal = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.ndim == 2:
+        shown = mask if mask.dtype == torch.bool else mask > 0
+        before = shown[:, :slots] if mask.shape[1] >= slots + new else known  # it may cover only the new tokens
+        shown = torch.cat((before, shown[:, -new:]), dim=1)
+    elif mask.ndim != 4 or mask.shape[-1] < slots + new or mask.shape[-2] != new:
+        raise SeergateError(
+            f"the attention_mask has the shape {tuple(mask.shape)}; for {new} new tokens after {slots} slots of the "
+            f"cache it must be [B, 1, {new}, {slots + new}]"
+        )
+    else:
+        shown, causal = causal_slots(mask, slots)
+        shown = shown.expand(batch, -1)
+    if (shown == pad(known, (0, new), value=True)).all() & causal:
+        return None
+    if not causal:
+        raise SeergateError(
+            "the 4D attention_mask is not that of a text with padding: each token must see all real tokens up to "
+            "itself (0 or True) and nothing else (-inf or False); other patterns (trees, several texts in a row, "
+            "biases, head by head) cannot be kept in the cache, so pass a 2D mask, and one text per row"
+        )
+    if (shown[:, :slots] & ~known).any():
+        raise SeergateError(
+            "the attention_mask shows tokens that were padding when they came, which the cache does not hold; start a "
+            "new cache with the mask that shows them"
+        )
+    return shown
+
+
+def causal_slots(mask: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+    """Read a 4D mask of the tokens after ``slots`` slots.
+
+    Returns:
+        The slots that the last row shows, bool ``[B, slots + S]``; and whether the mask is causal over these, bool
+        scalar. A token that is none of them is padding, and sees nothing, everything or itself.
+    """
+    new, width = mask.shape[-2:]
+    shown_BT = _shown(mask[:, 0, -1])
+    causal = torch.ones((), dtype=torch.bool, device=mask.device)
+    places_T = torch.arange(width, device=mask.device)
+    size, begin = max(1, MASK_PIECE // (mask.numel() // new)), slots
+    for piece_BHRT in mask.split(size, dim=2):
+        end = begin + piece_BHRT.shape[2]
+        seen_BHRT, own_R1 = _shown(piece_BHRT), places_T[begin:end, None]
+        if mask.is_floating_point():
+            causal = causal & ((piece_BHRT == 0) | (piece_BHRT <= HIDDEN)).all()
+        wanted_BRT = shown_BT[:, None] & (places_T <= own_R1)
+        right_BHR = (seen_BHRT == wanted_BRT[:, None]).all(-1)
+        alone_BHR = (seen_BHRT == (places_T == own_R1)).all(-1) | ~seen_BHRT.any(-1) | seen_BHRT.all(-1)
+        padding_B1R = ~shown_BT[:, None, begin:end]
+        causal = causal & (right_BHR | (alone_BHR & padding_B1R)).all()
+        begin = end
+    return shown_BT[:, : slots + new], causal
+
+
+def _shown(mask: Tensor) -> Tensor:
+    return mask == 0 if mask.is_floating_point() else mask.bool()
+
+
+def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
+    """Raise `SeergateError` if a decoded token is masked and the method evicts, since it uses every token's query."""
+    if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
+        return
+    for row, real in enumerate(valid[:, 0].tolist()):
+        if not real and layer.rows.total[row] > 0:
+            raise SeergateError(
+                f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
+                "one; drop the row from the batch instead (cache.batch_select_indices)"
+            )
+
+
+def hide_what_is_masked(layer: GatedLayer, shown: Tensor) -> None:
+    """Remove tokens from the cache layer that the mask of a later forward pass hides.
+
+    Args:
+        shown: bool ``[B, slots]``, the slots that the mask shows (`valid_tokens`).
+
+    Raises:
+        SeergateError: if the row has later tokens that stay visible, or the layer cannot remove tokens of one row.
+    """
+    known = layer.rows.real_slots()
+    hidden = known & ~shown.to(layer.device)
+    if not hidden.any():
+        return
+    real = known & ~hidden
+    after = real.sum(1)
+    later = (known.cumsum(1) * real).amax(1) > after  # number of tokens up to the last one that stays
+    row = int((later if later.any() else hidden.any(1)).int().argmax())
+    held = f"the attention_mask hides tokens of row {row} that the cache holds"
+    if later.any():
+        raise SeergateError(
+            f"{held}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
+        )
+    if isinstance(layer.method, CompressingMethod) or not layer.storage.shortens_rows:
+        raise SeergateError(
+            f"{held}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
+            "or leave them visible"
+        )
+    layer.hide(real)

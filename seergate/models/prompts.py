@@ -1,0 +1,80 @@
+"""Detects when `generate` prefills a prompt, and where the prompt of assisted decoding ends.
+
+This is needed because prompts and drafted tokens both reach a cache as several tokens at once. A prompt may also come
+in chunks, and assisted decoding passes the first drafted tokens together with the prompt.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from seergate.cache.argument import CACHE
+from seergate.cache.forward import ForwardModes
+from seergate.models.families import model_positions, text_config
+
+NO_CACHE = (
+    "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
+    "leave use_cache out"
+)
+TOO_LONG = "the prompt has {:,} tokens and the model {:,} positions; what it writes about more is of no use"
+_METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
+_DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
+
+
+class PromptReader:
+    """Wraps two methods of a model: `_prefill`, and the one that creates the drafter of assisted decoding."""
+
+    def __init__(self, model: PreTrainedModel, passes: ForwardModes) -> None:
+        self.model, self.passes = generating(model), passes
+        if hasattr(self.model, _METHOD):
+            setattr(self.model, _METHOD, self)
+        if hasattr(self.model, _DRAFTER):
+            setattr(self.model, _DRAFTER, self._make_drafter)
+
+    def remove(self) -> None:
+        """Restore the model's own methods. Further calls have no effect."""
+        if vars(self.model).get(_METHOD) is self:
+            delattr(self.model, _METHOD)
+        if vars(self.model).get(_DRAFTER) == self._make_drafter:
+            delattr(self.model, _DRAFTER)
+
+    def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's `_prefill` in prefill mode, and warn of a missing cache or a prompt that is too long."""
+        cache = model_kwargs.get(CACHE)
+        if cache is None and not model_kwargs.get("use_cache", True):
+            warnings.warn(NO_CACHE, stacklevel=2)
+        known = 0 if cache is None else int(cache.get_seq_length())
+        positions = model_positions(text_config(self.model))
+        if positions is not None and input_ids.shape[1] > positions:
+            warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
+        mask = model_kwargs.get("attention_mask")
+        whole = mask is None or mask.shape[1] == input_ids.shape[1]  # ids may include those of the cached tokens
+        one_token = input_ids.shape[1] - (known if whole else 0) == 1
+        padding = generation_config._pad_token_tensor
+        may_be_made = one_token and known and whole and mask is not None and padding is not None
+        if may_be_made and (mask.bool() == (input_ids != padding)).all():
+            self.passes.generating(generation_config, cache)  # `generate` made it from the ids, decoded ones too
+        with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
+            read = getattr(type(self.model), _METHOD)
+            outputs = read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
+        if cache is not None:
+            self.passes.generating(generation_config, cache)
+        return outputs
+
+    def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
+        drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)
+        cache = kwargs["model_kwargs"].get(CACHE)
+        if cache is not None:
+            # If the cache is not empty, assisted decoding passes all ids again.
+            self.passes.drafting(drafter, cache, int(cache.get_seq_length()) + kwargs["input_ids"].shape[1])
+        return drafter
+
+
+def generating(model: Any) -> Any:
+    """Return the model whose methods `generate` calls: the model inside a PEFT or compiled wrapper."""
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model

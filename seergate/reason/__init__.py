@@ -1,1 +1,0 @@
-"""ReasonCache: similar reasoning blocks share pages of the cache. An optional package: no other one imports it."""

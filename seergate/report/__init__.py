@@ -1,9 +1,0 @@
-"""Reports on runs of `seergate.eval`: tables, plots and sentences."""
-
-from __future__ import annotations
-
-from seergate.report.explorer import write_explorer
-from seergate.report.load import Sweep, load_sweeps
-from seergate.report.write import write_report
-
-__all__ = ["Sweep", "load_sweeps", "write_explorer", "write_report"]

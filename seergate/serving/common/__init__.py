@@ -1,0 +1,1 @@
+"""Code shared by the servers' plugins: options, block scores, and the inverse of RoPE."""

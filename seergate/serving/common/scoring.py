@@ -1,0 +1,197 @@
+"""Each method's summary of a block of the cache, and how it scores blocks with it.
+
+Shape suffixes: R rows (decoding requests), N blocks, H query heads, K KV heads, G query heads per KV head, S tokens of
+a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from seergate.gates.gate import AttnGate
+from seergate.gates.scorer import Scorer
+from seergate.methods.quest import page_bounds
+from seergate.ops.backend import choose
+from seergate.ops.gate_math import Branch, rms_norm
+from seergate.serving.common.rope import Angles, Unrotation
+from seergate.serving.common.rows import Rows
+
+Keys = Callable[[], Tensor]
+"""Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``, for methods without block summaries."""
+
+
+class Scores(ABC):
+    """How a method scores blocks in one layer.
+
+    Attributes:
+        width, dtype: numbers per KV head in a block's summary, and their dtype.
+        numbers: approximate count of numbers held in memory while scoring, per block and KV head.
+    """
+
+    width: int
+    dtype: torch.dtype
+    numbers: int
+
+    @classmethod
+    @abstractmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        """Create the scorer of a method in one layer.
+
+        Args:
+            method: the method that names this class.
+            attention: the server's module, or an object with its ``head_size``, ``kv_cache_torch_dtype`` and ``impl``.
+            gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
+        """
+
+    @abstractmethod
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
+
+    @abstractmethod
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
+
+    def in_kernels(self, device: torch.device) -> bool:
+        """Whether fused kernels run a step in which all rows decode, which keeps its CUDA graph small."""
+        return False
+
+
+class GateScores(Scores):
+    """The learned gate: a block's summary is its compressed key."""
+
+    def __init__(self, gate: Scorer, unrotate: Unrotation) -> None:
+        self.gate, self.unrotate = gate, unrotate
+        self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
+        self.numbers = self.width
+        self.one_query_per_head = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj"
+
+    @classmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        assert gate is not None and unrotate is not None
+        return cls(gate, unrotate)
+
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        size = keys_NKSD.shape[2]
+        positions_N1S = starts_N[:, None, None] + torch.arange(size, device=starts_N.device)
+        pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
+        return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
+
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        gate = self.gate
+        query_RHD = self.unrotate.undo(query_RHD, rows.once(inverse_rope, self.unrotate.rotary))
+        if choose(query_RHD.device) != "torch" or not self.one_query_per_head:
+            return gate.step_scores(query_RHD, rows.lengths_R, summary_RKNW)
+        # Same arithmetic as the op, in fewer operators and with RoPE angles shared by all layers.
+        weight_KPE, norm_weight, inv_freq, attention_scaling = self._query_branch
+        query_KRP = query_RHD.to(weight_KPE.dtype).view(len(rows), len(weight_KPE), -1).transpose(0, 1)
+        qg_KRW = torch.bmm(query_KRP, weight_KPE)
+        if norm_weight is not None:
+            qg_KRW = rms_norm(qg_KRW, norm_weight)
+        if inv_freq is not None:
+            angles = rows.once(gate_angles, inv_freq, attention_scaling)
+            qg_KRW = angles.rotate(qg_KRW.float()).to(qg_KRW.dtype)
+        qg_Q1W = qg_KRW.float().mul(1.0 / math.sqrt(self.width)).transpose(0, 1).reshape(-1, 1, self.width)
+        scores_Q1N = torch.bmm(qg_Q1W, summary_RKNW.float().mT.flatten(0, 1))
+        return scores_Q1N.view(*summary_RKNW.shape[:3])
+
+    @cached_property
+    def _query_branch(self) -> Branch:
+        branch = self.gate.branch("q")
+        return branch._replace(weight=branch.weight.flatten(1, 2))
+
+    def in_kernels(self, device: torch.device) -> bool:
+        return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
+
+    def close_in_kernel(
+        self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
+    ) -> None:
+        """Write in place the `summary` of each block that the step completes; for steps in which all rows decode."""
+        from seergate.serving.common.paged_kernels import close_blocks
+
+        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("k")
+        close_blocks(*given, size, self.gate.config.k_pooling)
+
+    def score_in_kernel(
+        self, query_RHD: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int, page: int
+    ) -> tuple[Tensor, Tensor]:
+        """The `scores` in such a step, read from the summaries in place, and the query as one sequence per KV head."""
+        from seergate.serving.common.paged_kernels import score_pages
+
+        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("q")
+        return score_pages(*given, size, page)
+
+    def _rotation(self) -> Any:
+        from seergate.serving.common.paged_kernels import Rotation
+
+        rotary = self.unrotate.rotary
+        return Rotation(None, True) if rotary is None else Rotation(rotary.cos_sin_cache, rotary.is_neox_style)
+
+
+def inverse_rope(rows: Rows, rotary: Any) -> tuple[Angles, Tensor] | None:
+    """The inverse RoPE of each row's newest query, see `Unrotation.at`."""
+    return Unrotation(rotary).at(rows.lengths_R[:, None] - 1)
+
+
+def gate_angles(rows: Rows, inv_freq: Tensor, attention_scaling: float) -> Angles:
+    """The gate's RoPE ``[R, E]`` of each row's newest query, as in `seergate.ops.gate_math.rotate`."""
+    angles = (rows.lengths_R - 1).float()[:, None] * inv_freq
+    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
+    return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+class QuestScores(Scores):
+    """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""
+
+    def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str) -> None:
+        self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
+        self.numbers = 2 * self.width  # in the dtype of the cache, and in float32
+
+    @classmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        return cls(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
+
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
+
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
+        return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction)
+
+
+class OracleScores(Scores):
+    """Scores of dense attention: the largest log-probability that a query head of the group assigns to a key of the
+    block. Reads all keys, so it saves nothing and serves as a reference.
+    """
+
+    width, dtype = 0, torch.float32
+
+    def __init__(self, size: int, head_dim: int, scale: float, softcap: float) -> None:
+        self.size, self.scale, self.softcap = size, scale, softcap
+        self.numbers = 2 * size * head_dim
+
+    @classmethod
+    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
+        impl = attention.impl
+        return cls(method.block_size, attention.head_size, impl.scale, impl.logits_soft_cap)
+
+    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
+        return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
+
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+        keys_RKTD = read().float()
+        query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
+        logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        lengths_R = rows.lengths_R
+        held_RT = torch.arange(keys_RKTD.shape[2], device=lengths_R.device) < lengths_R[:, None]
+        logp_RKGT = F.log_softmax(logits.masked_fill(~held_RT[:, None, None], -torch.inf), -1)
+        return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

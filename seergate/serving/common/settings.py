@@ -1,0 +1,117 @@
+"""The options of a server's plugin, given under the key "seergate" in the server's configuration."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields
+from typing import Any
+
+from seergate.config import RULE_OPTIONS
+from seergate.errors import SeergateError, did_you_mean
+from seergate.gates.bank import Gates
+from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, method_class
+
+KEY = "seergate"
+RULES = (*RULE_OPTIONS, "dense_layers", "anchors")
+"""Options of a method that can be given inside a server."""
+
+
+def check_served(method: str, *others: str) -> None:
+    """Refuse a method that does not run inside a server. ``others`` are methods that the caller serves itself."""
+    if not isinstance(method, str):
+        raise SeergateError(f"seergate.method is {method!r}; it must be the name of a method")
+    if method not in others and method_class(method).serving_scores is None:
+        served = ", ".join((*others, *(name for name in METHODS if METHODS[name].serving_scores is not None)))
+        raise SeergateError(f"the method {method!r} does not run inside a server; it must be one of {served}")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The method that selects blocks, and its rule.
+
+    Attributes:
+        gates: adapter directory or Hub repository; required for methods with gates, refused for others.
+        revision: branch, tag or commit of the Hub repository.
+        method: a method with `Method.serving_scores`.
+        token_budget, budget_share, threshold, top_p: at most one of these (see `DecodeConfig`); by default the
+            gates' own rule.
+        budget_min, budget_max: bounds of ``budget_share``.
+        dense_layers: layers with dense attention; by default the method's own.
+        anchors: layers whose blocks the layers above them reuse (`DecodeConfig.anchors`); by default the gates'.
+
+    Raises:
+        SeergateError: if a value is invalid; names the key, its value and what it must be.
+    """
+
+    gates: str | None = None
+    revision: str | None = None
+    method: str = "gate"
+    token_budget: int | None = None
+    budget_share: float | None = None
+    budget_min: int | None = None
+    budget_max: int | None = None
+    threshold: float | None = None
+    top_p: float | None = None
+    dense_layers: tuple[int, ...] | None = None
+    anchors: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_served(self.method)
+        if (self.gates is not None) != has_gates(self.method):
+            rule = "a directory or a Hub repository" if self.gates is None else f"left out with {self.method!r}"
+            raise SeergateError(f"seergate.gates is {self.gates!r}; it must be {rule}")
+        for name in ("gates", "revision"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise SeergateError(f"seergate.{name} is {value!r}; it must be a text")
+        if self.revision is not None and self.gates is None:
+            raise SeergateError(f"seergate.revision is {self.revision!r} without gates; leave it out")
+        for name in ("dense_layers", "anchors"):
+            layers = getattr(self, name)
+            if layers is not None:
+                if not isinstance(layers, (list, tuple)):
+                    raise SeergateError(f"seergate.{name} is {layers!r}; it must be a list of layers")
+                object.__setattr__(self, name, tuple(layers))
+
+    @classmethod
+    def read(cls, additional_config: Any) -> Settings | None:
+        """Read the settings under "seergate", such as in vLLM's `additional_config`; ``None`` without this key. A key
+        that is nearly this one is refused, since the server would be dense.
+        """
+        if not isinstance(additional_config, dict):
+            return None
+        if KEY not in additional_config:
+            for name in additional_config:
+                if difflib.get_close_matches("".join(filter(str.isalpha, str(name).lower())), [KEY], cutoff=0.8):
+                    raise SeergateError(f"the key of seergate's options is {name!r}; it must be {KEY!r}")
+            return None
+        values = additional_config[KEY]
+        if not isinstance(values, dict):
+            raise SeergateError(f"seergate is {values!r}; it must be an object such as {{'gates': 'org/name'}}")
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), known)}")
+        return cls(**values)
+
+    def said(self, method: SelectingMethod, layers: int) -> str:
+        """A line for the server's log, with the method and the number of layers that select."""
+        gates = "" if self.gates is None else f" and the gates {self.gates}"
+        return f"seergate: decoding is sparse in {layers} layers, with {method.name} ({method.nominal}){gates}"
+
+    def bank(self) -> Gates | None:
+        """Load the gates, on the CPU; ``None`` for a method without gates."""
+        if self.gates is None:
+            return None
+        from seergate.models.gate_bank import GateBank
+
+        return GateBank.from_pretrained(self.gates, revision=self.revision)
+
+    def selector(self, bank: Gates | None, page: int) -> SelectingMethod:
+        """Create the method, with the gates ``bank``; without gates, a block is a server page of ``page`` tokens."""
+        given = {name: getattr(self, name) for name in RULES if getattr(self, name) is not None}
+        if bank is None:
+            given["block_size"] = page
+        method = make_method(self.method, bank=bank, **given)
+        assert isinstance(method, SelectingMethod)
+        return method

@@ -1,0 +1,192 @@
+"""Any method on a paged cache gives what it gives on a contiguous one."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import SeergateError
+from seergate.cache import pages as paged
+from seergate.cache.pages import OutOfBlocks, Paged
+from seergate.cache.paging import Paging
+from seergate.eval.generation.engine import Limit
+from seergate.ops.paging import unpaged
+from tests.decode.test_decode import BLOCK, SELECTING, pick
+from tests.eval.test_engine import LONG, SAMPLED, requests_for
+from tests.support import evaluation as support
+from tests.support.decoding import forced_run
+from tests.support.models import left_padded, prompt, tiny_model
+
+ROWS = [prompt(length, seed) for seed, length in enumerate((40, 9, 23))]
+FORCED = torch.cat([prompt(20, 100 + seed) for seed in range(3)])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("name", ["dense", *SELECTING])
+def test_selecting_methods(name, family):
+    """To the last bit, in a ragged left-padded batch; softcap, sinks and sliding layers too."""
+    model = tiny_model(family)
+    method = pick(model, name, 2 * BLOCK)
+    plain, _, before = forced_run(model, method, ROWS, FORCED)
+    for page in (None, 2 * BLOCK):
+        paged, cache, after = forced_run(model, method, ROWS, FORCED, storage=Paging(page))
+        layer = cache.layers[-1]
+        assert isinstance(layer.storage, Paged)
+        assert torch.equal(plain, paged)
+        assert before["density"] == after["density"] and before["bytes_read_per_step"] == after["bytes_read_per_step"]
+    store = layer.storage.pages
+    assert store.physical == store.logical == sum(-(-(len(p[0]) + 20) // (2 * BLOCK)) for p in ROWS)
+
+
+def test_a_cache_goes_on_under_another_handle():
+    """With its blocks as they are; what shares them in the other handle knows nothing of this one's rows."""
+    model, found = tiny_model("qwen3"), []
+    method = pick(model, "quest", 2 * BLOCK)
+    for first, second in (
+        (None, None),
+        (Paging(8, share_prefixes=True), Paging(8, share_prefixes=True)),
+        (Paging(8, share_prefixes=True), None),
+    ):
+        cache, ids = DynamicCache(), prompt(30)
+        for paging in (first, second):
+            with seergate.attached(model, method, storage=paging):
+                ids = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        found.append(ids)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    reason = pick(model, "reason_cache", 2 * BLOCK)
+    with seergate.attached(model, reason):
+        cache = DynamicCache()
+        ids = model.generate(prompt(30), max_new_tokens=8, do_sample=False, past_key_values=cache)
+    with seergate.attached(model, reason), pytest.raises(SeergateError, match="another handle of 'reason_cache'"):
+        model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
+
+
+def test_sharing_of_prefixes_remembers_no_steps(model):
+    with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
+        cache = DynamicCache()
+        model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
+        pages = cache.layers[0].storage.pages
+        assert not pages._calls and not pages._reported
+        del cache, pages
+        gc.collect()
+        assert not handle.storage.sharing.gone
+
+
+@pytest.mark.parametrize("name", ["gate", "quest", "dense"])
+def test_cropping_on_pages(model, name):
+    method, ids, astray = pick(model, name, 2 * BLOCK), prompt(60, 1), prompt(30, 2)
+    for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
+        found = []
+        for paging in (None, Paging()):
+            with seergate.attached(model, method, storage=paging), torch.inference_mode():
+                cache = DynamicCache()
+                model(input_ids=ids[:, :kept], past_key_values=cache)
+                for i in range(wandered):
+                    model(input_ids=astray[:, i : i + 1], past_key_values=cache)
+                cache.crop(-wandered)
+                steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache) for i in range(kept, kept + 12)]
+                found.append(torch.stack([step.logits for step in steps]))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["gate", "quest"])
+def test_a_crop_reads_few_pages(monkeypatch, name):
+    """Assisted decoding crops at every rejected draft."""
+    model, gathered = tiny_model("qwen3"), []
+    original = unpaged
+    with seergate.attached(model, pick(model, name, 2 * BLOCK), storage=Paging()), torch.inference_mode():
+        cache = DynamicCache()
+        model(input_ids=prompt(40 * BLOCK), past_key_values=cache)
+        model(input_ids=prompt(5), past_key_values=cache)
+        monkeypatch.setattr(
+            paged, "unpaged", lambda pages, table: gathered.append(table.numel()) or original(pages, table)
+        )
+        cache.crop(-3)
+    assert sum(gathered) <= 2 * len(cache.layers)
+
+
+def test_stock_ways_of_generating(model):
+    """Beams fork and drop rows at every step, drafts are cropped, samples repeat their prompt."""
+    method = pick(model, "gate", 2 * BLOCK)
+    for inputs, options in (
+        ({"input_ids": prompt(30)}, {"num_beams": 3}),
+        (left_padded(ROWS), {"num_beams": 2}),
+        ({"input_ids": prompt(30)}, {"prompt_lookup_num_tokens": 3}),
+    ):
+        found = []
+        for paging in (None, Paging()):
+            with seergate.attached(model, method, storage=paging):
+                found.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0, **options))
+        assert torch.equal(*found)
+
+
+def test_rows_with_the_same_prompt_share_it(model):
+    rows = [prompt(50, 1), prompt(50, 1), torch.cat((prompt(50, 1)[:, :35], prompt(15, 2)), 1), prompt(20, 3)]
+    forced = torch.cat([prompt(20, 100 + seed) for seed in range(4)])
+    plain, _, _ = forced_run(model, "dense", rows, forced)
+    shared, cache, stats = forced_run(model, "dense", rows, forced, storage=Paging(8, share_prefixes=True))
+    assert torch.equal(plain, shared)
+    store = cache.layers[0].storage.pages
+    same = stats["sharing"]["prefix_blocks"]
+    assert 6 <= same <= 6 + 4, "six full blocks of 8 in 50 tokens, four in 35; fewer only if rows round differently"
+    assert store.logical - store.physical == same
+    tables = [row.table for row in store.rows]
+    assert tables[0][:6] == tables[1][:6] and tables[0][6] != tables[1][6]
+    assert tables[2][4] != tables[0][4] and not set(tables[3]) & set(tables[0])
+    cache.batch_select_indices(torch.tensor([1, 3]))
+    assert store.physical == store.logical == len(tables[1]) + len(tables[3]), "what others do not need is free again"
+
+
+def generations(model, method, limit=None, rows=3, **options):
+    found: dict = {}
+    with seergate.attached(model, method, **options) as handle:
+        engine = support.engine(
+            handle,
+            lambda generation: found.setdefault(generation.request.key, generation.token_ids),
+            **{"batch_size": rows, "limit": Limit(30), "sampling": SAMPLED},
+        )
+        engine.run(requests_for(LONG))
+    return dict(sorted(found.items())), engine.batch_size
+
+
+@pytest.mark.parametrize("name", ["dense", "quest"])
+def test_rows_that_come_and_go(name):
+    """Continuous refill: arriving rows move into the running cache's blocks."""
+    model = support.model()
+    options = {"token_budget": 32, "block_size": 8, "dense_layers": ()} if name == "quest" else {}
+    plain, _ = generations(model, name, **options)
+    assert generations(model, name, storage=Paging(8, share_prefixes=True), **options) == (plain, 3)
+
+
+def test_a_limit_is_kept(model):
+    """Reaching it is running out of memory: `generate` ends with one sentence, the engine goes on with fewer rows."""
+    with (
+        seergate.attached(model, "dense", storage=Paging(8, max_blocks=5)),
+        pytest.raises(OutOfBlocks, match="1 more blocks of 8 tokens are needed and 0 of the 5"),
+    ):
+        model.generate(input_ids=prompt(30), max_new_tokens=20)
+    model = support.model()
+    plain, _ = generations(model, "dense", rows=4)
+    limited, rows = generations(model, "dense", rows=4, storage=Paging(8, max_blocks=40))
+    assert limited == plain and rows < 4
+
+
+def test_layers_that_are_not_in_step_are_told(model):
+    with seergate.attached(model, "dense", storage=Paging()):
+        cache = DynamicCache()
+        model(input_ids=prompt(20), past_key_values=cache)
+        cache.layers[0].crop(-5)
+        cache.layers[0].crop(-5)
+        with pytest.raises(SeergateError, match="not in step any more"):
+            cache.layers[1].crop(-5)
+        cache = DynamicCache()
+        for _ in range(2):  # and a cache that was reset is as good as new
+            model(input_ids=prompt(20), past_key_values=cache)
+            assert cache.layers[0].storage.pages.logical == 2
+            cache.reset()
+            assert cache.get_seq_length() == 0
+    assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6)

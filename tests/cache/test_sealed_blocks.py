@@ -1,0 +1,65 @@
+"""Keys and values of a sealed block stay what they are until it is freed, whatever becomes of its rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import methods
+from tests.cache.test_sharing import PAGE, looping, reason
+from tests.support.models import prompt, tiny_model
+
+
+class SealedBlocks:
+    """What sealed blocks held when they were first seen, by serial number: a sealed block is never written again."""
+
+    def __init__(self):
+        self.held, self.places, self.compared = {}, {}, 0
+
+    def look(self, cache):
+        store, kept = cache.layers[0].storage.pages, [layer.storage for layer in cache.layers]
+        for block in [i for i, sealed in enumerate(store.sealed) if sealed]:
+            serial = store.serials[block]
+            now = torch.cat([pages[block].flatten() for x in kept for pages in (x.key_pages, x.value_pages)])
+            if serial in self.held:
+                self.compared += 1
+                assert torch.equal(now, self.held[serial]), f"block {block} was written after it had been sealed"
+            else:
+                self.held[serial], self.places[serial] = now.clone(), block
+
+
+@pytest.mark.parametrize("reads", [None, "quest"])
+def test_sealed_blocks_are_never_written(reads):
+    """To the last bit, while rows share blocks, are forked as beams are, dropped, cropped and go on otherwise."""
+    model, seen, length = tiny_model("qwen3"), SealedBlocks(), 0
+    if reads:
+        reads = methods.Quest(token_budget=8 * PAGE, block_size=PAGE, dense_layers=())
+    text, shared = looping(), []
+    with seergate.attached(model, reason(reads=reads, warm_up=0, percentile=100)) as handle, torch.inference_mode():
+        cache = DynamicCache()
+
+        def say(ids):
+            nonlocal length
+            at = torch.arange(length, length + ids.shape[1]).expand(ids.shape)
+            model(input_ids=ids, position_ids=at, past_key_values=cache)
+            length += ids.shape[1]
+            seen.look(cache)
+
+        say(torch.cat((prompt(11, 1), prompt(11, 2))))
+        for i in range(41):
+            say(text[:, i : i + 1])
+        for rows, cropped in (([0, 0, 1], 0), ([0, 1, 2], 7), ([1, 1, 0, 2], 0), ([2, 0], 18)):
+            cache.reorder_cache(torch.tensor(rows))
+            store = cache.layers[0].storage.pages
+            shared.append(max(store.references) > 1)
+            if cropped:
+                cache.crop(-cropped)
+                length -= cropped
+            for i in range(14):  # every row its own words
+                say(torch.cat([text[:1, (i + 5 * row) % 84][:, None] for row in range(len(rows))]))
+        counts = handle.stats()["sharing"]
+    assert counts["error"] is None and sum(counts["shared_blocks"].values()) >= 4 and all(shared)
+    assert seen.compared > 1000
+    assert len(set(seen.places.values())) < len(seen.places), "blocks were freed and taken again"

@@ -1,0 +1,385 @@
+"""ReasonCache while decoding: what it saves, what it leaves alone, and a worker that fails."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import warnings
+import weakref
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import SeergateError, methods
+from seergate.cache.batching import join_rows, keep_rows
+from seergate.cache.paging import Paging
+from seergate.methods.reason_cache.worker import Worker
+from tests.decode.test_decode import gates
+from tests.support.decoding import forced_run
+from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.reasoning import Words, repeating
+from tests.support.running import run_script
+
+PROMPTS = [prompt(11, 1), prompt(5, 2)]
+PAGE = 4
+
+
+def reason(kind=methods.ReasonCache, **options):
+    given = {"tokenizer": Words(), "block_size": PAGE, "warm_up": 2, "asynchronous": False}
+    return kind(**{**given, **options})
+
+
+def looping(rows=2, length=12):
+    """The first row repeats one step seven times, the others never repeat one."""
+    texts = [repeating(7, length), *(repeating(7, length, seed, fresh=range(7)) for seed in range(1, rows))]
+    return torch.cat(texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "selects"),
+    [({"percentile": 0}, True), ({"warm_up": 10**6}, False), ({"strict": 1.0, "soft": 1.0}, False)],
+)
+def test_where_nothing_is_shared_nothing_changes(model, options, selects):
+    """To the last bit the plain cache; dense, and under a method that selects."""
+    quest = {"token_budget": 16, "block_size": PAGE, "dense_layers": ()}
+    reads = methods.Quest(**quest) if selects else None
+    plain, _, _ = forced_run(model, reads or methods.Dense(), PROMPTS, looping())
+    kept, _, stats = forced_run(model, reason(reads=reads, **options), PROMPTS, looping())
+    assert torch.equal(plain, kept)
+    assert stats["sharing"]["amsr"] == 0 and stats["sharing"]["physical_peak"] == stats["sharing"]["logical_peak"]
+    assert stats["sharing"]["steps"] == 12, "the last tokens are told of when the next ones come"
+
+
+def test_repeats_share_blocks_and_other_rows_do_not_notice(model):
+    plain, contiguous, _ = forced_run(model, "dense", PROMPTS, looping())
+    tables = []
+
+    def watch(at, cache, handle):
+        tables.append([list(row.table) for row in cache.layers[0].storage.pages.rows])
+
+    shared, cache, stats = forced_run(model, reason(), PROMPTS, looping(), each=watch)
+    counts, store = stats["sharing"], cache.layers[0].storage.pages
+    assert counts["error"] is None and counts["dropped"] == 0
+    assert torch.equal(plain[1], shared[1]), "the row that never repeats itself is as it would be alone, to the bit"
+    first = next(i for i, pair in enumerate(zip(plain[0], shared[0], strict=True)) if not torch.equal(*pair))
+    assert first > 2 * 12, "nothing before the first repeat"
+    assert all(len(set(pages)) == len(pages) for _, pages in tables), "nor is anything of it shared"
+    saved = sum(counts["shared_blocks"].values())
+    assert saved == counts["decisions"] >= 4
+    assert store.logical - store.physical == saved == store.rows[0].repeats
+    assert counts["logical_peak"] == sum(-(-(len(p[0]) + 83) // PAGE) for p in PROMPTS)
+    assert 0 < counts["amsr"] < saved / counts["logical_peak"]
+    assert set(counts["shared_blocks"]) <= {"loop", "revisitation"}
+    assert stats["method"] == "reason_cache" and set(counts["seconds"]) >= {"text", "lexical", "distance", "apply"}
+    per_block = 2 * PAGE * 16 * 4 * 2
+    for layer, old in zip(cache.layers, contiguous.layers, strict=True):
+        assert layer.nbytes == store.physical * per_block
+        for i in range(store.rows[0].length // PAGE):
+            here = slice(i * PAGE, (i + 1) * PAGE)
+            differs = store.rows[0].table.index(store.rows[0].table[i]) != i
+            if not differs and layer.layer == 0:
+                torch.testing.assert_close(layer.keys[0, :, here], old.keys[0, :, here])
+    again, _, _ = forced_run(model, reason(), PROMPTS, looping())
+    assert torch.equal(shared, again)
+    alone, _, _ = forced_run(model, reason(), PROMPTS[:1], looping()[:1])
+    torch.testing.assert_close(alone[0], shared[0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_known_of_a_block_follows_it():
+    """Gate and Quest: the summary of a replaced block is that of the block in its place; pages of two blocks."""
+    model, text = tiny_model("qwen3"), repeating(5, 40)
+    for reads, names in (
+        (methods.Gate(bank=gates(model, 8), token_budget=32), ["kg"]),
+        (methods.Quest(token_budget=32, block_size=8, dense_layers=()), ["high", "low"]),
+    ):
+        _, cache, stats = forced_run(model, reason(reads=reads, block_size=16, warm_up=0), PROMPTS[:1], text)
+        table = cache.layers[0].storage.pages.rows[0].table
+        copies = [(i, table.index(block)) for i, block in enumerate(table) if table.index(block) != i]
+        assert len(copies) == sum(stats["sharing"]["shared_blocks"].values()) >= 2
+        assert stats["method"] == f"reason_cache+{reads.name}" and stats["density"] < 0.6
+        for layer in cache.layers:
+            for name in names:
+                rows = layer.state.rows[name][0]
+                for newer, older in copies:
+                    assert torch.equal(rows[:, 2 * newer : 2 * newer + 2], rows[:, 2 * older : 2 * older + 2])
+
+
+def test_selecting_everything_of_shared_blocks_is_reading_all_of_them(model):
+    gate, text = methods.Gate(bank=gates(model, 8), threshold=1e-30), looping(2, 20)
+    selecting, _, stats = forced_run(model, reason(reads=gate, block_size=8), PROMPTS, text)
+    dense, _, _ = forced_run(model, reason(block_size=8), PROMPTS, text)
+    assert stats["density"] == 1 and sum(stats["sharing"]["shared_blocks"].values()) > 3
+    torch.testing.assert_close(selecting, dense, rtol=1e-4, atol=1e-4)
+
+
+def test_stock_ways_of_generating(model):
+    """Beams, drafts that are taken back, and several samples of a prompt, all of them while blocks are shared."""
+    text = torch.cat((prompt(5, 2), repeating(4, 12)), 1)
+    for options in (
+        {"num_beams": 3, "do_sample": False},
+        {"prompt_lookup_num_tokens": 4, "do_sample": False},
+        {"num_return_sequences": 3, "do_sample": True},
+    ):
+        with seergate.attached(model, reason(include_prompt=True, warm_up=0)) as handle:
+            out = model.generate(input_ids=text, max_new_tokens=24, pad_token_id=0, **options)
+            counts = handle.stats()["sharing"]
+        assert out.shape[1] == text.shape[1] + 24
+        assert counts["error"] is None and sum(counts["shared_blocks"].values()) >= 3
+
+
+@pytest.mark.parametrize("reads", [None, "quest"])
+def test_rows_that_come_and_go(model, reads):
+    """A row that joins another, and stays when that one leaves, shares what it shares alone; so does the other."""
+    if reads:
+        reads = methods.Quest(token_budget=8 * PAGE, block_size=PAGE, dense_layers=())
+    texts = [repeating(7, 12), repeating(7, 12, 5)]
+    alone = [forced_run(model, reason(reads=reads), [p], text) for p, text in zip(PROMPTS, texts, strict=True)]
+    found: list[list[torch.Tensor]] = [[], []]
+    with seergate.attached(model, reason(reads=reads)) as handle, torch.inference_mode():
+
+        def step(cache, ids, rows, seen):
+            at = torch.tensor(seen)[:, None] + torch.arange(ids.shape[1])
+            for row, logits in zip(
+                rows, model(input_ids=ids, position_ids=at, past_key_values=cache).logits, strict=True
+            ):
+                found[row].append(logits[-1])
+
+        running, arriving = DynamicCache(), DynamicCache()
+        step(running, PROMPTS[0], [0], [0])
+        for i in range(50):
+            step(running, texts[0][:, i : i + 1], [0], [11 + i])
+        step(arriving, PROMPTS[1], [1], [0])
+        join_rows(running, arriving)
+        for i in range(34):
+            ids = torch.cat((texts[0][:, 50 + i], texts[1][:, i]))[:, None]
+            step(running, ids, [0, 1], [61 + i, 5 + i])
+        keep_rows(running, [1])
+        for i in range(34, 84):
+            step(running, texts[1][:, i : i + 1], [1], [5 + i])
+        counts = handle.stats()["sharing"]
+    for (expected, _, _), logits in zip(alone, found, strict=True):
+        torch.testing.assert_close(torch.stack(logits), expected[0], rtol=1e-4, atol=1e-4)
+    shared = [sum(stats["sharing"]["shared_blocks"].values()) for _, _, stats in alone]
+    assert min(shared) >= 4 and sum(counts["shared_blocks"].values()) == sum(shared)
+    assert counts["error"] is None
+    assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
+
+
+def assert_known(cache, sharing):
+    """The evaluator has each row's blocks as the cache has them."""
+    store, rows = cache.layers[0].storage.pages, sharing.evaluator._rows
+    known = {uid: row.blocks for uid, row in rows.items()}
+    assert known == {
+        row.uid: [(block, store.serials[block]) for block in row.table[: row.sealed]] for row in store.rows
+    }
+
+
+def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
+    """The decision is about the row that was there: the fork keeps its blocks, and the evaluator knows that. A third
+    repetition of the step is then like the second one in both, and no decision about it is dropped.
+    """
+    text, other = repeating(3, 12), prompt(12, 9)
+    with seergate.attached(model, reason(warm_up=0, percentile=100)) as handle, torch.inference_mode():
+        cache = DynamicCache()
+        for ids in (PROMPTS[0], text[:, :24]):
+            model(input_ids=ids, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([0, 0]))
+        for ids in torch.cat((text[:, 24:], other), 1).expand(2, -1).split(1, 1):
+            model(input_ids=ids, past_key_values=cache)
+        counts = handle.stats()["sharing"]
+        assert counts["decisions"] == sum(counts["shared_blocks"].values()) >= 3 and counts["dropped"] == 0
+        assert_known(cache, handle.storage.sharing)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_cache_that_is_dropped_leaves_nothing(model, asynchronous):
+    """Its memory is free at once, without the garbage collector; its rows are forgotten when the next one is used."""
+    gc.disable()
+    try:
+        with seergate.attached(model, reason(asynchronous=asynchronous)) as handle, torch.inference_mode():
+            worker = handle.storage.sharing.worker
+            for _ in range(3):
+                cache = DynamicCache()
+                for i in range(20):
+                    model(input_ids=looping(1)[:, i : i + 1], past_key_values=cache)
+                assert worker.wait(60) and len(handle.storage.sharing.evaluator._rows) == 1
+                layer = weakref.ref(cache.layers[0])
+                del cache
+                assert layer() is None
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------------------------------- worker
+
+
+def spoilt(monkeypatch, after, how):
+    """Let the worker fail at the ``after``-th call of the evaluator."""
+    original, made = Worker._make, []
+
+    def make(self, calls):
+        def spoil():
+            made.append(1)
+            if len(made) > after:
+                how()
+
+        original(self, [each for call in calls for each in (spoil, call)])
+
+    monkeypatch.setattr(Worker, "_make", make)
+
+
+def worker_done(handle):
+    return handle.storage.sharing.worker.wait(60)
+
+
+def raising():
+    raise RuntimeError("out of its mind")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_worker_that_raises(model, monkeypatch, asynchronous):
+    """One warning; decoding goes on, and is the plain one if nothing had been decided."""
+    plain, _, _ = forced_run(model, "dense", PROMPTS, looping())
+    spoilt(monkeypatch, 5, raising)
+    with pytest.warns(RuntimeWarning, match="reason_cache shares no more blocks: out of its mind") as said:
+        found, _, stats = forced_run(
+            model,
+            reason(asynchronous=asynchronous),
+            PROMPTS,
+            looping(),
+            each=lambda at, cache, handle: handle.storage.sharing.worker.wait(60),
+        )
+    assert sum(warning.category is RuntimeWarning for warning in said) == 1 and torch.equal(plain, found)
+    assert stats["sharing"]["error"] == "out of its mind" and not stats["sharing"]["shared_blocks"]
+
+
+def test_a_worker_that_fails_late_leaves_what_it_decided(model, monkeypatch):
+    whole, _, _ = forced_run(model, reason(), PROMPTS, looping())
+    spoilt(monkeypatch, 80, raising)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found, _, stats = forced_run(model, reason(), PROMPTS, looping())
+    assert sum(stats["sharing"]["shared_blocks"].values()) > 0
+    same = [torch.equal(a, b) for a, b in zip(found[0], whole[0], strict=True)]
+    assert not all(same) and same == sorted(same, reverse=True), "equal up to where it failed"
+    assert torch.equal(found[1], whole[1])
+
+
+def test_a_worker_that_lags(monkeypatch):
+    """It hangs in its first event for the whole run: decoding neither waits nor changes."""
+    model, gate = tiny_model("qwen3"), threading.Event()
+    plain, _, _ = forced_run(model, "dense", PROMPTS, looping())
+    spoilt(monkeypatch, 0, lambda: gate.wait(120))
+    try:
+        found, _, stats = forced_run(
+            model, reason(asynchronous=True), PROMPTS, looping(), each=lambda at, *_: at == 84 and gate.set()
+        )
+    finally:
+        gate.set()
+    assert torch.equal(plain, found) and not stats["sharing"]["shared_blocks"]
+
+
+def test_decisions_that_come_too_late(monkeypatch):
+    """The worker wakes up when the row has been cropped and gone on otherwise: it has the blocks that the decisions
+    name, but with other contents, so they are dropped.
+    """
+    model, gate, text = tiny_model("qwen3"), threading.Event(), looping(1)
+    spoilt(monkeypatch, 10, lambda: gate.wait(120))
+    method = reason(asynchronous=True, warm_up=0, percentile=100)
+    with seergate.attached(model, method) as handle, torch.inference_mode():
+        cache, sharing = DynamicCache(), handle.storage.sharing
+        model(input_ids=PROMPTS[0], past_key_values=cache)
+        for i in range(40):
+            model(input_ids=text[:, i : i + 1], past_key_values=cache)
+        cache.crop(-39)
+        for i in range(40):
+            model(input_ids=prompt(40, 9)[:, i : i + 1], past_key_values=cache)
+        gate.set()
+        assert worker_done(handle) and sharing.evaluator.counts["decisions"] > 0
+        model(input_ids=prompt(1, 9), past_key_values=cache)
+        counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages
+        model(input_ids=prompt(1, 9), past_key_values=cache)
+        assert worker_done(handle)
+        assert_known(cache, sharing)
+    assert counts["error"] is None and counts["dropped"] == counts["decisions"]
+    assert not counts["shared_blocks"] and store.physical == store.logical
+
+
+def test_a_thread_decides_what_is_decided_in_between():
+    """With a wait after each pass, decisions come one pass later than in the caller's thread, and are the same."""
+    model, before = tiny_model("qwen3"), threading.active_count()
+    _, here, inline = forced_run(model, reason(), PROMPTS, looping())
+    _, there, threaded = forced_run(
+        model,
+        reason(asynchronous=True),
+        PROMPTS,
+        looping(),
+        each=lambda at, cache, handle: handle.storage.sharing.worker.wait(60),
+    )
+    assert threaded["sharing"]["error"] is None
+    assert threaded["sharing"]["steps"] == inline["sharing"]["steps"]
+    assert there.layers[0].storage.pages.physical <= here.layers[0].storage.pages.logical - 4
+    assert threading.active_count() == before, "detaching ends the thread"
+
+
+# ---------------------------------------------------------------------------------------------------- memory, control
+
+
+def test_the_control_saves_as_much(model):
+    _, _, informed = forced_run(model, reason(), PROMPTS, looping())
+    _, cache, control = forced_run(model, reason(methods.RandomSharing), PROMPTS, looping())
+    shared = sum(informed["sharing"]["shared_blocks"].values())
+    assert control["sharing"]["shared_blocks"].keys() == {"random"}
+    assert control["sharing"]["shared_blocks"]["random"] == pytest.approx(shared, rel=0.35)
+    store = cache.layers[0].storage.pages
+    assert store.logical - store.physical == control["sharing"]["shared_blocks"]["random"]
+
+
+def benchmark(name, tmp_path, *options):
+    """The record of a benchmark that is run with one thread."""
+    done = run_script(f"benchmarks/{name}.py", "--threads", "1", "--output", str(tmp_path), *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads((tmp_path / f"{name}.json").read_text())
+
+
+@pytest.mark.soak
+def test_the_tiny_reasoner_recalls_its_values(tmp_path):
+    """It goes through its first steps again and again. ReasonCache keeps every value that a later step needs; random
+    sharing of as many blocks loses some.
+    """
+    rows = benchmark("reason_cache_accuracy", tmp_path, "--problems", "3", "--rounds", "3")["rows"]
+    dense, informed, control, gate, both = rows
+    assert [row["method"] for row in rows] == ["dense", "reason_cache", "random_sharing", "gate", "reason_cache+gate"]
+    assert both["block_size"] == 8 and both["amsr"] > 0 and both["recalled"] >= gate["recalled"] - 0.02
+    assert dense["recalled"] >= 0.98 and informed["recalled"] >= dense["recalled"] - 0.01
+    assert informed["amsr"] > 0.05 and control["amsr"] == pytest.approx(informed["amsr"], rel=0.2)
+    assert control["recalled"] < informed["recalled"] - 0.03
+
+
+def test_benchmark_of_admission(tmp_path):
+    small = "--rows 3 --requests 4 --length 160 --prompt 8 --step 20 --repeats 0.8 --page 4 --warm-up 0 --width 32"
+    record = benchmark("reason_cache", tmp_path, *small.split(), "--layers", "1", "--rounds", "1")
+    dense, shared = record["rows"]
+    assert record["options"]["max_blocks"] == 120 and record["machine"]["commit"]
+    assert dense["rows"] == 3 < shared["rows"] and shared["sharing"]["amsr"] > 0.1
+    assert record["options"]["rows_ratio"] == shared["rows"] / dense["rows"]
+    assert dense["tokens"] == shared["tokens"] == 4 * (160 - 8)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_refusals(model):
+    for method, paging, message in (
+        (methods.ReasonCache(), None, "needs the model's tokenizer, and none could be loaded from ''"),
+        (reason(), Paging(8), "give block_size and max_blocks to 'reason_cache' itself"),
+        (reason(reads=methods.Quest(token_budget=64)), None, "pages of 4 tokens would cut the blocks of 16"),
+    ):
+        with pytest.raises(SeergateError, match=message):
+            seergate.attach(model, method, storage=paging)
+    with seergate.attached(model, reason()), pytest.raises(SeergateError, match="give the model input_ids"):
+        model(inputs_embeds=torch.randn(1, 4, 64), use_cache=True)
+    assert model.generate(**left_padded(PROMPTS), max_new_tokens=2).shape == (2, 13)

@@ -1,0 +1,299 @@
+"""Anchors: layers that choose blocks for the layers above them, under every method that selects."""
+
+from __future__ import annotations
+
+import copy
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import GateBank, SeergateError, methods
+from seergate.eval.method_text import read_method
+from seergate.methods.selecting import PerHeadSelection, on_device
+from seergate.ops import Selection
+from tests.cache.test_offload import run
+from tests.decode.test_decode import BLOCK, SELECTING, gates, selector
+from tests.decode.test_static import compiled, decoded_as_one_graph
+from tests.support.models import left_padded, prompt, tiny_model
+
+LAYERS = 4
+PLAN = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def deep():
+    return tiny_model("qwen3", num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def bank(deep):
+    return gates(deep)
+
+
+def with_anchors(name, bank, anchors, budget=2 * BLOCK, **options):
+    """The same method, with the same gates, for any anchors."""
+    if name == "gate":
+        return methods.Gate(bank=bank, token_budget=budget, anchors=anchors, **options)
+    if name == "resa":
+        options["rectify_every"] = None
+    given = {"block_size": BLOCK, "dense_layers": (), **options}
+    return methods.make_method(name, token_budget=budget, anchors=anchors, **given)
+
+
+def batch():
+    return left_padded([prompt(40, 1), prompt(23, 2), prompt(5, 3)])
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_an_anchor_in_every_layer_changes_nothing(deep, bank, name):
+    runs = [run(deep, with_anchors(name, bank, anchors), batch()) for anchors in ((), tuple(range(LAYERS)))]
+    assert torch.equal(runs[0][0], runs[1][0]) and torch.equal(runs[0][1], runs[1][1])
+    assert runs[0][2] == runs[1][2]
+    shared = run(deep, with_anchors(name, bank, PLAN), batch())
+    assert not torch.equal(shared[1], runs[0][1]), "a shared choice is another one"
+
+
+@pytest.mark.parametrize("name", SELECTING)
+def test_a_budget_for_everything_is_dense_attention(deep, bank, name):
+    _, found, _, _ = run(deep, with_anchors(name, bank, (0,), 4096), batch())
+    plain = deep.generate(**batch(), max_new_tokens=20, return_dict_in_generate=True, output_logits=True)
+    torch.testing.assert_close(found, torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", [*SELECTING, "quest, heads apart"])
+def test_layers_read_what_their_anchor_chose(deep, bank, name, tmp_path):
+    """In each row and KV head; layers that are dense do not take part, and layers below all anchors choose."""
+    options = {"group_reduction": "separate"} if "apart" in name else {}
+    for anchors, dense, source in ((PLAN, (), [0, 0, 2, 2]), ((1,), (3,), [0, 1, 1, 3]), ((1,), (2,), [0, 1, 2, 1])):
+        method = with_anchors(name.split(",")[0], bank, anchors, dense_layers=dense, **options)
+        assert [method.anchor_of(layer) for layer in range(LAYERS)] == source
+        with seergate.attached(deep, method) as handle, handle.traced(tmp_path / "trace", attention=True):
+            deep.generate(**batch(), max_new_tokens=12)
+        lines = pq.read_table(tmp_path / "trace").to_pylist()
+        blocks = {(x["step"], x["row"], x["head"], x["layer"]): x["blocks"] for x in lines}
+        for (*place, layer), found in blocks.items():
+            assert (found is None) == (layer in dense)
+            assert found == blocks[(*place, source[layer])]
+        assert all(
+            (x["scores"] is None) == (source[x["layer"]] != x["layer"]) for x in lines if x["layer"] not in dense
+        )
+        own = [[blocks[key] for key in sorted(blocks) if key[3] == layer] for layer in range(LAYERS)]
+        assert own[0] != own[1] or source[0] == source[1]
+
+
+def test_what_is_read_and_held(deep, bank):
+    """Layers with an anchor read and hold nothing but keys and values; their recall is measured."""
+    figures = {}
+    for anchors in ((), PLAN):
+        with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=anchors, measure_recall=True) as handle:
+            cache = DynamicCache()
+            deep.generate(input_ids=prompt(61), max_new_tokens=20, past_key_values=cache)
+            figures[anchors] = handle.stats()
+        states = [layer.state.nbytes for layer in cache.layers]
+        assert all((nbytes == 0) == (i in (1, 3) and anchors == PLAN) for i, nbytes in enumerate(states))
+        assert not any(layer.chosen for layer in cache.layers), "let go of when the pass is over"
+    every, shared = figures[()], figures[PLAN]
+    assert shared["bytes_scored_per_step"] == every["bytes_scored_per_step"] / 2 > 0
+    assert shared["state_bytes"] == every["state_bytes"] / 2 > 0
+    saved = {name: every[name] - shared[name] for name in ("bytes_read_per_step", "resident_bytes_peak")}
+    assert saved["bytes_read_per_step"] == pytest.approx(shared["bytes_scored_per_step"])
+    assert saved["resident_bytes_peak"] == shared["state_bytes"]
+    assert shared["tokens_per_head"] == every["tokens_per_head"]
+    assert len(shared["recall_per_layer"]) == LAYERS and all(0 < recall <= 1 for recall in shared["recall_per_layer"])
+
+
+@pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random"])
+def test_offloaded_is_in_memory(deep, bank, name):
+    method, inputs = with_anchors(name, bank, PLAN, 3 * BLOCK), batch()
+    want = run(deep, method, inputs)
+    offload = seergate.Offload(LAYERS * 3 * 2 * 4 * (2 * BLOCK * 16 * 4))
+    found = run(deep, method, inputs, storage=offload)
+    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
+    assert found[2]["bytes_fetched_per_step"] > 0
+
+
+@pytest.mark.parametrize("rule", [{"token_budget": 2 * BLOCK}, {"threshold": 0.05}])
+@pytest.mark.parametrize("anchors", [(0,), PLAN])
+def test_steps_on_a_static_cache_eager_and_compiled(deep, bank, rule, anchors):
+    """As one graph without breaks."""
+    decoded_as_one_graph(deep, bank, batch(), anchors=anchors, **rule)
+
+
+def test_drafts_are_decoded_as_if_alone(deep, bank):
+    """Those that come along with the prompt, too."""
+    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
+    for seed in range(3):
+        ids = prompt(12, seed).repeat(1, 4)
+        with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=(0,)) as handle:
+            plain = deep.generate(input_ids=ids, max_new_tokens=20)
+            handle.reset_stats()
+            drafted = deep.generate(input_ids=ids, max_new_tokens=20, prompt_lookup_num_tokens=4)
+            assert handle.stats()["bytes_scored_per_step"] > 0
+        assert torch.equal(plain, drafted)
+
+
+def test_a_copied_cache_goes_its_own_way(deep, bank):
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
+        one = DynamicCache()
+        deep(prompt(50, 1), past_key_values=one)
+        other = copy.deepcopy(one)
+        assert other.layers[1].anchor is other.layers[0] and one.layers[1].anchor is one.layers[0]
+        want = [deep(prompt(1, i), past_key_values=one).logits for i in range(6)]
+        deep(prompt(9, 8), past_key_values=one)
+        found = [deep(prompt(1, i), past_key_values=other).logits for i in range(6)]
+    assert torch.equal(torch.cat(found), torch.cat(want))
+
+
+@pytest.mark.parametrize("correction", [seergate.Lossless(3), seergate.Rectify(4)])
+def test_corrections(deep, bank, correction):
+    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
+    ids = prompt(60, 4)
+    plain = deep.generate(ids, max_new_tokens=16)
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN, correction=correction) as handle:
+        found = deep.generate(ids, max_new_tokens=16)
+        stats = handle.stats()
+    if isinstance(correction, seergate.Lossless):
+        assert torch.equal(found, plain) and stats["lossless"]["cycles"] > 0
+    else:
+        assert stats["rectification"]["passes"] > 0
+
+
+def test_gates_of_the_other_layers_are_not_needed(deep, bank, tmp_path):
+    """An adapter that names its anchors decodes with them wherever it is loaded."""
+    ids = prompt(60, 5)
+    part = bank.subset(PLAN).derived(decode_defaults={"anchors": list(PLAN), "token_budget": 2 * BLOCK})
+    part.save_pretrained(tmp_path)
+    read = GateBank.from_pretrained(tmp_path)
+    assert read.decode_config().anchors == PLAN and len(read) == len(PLAN)
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
+        want = deep.generate(ids, max_new_tokens=20)
+    with seergate.attached(deep, read) as handle:
+        assert handle.method.anchors == PLAN and handle.method.selects_in(3)
+        assert torch.equal(deep.generate(ids, max_new_tokens=20), want)
+    with seergate.attached(deep, read, anchors=()) as handle:
+        assert not handle.method.selects_in(3), "without a gate or an anchor a layer is dense"
+
+
+def test_what_does_not_fit_is_refused(deep, bank):
+    for anchors, said in (
+        ((7,), r"anchors names \[7\]; the layers with full attention are \[0, 1, 2, 3\]"),
+        ((1,), r"anchors names \[1\], for which there are no gates"),
+    ):
+        with pytest.raises(SeergateError, match=said):
+            seergate.attach(deep, bank.subset(PLAN), anchors=anchors)
+    with pytest.raises(ValueError, match=r"anchors names \[0\], which are in dense_layers, too"):
+        methods.Oracle(token_budget=64, anchors=(0,), dense_layers=(0, 1))
+    with pytest.raises(ValueError, match="anchors is '0'; it must be a tuple of layer indices, 0 or greater"):
+        methods.Oracle(token_budget=64, anchors="0")
+    with pytest.raises(ValueError, match=r"anchors is \(-1,\); it must be a tuple of layer indices"):
+        seergate.DecodeConfig(anchors=(-1,))
+    with pytest.raises(SeergateError, match="has no option 'anchors'"):
+        methods.make_method("h2o", anchors=(0,))
+    planned = bank.derived(decode_defaults={"anchors": [0]})
+    with pytest.raises(ValueError, match="with anchors, as every layer evicts for itself"):
+        methods.make_method("h2o+gate", bank=planned, token_budget=24, read_budget=16)
+    sliding = tiny_model("gemma3_text")
+    with pytest.raises(SeergateError, match=r"anchors names \[0\]; the layers with full attention are \[1\]"):
+        seergate.attach(sliding, selector(sliding, "quest", anchors=(0,)))
+
+
+def test_other_numbers_of_kv_heads_are_refused(deep):
+    deep = copy.deepcopy(deep)
+    deep.model.layers[3].self_attn.num_key_value_groups = 4
+    with pytest.raises(SeergateError, match="layer 3 has 1 KV heads and layer 2, the nearest anchor, 2"):
+        seergate.attach(deep, methods.Quest(token_budget=64, dense_layers=(), anchors=PLAN))
+
+
+def test_as_text():
+    assert read_method("quest:anchors=0+4") == ("quest", {"anchors": (0, 4)})
+    assert methods.Oracle(token_budget=128, anchors=[0, 4]).describe()["anchors"] == [0, 4]
+
+
+def test_a_choice_goes_to_the_device_of_the_layer_that_reads_it():
+    heads = Selection(torch.ones(1, 4, 2), torch.ones(1, 4))
+    for selection in (heads, PerHeadSelection(torch.ones(1, 2, 2), torch.ones(1, 2), heads)):
+        moved = on_device(selection, torch.device("meta"))
+        assert type(moved) is type(selection) and moved.indices.is_meta and moved.counts.is_meta
+    assert moved.heads.indices.is_meta
+    assert on_device(heads, torch.device("cpu")) is heads and on_device(None, torch.device("cpu")) is None
+
+
+def test_a_pass_that_ends_between_an_anchor_and_its_reader_leaves_nothing_behind(deep, bank):
+    """The next pass reads what its own anchor chooses, and a new cache begins as if nothing had been."""
+    ids = prompt(60, 6)
+    reader = deep.model.layers[3].mlp
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
+        want = deep.generate(ids, max_new_tokens=12)
+        cache = DynamicCache()
+        deep(ids, past_key_values=cache)
+        hook = deep.model.layers[2].mlp.register_forward_hook(interrupt)  # layer 2 has chosen, layer 3 has not read
+        with pytest.raises(KeyboardInterrupt):
+            deep(prompt(1, 7), past_key_values=cache)
+        hook.remove()
+        assert cache.layers[2].chosen, "the choice waits for its reader"
+        assert torch.equal(deep.generate(ids, max_new_tokens=12), want)
+        hook = reader.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            deep.generate(ids, max_new_tokens=12)
+        hook.remove()
+        assert torch.equal(deep.generate(ids, max_new_tokens=12), want)
+
+
+def test_cropped_and_reordered_caches(deep, bank):
+    """As rows that were never longer, and never in another order."""
+    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
+    ids = torch.cat([prompt(60, 8), prompt(60, 9)])
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
+        plain, other = DynamicCache(), DynamicCache()
+        deep(ids, past_key_values=plain)
+        deep(ids, past_key_values=other)
+        deep(torch.cat([prompt(3, 1), prompt(3, 2)]), past_key_values=other)
+        other.crop(-3)
+        other.reorder_cache(torch.tensor([1, 0]))
+        for seed in range(4):
+            token = torch.cat([prompt(1, seed), prompt(1, seed + 9)])
+            want = deep(token, past_key_values=plain).logits
+            found = deep(token.flip(0), past_key_values=other).logits
+            torch.testing.assert_close(found.flip(0), want)
+        other.batch_select_indices(torch.tensor([1]))
+        want = deep(token, past_key_values=plain).logits[:1]
+        torch.testing.assert_close(deep(token[:1], past_key_values=other).logits, want)
+
+
+def test_beams_share_choices_too(deep, bank):
+    """Each beam of a prompt reads as a row of its own: a prompt alone finds the same text as in a batch."""
+    rows = [prompt(40, 1), prompt(52, 2)]
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
+        beams = [deep.generate(row, max_new_tokens=8, num_beams=3)[0, -8:] for row in rows]
+        together = deep.generate(**left_padded(rows), max_new_tokens=8, num_beams=3)[:, -8:]
+    assert torch.equal(together, torch.stack(beams))
+
+
+def test_what_inductor_compiles(deep, bank):
+    torch._dynamo.reset()
+    options = {"cache_implementation": "static", "compile_config": compiled("inductor")}
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
+        want = deep.generate(**batch(), max_new_tokens=8)
+        assert torch.equal(deep.generate(**batch(), max_new_tokens=8, **options), want)
+
+
+def test_stored_anchors_that_do_not_fit_the_model_are_refused(deep, bank, tmp_path):
+    """Anchors of another model, and anchors whose gates are not in the adapter."""
+    for anchors, said in (
+        ([7], r"anchors names \[7\]; the layers with"),
+        ([0, 1], r"\[1\], for which there are no gates"),
+    ):
+        part = bank.subset(PLAN).derived(decode_defaults={"anchors": anchors})
+        part.save_pretrained(tmp_path / str(anchors))
+        read = GateBank.from_pretrained(tmp_path / str(anchors))
+        with pytest.raises(SeergateError, match=said):
+            seergate.attach(deep, read)
+        with seergate.attached(deep, read, anchors=()):
+            pass

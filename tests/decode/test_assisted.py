@@ -1,0 +1,78 @@
+"""Assisted decoding with any drafter: the tokens of the slow decoder."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import seergate
+from tests.decode.test_decode import BLOCK, gates
+from tests.support.models import prompt, tiny_model
+from tests.support.reference_decoder import ReferenceRow, Rule
+
+
+@pytest.fixture(autouse=True)
+def _no_logged_deprecations():
+    """Instead of the one of all tests: transformers itself calls an assistant in a way that it calls deprecated."""
+
+
+def slow_text(model, bank, ids, new):
+    """Greedy text of the slow decoder, token by token."""
+    row = ReferenceRow(model, Rule("gate", BLOCK, 2 * BLOCK), dict(bank))
+    found = [int(row.read(ids[0].tolist())[-1].argmax())]
+    while len(found) < new:
+        found.append(int(row.decode(found[-1:])[-1].argmax()))
+    return found
+
+
+@contextmanager
+def arrivals(model):
+    """While it lasts, how many tokens each forward pass gets."""
+    sizes = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield sizes
+    hook.remove()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafter", ["assistant", "lookup"])
+def test_assisted_decoding_is_plain_decoding(drafter):
+    """Every draft is decoded: those that come along with the prompt, those right after it, and all later ones."""
+    along, after = [], []
+    for seed in range(4):
+        model = tiny_model("qwen3", seed=seed).double()
+        bank = gates(model).double()
+        ids = prompt(12, seed).repeat(1, 4) if seed % 2 else prompt(45, seed)
+        options = {"prompt_lookup_num_tokens": 4}
+        if drafter == "assistant":
+            options = {"assistant_model": copy.deepcopy(model), "num_assistant_tokens": 5}
+            for weight in options["assistant_model"].parameters():  # much of what it drafts is accepted
+                weight += 0.03 * weight.std() * torch.randn_like(weight)
+        with seergate.attached(model, bank, token_budget=2 * BLOCK), arrivals(model) as sizes:
+            text = model.generate(input_ids=ids, max_new_tokens=24, **options)
+        assert text[0, ids.shape[1] :].tolist() == slow_text(model, bank, ids, 24)
+        along.append(sizes[0] > ids.shape[1])
+        after.append(sizes[0] == ids.shape[1] and sizes[1] > 1)
+    assert any(along)
+    assert drafter == "assistant" or any(after)
+
+
+@torch.no_grad()
+def test_assisted_decoding_beside_padding_and_rectification():
+    model = tiny_model("qwen3").double()
+    bank = gates(model).double()
+    ids = prompt(12, 5).repeat(1, 4)
+    padded = {
+        "input_ids": torch.cat((torch.zeros(1, 3, dtype=torch.long), ids), 1),
+        "attention_mask": (torch.arange(51) >= 3).long()[None],
+    }
+    for options in ({}, {"correction": seergate.Rectify(64)}):
+        with seergate.attached(model, bank, token_budget=2 * BLOCK, **options):
+            text = model.generate(**padded, max_new_tokens=24, prompt_lookup_num_tokens=4)
+        assert text[0, 51:].tolist() == slow_text(model, bank, ids, 24)
+        assert "_get_candidate_generator" not in vars(model)

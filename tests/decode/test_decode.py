@@ -1,0 +1,364 @@
+"""Decoding inside stock `generate`: equal to the plain model where it must be, and to itself in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
+from seergate.cache.layer import GatedLayer
+from seergate.models import families
+from tests.support.decoding import Decoding
+from tests.support.evictors import GROUPS, model_of
+from tests.support.models import FAMILIES, left_padded, prompt, tiny_model
+from tests.support.reasoning import Words
+
+BLOCK = 8
+
+
+def gates(model, block_size=BLOCK, **options):
+    bank = GateBank.for_model(model, GateConfig(block_size, options.pop("gate_dim", 16), **options))
+    for parameter in bank.parameters():  # wide enough that selections differ from one another
+        parameter.data.normal_()
+    return bank
+
+
+def selector(model, name, budget=2 * BLOCK, block_size=BLOCK, **options):
+    """A method that selects, in all layers; each call draws other gates."""
+    if name == "gate":
+        bank = gates(model, block_size, gate_dim=model.get_decoder().layers[-1].self_attn.head_dim)
+        return methods.Gate(bank=bank, token_budget=budget, **options)
+    return methods.make_method(name, token_budget=budget, **{"block_size": block_size, "dense_layers": (), **options})
+
+
+def all_methods(model, budget):
+    return [
+        *(selector(model, name, budget) for name in ("gate", "oracle", "quest")),
+        selector(model, "resa", budget, rectify_every=None),
+        selector(model, "random", budget),
+        methods.StreamingLLM(token_budget=budget),
+        methods.Dense(),
+        # on pages, its steps compared while decoding goes on, and nothing near enough to be shared
+        methods.ReasonCache(
+            reads=selector(model, "quest", budget),
+            **{"tokenizer": Words(), "percentile": 0, "warm_up": 0, "asynchronous": False},
+        ),
+    ]
+
+
+METHODS = ("gate", "oracle", "quest", "resa", "random", "streaming_llm", "dense", "reason_cache")
+SELECTING = ("gate", "oracle", "quest", "resa", "random")
+
+
+def tokens(model, method, inputs, new=20, **options):
+    with seergate.attached(model, method):
+        out = model.generate(**inputs, max_new_tokens=new, return_dict_in_generate=True, output_logits=True, **options)
+    return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits, 1)
+
+
+def test_every_method_is_in_the_table():
+    """Evicting methods have a table of their own; a control that shares at random has its method's row."""
+    from tests.support.evictors import EVICTORS
+
+    evicting = {name for name, kind in methods.METHODS.items() if issubclass(kind, methods.CompressingMethod)}
+    assert set(METHODS) - {"streaming_llm"} == set(methods.METHODS) - evicting - {"random_sharing"}
+    assert evicting == {name.split(" ")[0] for name in EVICTORS}
+
+
+def pick(model, name, budget):
+    return next(method for method in all_methods(model, budget) if method.name == name)
+
+
+UNLIKE = ["qwen3", "gemma3_text", "gpt_oss"]
+
+
+def pairs(others, least):
+    """Every method with the first of ``others`` and one more, the methods in ``least`` with all of them."""
+    found = [(name, others[0]) for name in METHODS]
+    found += [(name, others[1:][i % (len(others) - 1)]) for i, name in enumerate(METHODS)]
+    return list(dict.fromkeys(found + [(name, other) for name in least for other in others]))
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_budget_for_everything_is_the_plain_model(family):
+    """In a left-padded batch, in layers too that do not rotate, or normalise after rotating. Invariants 1, 2 and 6."""
+    model = tiny_model(family)
+    batch = left_padded([prompt(19, 1), prompt(11, 2)])
+    plain = model.generate(**batch, max_new_tokens=10, return_dict_in_generate=True, output_logits=True)
+    kind = families.rope_kind(model.config.get_text_config(), families.full_attention_modules(model)[0][1])
+    for method in all_methods(model, 4096):
+        if method.name == "streaming_llm" and kind == "other":
+            with pytest.raises(SeergateError, match="re-positions keys"):
+                seergate.attach(model, method)
+            continue
+        with seergate.attached(model, method):
+            found = model.generate(**batch, max_new_tokens=10, return_dict_in_generate=True, output_logits=True)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "family"), pairs(UNLIKE, ["gate", "quest", "streaming_llm"]))
+def test_a_row_is_the_same_alone_and_in_any_batch(family, name):
+    model = tiny_model(family)
+    method = pick(model, name, 2 * BLOCK)
+    rows = [prompt(length, seed) for seed, length in enumerate((5, 40, 16, 33))]
+    together, logits = tokens(model, method, left_padded(rows), new=24)
+    for i, row in enumerate(rows):
+        alone, alone_logits = tokens(model, method, {"input_ids": row}, new=24)
+        assert torch.equal(alone[0], together[i])
+        torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize(("name", "group"), pairs(list(GROUPS), ["gate", "quest"]))
+def test_groups_of_any_size(name, group):
+    """With a budget for everything the plain model, with a small one a row alone as in a batch, for 1, 4 and 5 query
+    heads per KV head.
+    """
+    model = model_of(group, num_hidden_layers=1)
+    rows = [prompt(length, length) for length in (5, 40, 17)]
+    batch = left_padded(rows)
+    plain = model.generate(**batch, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+    _, logits = tokens(model, pick(model, name, 4096), batch, new=12)
+    torch.testing.assert_close(logits, torch.stack(plain.logits, 1), rtol=2e-4, atol=2e-4)
+    method = pick(model, name, 2 * BLOCK)
+    together, logits = tokens(model, method, batch, new=12)
+    for i, row in enumerate(rows):
+        alone, alone_logits = tokens(model, method, {"input_ids": row}, new=12)
+        assert torch.equal(alone[0], together[i])
+        torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
+    assert name == "dense" or (logits - torch.stack(plain.logits, 1)).abs().max() > 1e-2, "it must be sparse"
+
+
+@pytest.mark.parametrize("name", ["gate", "resa"])
+def test_cropping_then_going_on_is_never_having_gone_astray(model, name):
+    method = pick(model, name, 2 * BLOCK)
+    ids, astray = prompt(70, 1), prompt(30, 2)
+    with seergate.attached(model, method):
+        for kept in (24, 25, 31, 40):
+            straight = DynamicCache()
+            model(input_ids=ids[:, :kept], past_key_values=straight)
+            steps = range(kept, kept + 12)
+            expected = [model(input_ids=ids[:, i : i + 1], past_key_values=straight).logits for i in steps]
+            for wanderings in ((30,), (30, 3, 30)) if kept == 40 else ((1,), (5,), (17,), (13, 7), (17, 3, 17)):
+                cache = DynamicCache()
+                model(input_ids=ids[:, :kept], past_key_values=cache)
+                for wandered in wanderings:  # a later one goes less far beyond `kept` than an earlier one, or farther
+                    for i in range(wandered):
+                        model(input_ids=astray[:, i : i + 1], past_key_values=cache)
+                    cache.crop(-wandered)
+                for i, logits in zip(steps, expected, strict=True):
+                    found = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
+                    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_reordering_and_selecting_rows(model, name):
+    rows, order = [prompt(length, seed) for seed, length in enumerate((40, 23, 31))], [2, 0, 2]
+    with seergate.attached(model, pick(model, name, 2 * BLOCK)):
+        one, other = (Decoding(model, **left_padded(chosen)) for chosen in (rows, [rows[i] for i in order]))
+        one.take(order)  # the first batch was as wide as its longest row, which the new order keeps
+        step = prompt(1, 9).expand(3, 1)
+        for _ in range(12):
+            torch.testing.assert_close(one.read(step), other.read(step), rtol=1e-4, atol=1e-4)
+            step = one.logits.argmax(-1)
+
+
+def test_gates_accept_a_model_that_was_converted(model):
+    bank = gates(model)
+    seergate.attach(model.to(torch.bfloat16), bank).detach()
+
+
+@pytest.mark.parametrize("name", ["gate", "quest", "streaming_llm"])
+def test_autocast(name):
+    model = tiny_model("llama")
+    method = next(m for m in all_methods(model, 16) if m.name == name)
+    with seergate.attached(model, method), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert model.generate(input_ids=prompt(40), max_new_tokens=12).shape == (1, 52)
+
+
+@pytest.mark.parametrize("name", ["gate", "quest", "oracle", "random", "dense"])
+def test_padding_that_arrives_token_by_token(model, name):
+    """The first slots of a left-padded batch as a prompt, the rest one by one: a row may have no real token yet."""
+    batch = left_padded([prompt(40, 1), prompt(9, 2)])
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    method, positions = pick(model, name, 4096), (mask.cumsum(1) - 1).clamp(min=0)
+    with seergate.attached(model, method):
+        rows = Decoding(model, ids[:, :20], mask[:, :20])
+        for i in range(20, 40):
+            out = rows.read(ids[:, i, None], mask[:, i, None])[:, -1]
+        cache = rows.cache
+    whole = model(**batch, position_ids=positions).logits[:, -1]
+    torch.testing.assert_close(out, whole, rtol=2e-4, atol=2e-4)
+    if name == "gate":
+        with seergate.attached(model, method):
+            straight = DynamicCache()
+            model(**batch, position_ids=positions, past_key_values=straight)
+        for row, blocks in ((0, 5), (1, 1)):
+            one, other = ([x.state.rows["kg"][row, :, :blocks] for x in c.layers] for c in (cache, straight))
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_masked_token_in_the_middle_of_decoding_is_not_stored(model):
+    ids, paused = prompt(20, 1).expand(2, -1), torch.tensor([[1], [0]])
+
+    def said():
+        rows = Decoding(model, ids[:, :18])
+        rows.read(ids[:, 18:19], paused)
+        return rows.read(ids[:, 19:])
+
+    plain = said()
+    with seergate.attached(model, "dense"):
+        torch.testing.assert_close(said(), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_detaching_leaves_no_trace():
+    model = tiny_model("gemma3_text")
+    before = {name: dict(vars(module)) for name, module in model.named_modules()}
+    hooks = {
+        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
+    }
+    plain = model.generate(input_ids=prompt(20), max_new_tokens=10)
+    handle = seergate.attach(model, gates(model), token_budget=2 * BLOCK)
+    assert not torch.equal(model.generate(input_ids=prompt(60), max_new_tokens=10)[:, 60:], plain[:, 20:])
+    handle.detach()
+    handle.detach()
+    assert torch.equal(model.generate(input_ids=prompt(20), max_new_tokens=10), plain)
+    for name, module in model.named_modules():
+        assert vars(module).keys() == before[name].keys()
+        assert vars(module).get("config") is before[name].get("config")
+        assert len(module._forward_hooks) + len(module._forward_pre_hooks) == hooks[name]
+
+
+def test_gated_and_plain_models_live_side_by_side():
+    one, two, plain = tiny_model("qwen3", seed=1), tiny_model("qwen3", seed=2), tiny_model("qwen3", seed=1)
+    inputs, oracle = {"input_ids": prompt(40)}, {"token_budget": 2 * BLOCK, "block_size": BLOCK}
+    alone = [tokens(model, methods.Oracle(**oracle), inputs)[0] for model in (one, two)]
+    expected = plain.generate(**inputs, max_new_tokens=20)[:, 40:]
+    handles = [seergate.attach(model, "oracle", **oracle) for model in (one, two)]
+    assert torch.equal(one.generate(**inputs, max_new_tokens=20)[:, 40:], alone[0])
+    assert torch.equal(plain.generate(**inputs, max_new_tokens=20)[:, 40:], expected)
+    assert torch.equal(two.generate(**inputs, max_new_tokens=20)[:, 40:], alone[1])
+    for handle in handles:
+        handle.detach()
+
+
+def test_sliding_layers_keep_their_own_cache():
+    model = tiny_model("gemma3_text")
+    cache = DynamicCache(config=model.config)
+    with seergate.attached(model, "dense"):
+        model(input_ids=prompt(20), past_key_values=cache)
+    assert [isinstance(layer, GatedLayer) for layer in cache.layers] == [False, True]
+
+
+def test_statistics_count_what_was_read(model):
+    budget, length, new = 3 * BLOCK, 50, 15
+    with seergate.attached(model, "oracle", token_budget=budget, block_size=BLOCK, measure_recall=True) as handle:
+        model.generate(input_ids=prompt(length), max_new_tokens=new + 1)
+        stats = handle.stats()
+        handle.reset_stats()
+        assert handle.stats()["steps"] == 0
+    assert stats["steps"] == new
+    ends = [length + i + 1 for i in range(new)]
+    read = [2 * BLOCK + (end - 1) % BLOCK + 1 for end in ends]
+    assert stats["density"] == pytest.approx(sum(read) / sum(ends))
+    assert stats["blocks_per_head"] == [[3.0, 3.0]] * 2
+    per_token, heads, layers = 2 * 16 * 4, 2, 2
+    scored = sum(ends) * 16 * 4 * heads
+    assert stats["bytes_read_per_step"] == pytest.approx(layers * (sum(read) * per_token * heads + scored) / new)
+    assert all(0 < recall < 1 for recall in stats["recall_per_layer"])
+
+
+def test_streaming_llm_reports_what_it_attends_and_the_prompt_it_held(model):
+    with seergate.attached(model, "streaming_llm", token_budget=20, interval=16) as handle:
+        model.generate(input_ids=prompt(2000), max_new_tokens=40)
+        stats = handle.stats()
+    seen = [2000 + i for i in range(1, 40)]
+    assert stats["density"] == pytest.approx(20 * 39 / sum(seen))
+    per_token = 2 * 16 * 4 * 2 * 2  # key and value, width, bytes, heads, layers
+    assert stats["bytes_read_per_step"] == pytest.approx(20 * per_token)
+    assert stats["resident_bytes_peak"] >= 2000 * per_token
+    assert stats["resident_bytes_mean"] < 1000 * per_token
+
+
+def test_threshold_top_p_and_dense_layers(model):
+    bank = gates(model)
+    density = {}
+    for name, options in {
+        "strict": {"threshold": 0.9},
+        "loose": {"threshold": 1e-6},
+        "nucleus": {"top_p": 0.5},
+        "wide nucleus": {"top_p": 0.999},
+        "first layer dense": {"threshold": 0.9, "dense_layers": (0,)},
+    }.items():
+        with seergate.attached(model, bank, DecodeConfig(**options)) as handle:
+            model.generate(input_ids=prompt(100), max_new_tokens=10)
+            density[name] = handle.stats()["density_per_layer"]
+    assert sum(density["strict"]) < sum(density["loose"])
+    assert sum(density["nucleus"]) < sum(density["wide nucleus"])
+    assert density["first layer dense"][0] == 1 and density["first layer dense"][1] == pytest.approx(
+        density["strict"][1], rel=0.5
+    )
+
+
+def test_evicting_methods_hold_little(model):
+    with seergate.attached(model, "streaming_llm", token_budget=20, interval=8) as handle:
+        cache = DynamicCache()
+        model.generate(input_ids=prompt(300), max_new_tokens=200, past_key_values=cache)
+        assert max(cache.layers[0].rows.resident) <= 28
+        assert cache.layers[0].keys.shape[2] == 28, "the prompt's room is given back"
+        assert handle.stats()["density"] < 0.08
+        with pytest.raises(SeergateError, match="takes a prompt in one piece"):
+            model(input_ids=prompt(5), past_key_values=cache)
+        with pytest.raises(SeergateError, match="cannot be cropped"):
+            cache.crop(-1)
+
+
+@pytest.mark.parametrize("evil", ["plain first", "plain between", "other method", "other batch"])
+def test_a_cache_that_the_method_has_not_seen_is_refused(model, evil):
+    cache = DynamicCache()
+    if evil == "plain first":
+        model(input_ids=prompt(9), past_key_values=cache)
+    with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()):
+        if evil != "plain first":
+            model(input_ids=prompt(9), past_key_values=cache)
+    if evil == "plain between":
+        model(input_ids=prompt(1), past_key_values=cache)
+    name = "oracle" if evil == "other method" else "quest"
+    method = methods.make_method(name, token_budget=2 * BLOCK, block_size=BLOCK)
+    if evil == "other batch":
+        method = methods.Dense()
+        cache = DynamicCache()
+    with seergate.attached(model, method), pytest.raises(SeergateError, match="new one|new cache"):
+        if evil == "other batch":
+            model(input_ids=prompt(9), past_key_values=cache)
+            model(input_ids=prompt(1).expand(2, 1), past_key_values=cache)
+        else:
+            model(input_ids=prompt(1), past_key_values=cache)
+
+
+def test_bad_requests():
+    model, other = tiny_model("qwen3"), tiny_model("llama")
+    bank = gates(model)
+    cases = [
+        (lambda: seergate.attach(other, bank), "model_type is 'llama' in the model and 'qwen3' in the gates"),
+        (lambda: seergate.attach(model, "qest"), "did you mean 'quest'"),
+        (lambda: seergate.attach(model, "gate", token_budget=64), "needs gates"),
+        (lambda: seergate.attach(model, "quest", budget=64), "no option 'budget'"),
+        (lambda: seergate.attach(model, bank, budget=64), "no decode option 'budget'"),
+        (lambda: seergate.attach(model, bank, token_budget=2 * BLOCK - 1), "token_budget is 15.*at least 16"),
+        (lambda: seergate.attach(model, bank, threshold=1.0), "threshold is 1.0.*between 0 and 1"),
+        (lambda: seergate.attach(model, bank, token_budget=64, top_p=0.9), "token_budget and top_p are both given"),
+        (lambda: seergate.attach(model, 3), "the method is 3;"),
+        (lambda: seergate.attach(model, bank, {"token_budget": 64}), "config is a dict; it must be a DecodeConfig"),
+    ]
+    for attempt, message in cases:
+        with pytest.raises(ValueError, match=message):
+            attempt()
+    assert model.generate(input_ids=prompt(4), max_new_tokens=2).shape == (1, 6), (
+        "a refusal leaves the model as it was"
+    )
+    handle = seergate.attach(model, bank)
+    with pytest.raises(SeergateError, match=r"seergate\.handle_of\(model\)\.detach\(\)"):
+        seergate.attach(model, bank)
+    handle.detach()

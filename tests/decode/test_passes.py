@@ -1,0 +1,344 @@
+"""What a pass is, which thread may run one, and what goes together: what `attach` accepts, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import seergate
+from seergate import Lossless, Offload, Paging, Rectify, SeergateError, methods
+from seergate.decode.compatibility import REFUSED, refuse
+from seergate.models import families
+from seergate.models.hooks import ATTENTION_NAME
+from seergate.models.rope import Rotary
+from tests.decode.test_decode import BLOCK, gates
+from tests.support.models import left_padded, prompt, tiny_model
+
+
+def after_decoding(model, handle, read):
+    """Logits of a chunk that ``read`` reads on a cache that has decoded already."""
+    ids, cache = prompt(70), DynamicCache()
+    model(input_ids=ids[:, :40], past_key_values=cache)
+    for i in range(40, 50):
+        model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+    return read(cache, ids[:, 50:56])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["quest", "oracle"])
+def test_a_chunk_outside_of_generate_is_a_prompt(model, name):
+    """However short, and after a crop too; unless its tokens are declared as drafted."""
+    options = {"token_budget": 2 * BLOCK, "block_size": BLOCK, "dense_layers": ()}
+    with seergate.attached(model, name, **options) as handle:
+        passes = handle.passes
+
+        def chunk(cache, ids):
+            return model(input_ids=ids, past_key_values=cache).logits
+
+        def cropped(cache, ids):
+            chunk(cache, ids[:, :3])
+            cache.crop(-3)
+            return chunk(cache, ids)
+
+        def forced(mode):
+            def read(cache, ids):
+                with passes.forced(mode):
+                    return chunk(cache, ids)
+
+            return read
+
+        def one_by_one(cache, ids):
+            return torch.cat([chunk(cache, ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
+
+        dense = after_decoding(model, handle, forced("dense"))
+        sparse = after_decoding(model, handle, one_by_one)
+        for read in (chunk, cropped):
+            torch.testing.assert_close(after_decoding(model, handle, read), dense, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(after_decoding(model, handle, forced("decode")), sparse, rtol=1e-4, atol=1e-5)
+        assert (dense - sparse).abs().max() > 1e-2
+        mask = torch.ones(1, 56)
+        mask[0, 53] = 0
+        with (
+            pytest.raises(SeergateError, match="attention_mask hides tokens that are to be decoded"),
+            passes.forced("decode"),
+        ):
+            after_decoding(model, handle, lambda cache, ids: model(ids, attention_mask=mask, past_key_values=cache))
+
+
+def test_a_chat_attaches_an_equal_method_for_each_turn(model):
+    """A cache goes on under any method that is equal to its own, and under no other."""
+    options = {"token_budget": 32, "block_size": BLOCK}
+    texts = []
+    for turns in (1, 2):
+        cache, ids = DynamicCache(), prompt(40)
+        for turn in range(2):
+            if turn == 0 or turns == 2:
+                handle = seergate.attach(model, "quest", **options)
+            ids = model.generate(ids, past_key_values=cache, max_new_tokens=5)
+            if turn or turns == 2:
+                handle.detach()
+        texts.append(ids)
+    assert torch.equal(*texts)
+    with (
+        seergate.attached(model, "quest", **{**options, "token_budget": 16}),
+        pytest.raises(SeergateError, match="filled under Quest.*token_budget=32.*a new one for .*token_budget=16"),
+    ):
+        model.generate(ids, past_key_values=cache, max_new_tokens=5)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_model_and_its_peft_wrapper_are_one(model):
+    peft = pytest.importorskip("peft")
+    base = tiny_model("qwen3")
+    wrapped = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"])).eval()
+    for one, other in ((wrapped, base), (base, wrapped)):
+        with seergate.attached(one, "quest") as handle:
+            assert seergate.handle_of(other) is handle
+            wrapped.generate(input_ids=prompt(60), max_new_tokens=6, prefill_chunk_size=1)
+            assert handle.stats()["steps"] == 5, "prompts are known as prompts"
+            with pytest.raises(SeergateError, match="has a method attached already"):
+                seergate.attach(other, "quest")
+        with pytest.raises(SeergateError, match="no method is attached"):
+            seergate.handle_of(one)
+    assert "_prefill" not in vars(base)
+
+
+# --------------------------------------------------------------------------------------------- what goes together
+
+
+def attempts():
+    """Tags -> what is attached, to what, and the cache that is used."""
+    small = {"block_size": BLOCK, "token_budget": 2 * BLOCK}
+    paged, offloaded = {"storage": Paging()}, {"storage": Offload(1 << 20)}
+    lossless, rectified = {"correction": Lossless()}, {"correction": Rectify(4)}
+    return {
+        ("paged", "static"): ("qwen3", "quest", {**small, **paged}),
+        ("offloaded", "static"): ("qwen3", "quest", {**small, **offloaded}),
+        ("paged", "evicting"): ("qwen3", "h2o", paged),
+        ("offloaded", "evicting"): ("qwen3", "h2o", offloaded),
+        ("offloaded", "dense"): ("qwen3", "dense", offloaded),
+        ("offloaded", "query heads apart"): ("qwen3", "quest", {**small, **offloaded, "group_reduction": "separate"}),
+        ("offloaded", "lossless"): ("qwen3", "oracle", {**small, **offloaded, **lossless}),
+        ("offloaded", "rectified"): ("qwen3", "oracle", {**small, **offloaded, **rectified}),
+        ("paged", "lossless"): ("qwen3", "oracle", {**small, **paged, **lossless}),
+        ("paged", "rectified"): ("qwen3", "oracle", {**small, **paged, **rectified}),
+        ("evicting", "lossless"): ("qwen3", "snapkv", lossless),
+        ("evicting", "rectified"): ("qwen3", "snapkv", rectified),
+        ("dense", "lossless"): ("qwen3", "dense", lossless),
+        ("dense", "rectified"): ("qwen3", "dense", rectified),
+        ("lossless", "one-way layers"): ("qwen3_5_text", "oracle", {**small, **lossless}),
+        ("rectified", "one-way layers"): ("qwen3_5_text", "oracle", {**small, **rectified}),
+        ("rectified", "one-way cache"): ("gemma3_text", "oracle", {**small, **rectified}),
+        ("lossless", "changing angles"): ("qwen3, dynamic", "oracle", {**small, **lossless}),
+        ("moves keys", "own rope"): ("hunyuan_v1_dense", "streaming_llm", {}),
+        ("rectified past a block", "own rope"): ("hunyuan_v1_dense", "gate", {"correction": Rectify(BLOCK + 1)}),
+    }
+
+
+def test_every_row_of_the_table_is_reached():
+    assert attempts().keys() == REFUSED.keys()
+
+
+@pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
+def test_what_does_not_go_together(pair):
+    """Refused for the reason that the table gives, and the model is left as it was."""
+    family, method, options = attempts()[pair]
+    changes = {}
+    if family.endswith("dynamic"):
+        changes = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    model = tiny_model(family.removesuffix(", dynamic"), **changes)
+    if method == "gate":
+        method, options = gates(model), {**options, "token_budget": 2 * BLOCK}
+    start = REFUSED[pair].split("{")[0] or REFUSED[pair].split("}")[1].split("{")[0]
+    with pytest.raises(SeergateError) as refused, seergate.attached(model, method, **options):
+        assert pair[1] in ("static", "one-way cache"), "what is known of the model is refused by attach"
+        if pair[1] == "static":
+            model(input_ids=prompt(20), past_key_values=StaticCache(model.config, max_cache_len=32))
+        model.generate(prompt(45), max_new_tokens=8, cache_implementation="static")
+    assert start in str(refused.value)
+    assert not {"generate", "_prefill"} & vars(model).keys()
+    seergate.attach(model, "dense").detach()
+
+
+def test_what_is_in_no_row_goes_together():
+    refuse({"selecting": "quest", "static": "a static", "lossless": "lossless decoding"})
+
+
+def test_rectification_within_a_block_needs_no_keys_before_rope():
+    """Of the models whose RoPE has a form of its own: as often as this, what gates remember is enough."""
+    model = tiny_model("hunyuan_v1_dense")
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, correction=Rectify(BLOCK)) as handle:
+        model.generate(**left_padded([prompt(40, 1), prompt(29, 2)]), max_new_tokens=50)
+        assert handle.stats()["rectification"]["passes"] >= 5
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "phi3", "ernie4_5", "glm4", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_unrotating_has_no_bias(family, dtype):
+    """Cosines and sines of bfloat16 stretch each pair by another factor."""
+    model = tiny_model(family)
+    config, (layer, attention) = families.text_config(model), families.full_attention_modules(model)[0]
+    kind = families.rope_kind(config, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(config, layer), kind)
+    x, positions = torch.randn(1, 1, 4000, attention.head_dim).to(dtype), torch.arange(4000)[None]
+    back = rotary.unrotate(rotary.rotate(x, positions), positions).double()
+    ratio = (back * x.double()).sum(2) / x.double().square().sum(2)
+    assert (ratio - 1).abs().max() < 1e-3
+    torch.testing.assert_close(back, x.double(), rtol=0, atol=3e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_methods_with_a_correction_of_their_own(model):
+    """ReSA brings its dense passes; what is given to `attach` takes their place."""
+    options = {"token_budget": 32, "block_size": BLOCK}
+    for method, given, every in (
+        (methods.ReSA(**options), None, 32),
+        (methods.ReSA(**options, rectify_every=6), None, 6),
+        (methods.ReSA(**options), Rectify(7), 7),
+    ):
+        with seergate.attached(model, method, correction=given) as handle:
+            assert handle.stats()["rectification"]["every"] == every
+    with seergate.attached(model, methods.ReSA(**options, rectify_every=None)) as handle:
+        assert "rectification" not in handle.stats()
+    with pytest.raises(ValueError, match="every is 0"):
+        methods.ReSA(**options, rectify_every=0)
+
+
+def test_the_dense_implementation_sees_its_own_name(model):
+    """transformers' FlashAttention wrapper looks up which version to run in the module's configuration."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen = []
+
+    def spy(module, *args, **kwargs):
+        seen.append(module.config._attn_implementation)
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register("spy", spy)
+    model.config._attn_implementation_internal = "spy"
+    with seergate.attached(model, gates(model), token_budget=16):
+        model.generate(input_ids=prompt(20), max_new_tokens=2)
+        assert families.full_attention_modules(model)[0][1].config._attn_implementation == ATTENTION_NAME
+    assert set(seen) == {"spy"}
+
+
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"])
+def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
+    """What a module catches on the way would be mixed up. A thread that comes later, or after an error, is welcome."""
+    own, arrived, go, found = copy.deepcopy(model), threading.Event(), threading.Event(), {}
+
+    def wait(*_):
+        if threading.current_thread() is not threading.main_thread():
+            arrived.set()
+            go.wait(60)
+
+    def run(number):
+        try:
+            found[number] = own.generate(prompt(50, number), max_new_tokens=4)
+        except SeergateError as error:
+            found[number] = error
+
+    with seergate.attached(own, gates(model), token_budget=32):
+        want = own.generate(prompt(50, 1), max_new_tokens=4)
+        hook = own.model.layers[0].get_submodule(place).register_forward_pre_hook(wait)
+        first = threading.Thread(target=run, args=(1,))
+        first.start()
+        assert arrived.wait(60)
+        run(2)
+        hook.remove()
+        go.set()
+        first.join()
+        assert "two threads run this model at once" in str(found[2])
+        assert torch.equal(found[1], want)
+        later = threading.Thread(target=run, args=(1,))
+        later.start()
+        later.join()
+        assert torch.equal(found[1], want)
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_a_pass_that_failed_or_was_nested_refuses_no_later_thread(model, where):
+    """An error may come from another hook of the decoder or from within it; rectification nests passes."""
+    own, found = copy.deepcopy(model), {}
+
+    def fail(*_):
+        raise RuntimeError("fails")
+
+    def run():
+        found["later"] = own.generate(prompt(50), max_new_tokens=12)
+
+    with seergate.attached(own, gates(model), token_budget=32, correction=Rectify(4)) as handle:
+        want = own.generate(prompt(50), max_new_tokens=12)
+        assert handle.stats()["rectification"]["passes"] > 0
+        hook = (own.model if where == "before" else own.model.layers[1]).register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="fails"):
+            own.generate(prompt(50), max_new_tokens=12)
+        hook.remove()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert torch.equal(found["later"], want)
+
+
+class Pages:
+    """A cache without layers, which masks are made from."""
+
+    def get_query_offset(self, layer_idx: int) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, values
+
+
+def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
+    """What transformers' continuous batching passes to the layers in the place of a cache."""
+    with seergate.attached(model, gates(model), token_budget=32) as handle, pytest.warns(match="own paged cache"):
+        model(prompt(60), position_ids=torch.arange(60)[None], use_cache=False, cache=Pages())
+    assert handle.stats()["steps"] == 0
+
+
+@pytest.mark.soak
+def test_pages_of_transformers_are_said_to_be_dense(model):
+    with seergate.attached(model, gates(model), token_budget=32), pytest.warns(match="own paged cache"):
+        model.generate(prompt(60), max_new_tokens=4, cache_implementation="paged", eos_token_id=-1)
+
+
+def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
+    """One reads a prompt in chunks; another begins between two of them."""
+    found, chunks, between, refused = {}, [], threading.Event(), threading.Event()
+
+    def before(module, args, kwargs):
+        chunks.append(threading.current_thread().name)
+        if chunks == ["first", "first"]:
+            between.set()
+            assert refused.wait(60)
+
+    def run(tokens, **options):
+        try:
+            found[threading.current_thread().name] = model.generate(prompt(tokens, 1), max_new_tokens=3, **options)
+        except SeergateError as error:
+            found[threading.current_thread().name] = str(error)
+
+    with seergate.attached(model, gates(model), token_budget=32) as handle:
+        want = model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20)
+        hook = model.register_forward_pre_hook(before, with_kwargs=True)
+        first = threading.Thread(target=run, args=(60,), kwargs={"prefill_chunk_size": 20}, name="first")
+        first.start()
+        assert between.wait(60)
+        second = threading.Thread(target=run, args=(50,), name="second")
+        second.start()
+        second.join()
+        refused.set()
+        first.join()
+        hook.remove()
+        assert "two threads run this model at once" in found["second"]
+        assert torch.equal(found["first"], want)
+        assert (handle.passes.phase, handle.passes.in_chunks, handle.passes.thread) == (None, False, None)
+        assert torch.equal(model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20), want)

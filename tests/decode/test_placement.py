@@ -1,0 +1,125 @@
+"""Gates of published code place a block by whether its last token was decoded, in steps of any number of tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import seergate
+from seergate import Lossless, SeergateError
+from tests.decode.test_decode import BLOCK, gates
+from tests.support.evictors import EVICTORS
+from tests.support.models import prompt, tiny_model
+
+PUBLISHED = {"token_budget": 3 * BLOCK, "compat": "published"}
+
+
+def kept(cache, row=0, tokens=64):
+    return [layer.state.rows["kg"][row, :, : tokens // BLOCK] for layer in cache.layers]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("qwen3").double()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("storage", [None, seergate.Paging(), seergate.Offload(1 << 22)], ids=str)
+def test_forced_and_scored_tokens_are_placed_like_single_ones(model, storage):
+    """In padded rows, and after a crop that opens a block of the prompt again."""
+    ids, bank = torch.cat((prompt(70, 1), prompt(70, 2))), gates(model).double()
+    mask = (torch.arange(70) >= torch.tensor([[0], [5]])).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def read(cache, begin, end):
+        given = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
+        return model(ids[:, begin:end], past_key_values=cache, **given).logits
+
+    with seergate.attached(model, bank, storage=storage, **PUBLISHED) as handle:
+        single, forced = DynamicCache(), DynamicCache()
+        for cache in (single, forced):
+            read(cache, 0, 40)
+            cache.crop(-5)
+        want = torch.cat([read(single, i, i + 1) for i in range(35, 70)], 1)
+        with handle.passes.forced("decode"):
+            found = read(forced, 35, 70)
+        torch.testing.assert_close(found, want)
+        torch.testing.assert_close(kept(forced), kept(single))
+        if storage is None:
+            scored = seergate.score(model, ids, mask, start=36, logits=True).logits
+            fresh = DynamicCache()
+            read(fresh, 0, 36)
+            each = torch.cat([read(fresh, i, i + 1) for i in range(36, 69)], 1)
+            torch.testing.assert_close(scored[:, 1:], each)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("way", ["chunk 1", "chunk 13", "lookup", "lossless", "lossless, one"])
+def test_ways_of_generating_leave_the_same_entries(model, way):
+    """40 tokens are 5 blocks; the last chunk of 13 has one token, which closes one of them."""
+    ids, bank = prompt(10, 5).repeat(1, 4), gates(model).double()
+    options = {
+        "chunk 1": {"prefill_chunk_size": 1},
+        "chunk 13": {"prefill_chunk_size": 13},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+    }.get(way, {})
+    correction = Lossless(1 if way.endswith("one") else 5) if way.startswith("lossless") else None
+    with seergate.attached(model, bank, **PUBLISHED, correction=correction):
+        cache = DynamicCache()
+        text = model.generate(ids, max_new_tokens=26, past_key_values=cache, **options)
+        steps = DynamicCache()
+        model(text[:, :40], past_key_values=steps)
+        for i in range(40, 64):
+            model(text[:, i : i + 1], past_key_values=steps)
+    torch.testing.assert_close(kept(cache), kept(steps))
+
+
+@pytest.mark.parametrize("name", [name for name in EVICTORS if " " not in name])
+@pytest.mark.parametrize("chunk", [1, 39])
+@pytest.mark.filterwarnings("ignore::seergate.methods.LongPromptWarning")
+def test_evictors_refuse_chunks_of_one_token_too(name, chunk):
+    model = tiny_model("qwen3")
+    with (
+        seergate.attached(model, EVICTORS[name].method(model)),
+        pytest.raises(SeergateError, match="takes a prompt in one piece"),
+    ):
+        model.generate(prompt(40), max_new_tokens=3, prefill_chunk_size=chunk)
+
+
+@torch.no_grad()
+def test_a_deep_crop_recovers_keys_at_their_positions_or_is_refused():
+    """Positions with gaps, a mask with a hole, and angles that change."""
+    ids, hole = prompt(60), torch.ones(1, 40, dtype=torch.long)
+    hole[0, 5:8] = 0
+    spread, shifted, late = torch.arange(60) * 2, torch.arange(60) + 100, torch.arange(60)
+    late[50:] += 3
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    dynamic = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=32)
+    for model, positions, mask, refused in (
+        (tiny_model("qwen3"), shifted, None, None),
+        (tiny_model("qwen3"), spread, None, "position_ids have gaps"),
+        (tiny_model("qwen3"), late, None, "position_ids have gaps"),
+        (tiny_model("qwen3"), torch.arange(60), hole, "position_ids have gaps"),
+        (dynamic, torch.arange(60), None, "dynamic RoPE"),
+    ):
+        with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
+            caches = DynamicCache(), DynamicCache()
+            for cache, length in zip(caches, (60, 21), strict=True):
+                first = min(40, length)
+                given = {} if mask is None else {"attention_mask": mask[:, :first]}
+                model(ids[:, :first], position_ids=positions[None, :first], past_key_values=cache, **given)
+                for i in range(first, length):
+                    model(ids[:, i : i + 1], position_ids=positions[None, i : i + 1], past_key_values=cache)
+            copied = copy.deepcopy(caches[0])
+            copied.crop(-8)  # within a block, whatever the positions
+            if refused:
+                with pytest.raises(SeergateError, match=refused):
+                    caches[0].crop(-39)
+                continue
+            caches[0].crop(-39)
+            slots = torch.arange(16, 21) % (2 * BLOCK)
+            one, other = (cache.layers[0].state.rows["recent"][0][:, slots] for cache in caches)
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

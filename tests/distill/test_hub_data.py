@@ -1,0 +1,195 @@
+"""Training data from the Hub: the real `datasets` client reads from a stand-in, downloading and streaming.
+
+The client reads the Hub's address when it is imported, so each test runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from seergate import SeergateError
+from seergate.distill import load_train_config
+from seergate.distill.commits import model_commit
+from seergate.eval.tasks.chain_sum import make_problems
+from tests.gates.test_hub import hub as reached
+from tests.support.hub_server import File, Hub
+from tests.support.models import tiny_model
+
+__all__ = ["reached"]
+
+ROOT = Path(__file__).resolve().parents[2]
+CARD = b"""---
+configs:
+- config_name: short
+  default: true
+  data_files:
+  - {split: train, path: data/train-*}
+  - {split: rest, path: data/rest-*}
+- config_name: long
+  data_files: long.parquet
+---
+# Rows
+"""
+READ = """
+import json, os, sys
+from pathlib import Path
+from seergate import SeergateError
+from seergate.distill import commits, load_train_config
+from seergate.distill.sources import open_source
+for options in json.loads(sys.argv[2]):
+    os.environ.update(options.pop("environment", {}))
+    try:
+        config, _ = commits.pin(load_train_config("tiny-reasoner", options | {"data_limit": None}), Path("nowhere"))
+        rows = [json.loads(row["json"]) if "json" in row else row for row in open_source(config, Path(sys.argv[1]))]
+        print(json.dumps([len(rows), rows[0], rows[-1], config.data_revision]))
+    except SeergateError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+def parquet(rows: list[dict]) -> File:
+    stream = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), stream, row_group_size=20)
+    return File(stream.getvalue(), lfs=True)
+
+
+@pytest.fixture
+def rows() -> list[dict]:
+    return [{"messages": problem.messages, "number": i} for i, problem in enumerate(make_problems(80, (4, 6), 7))]
+
+
+@pytest.fixture
+def hub(rows):
+    with Hub() as standing_in:
+        files = {f"data/train-{part}.parquet": parquet(rows[part * 30 : part * 30 + 30]) for part in range(2)}
+        files |= {"data/rest-0.parquet": parquet(rows[60:]), "README.md": File(CARD)}
+        files["long.parquet"] = parquet(rows)
+        standing_in.hold("datasets/org/rows", files)
+        standing_in.hold("datasets/org/secret", files, private=True)
+        yield standing_in
+
+
+def run(hub: Hub, tmp_path: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
+    env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", **settings}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TENSORBOARD_LOGGING": "0"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=250
+    )
+
+
+def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
+    options = json.dumps([{"data": "org/rows"} | case for case in cases])
+    done = run(hub, tmp_path, "-c", READ, str(tmp_path / "tokens"), options, **settings)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
+    """Over a connection that breaks off once, and a server that is once not well."""
+    sha = hub.repos["datasets/org/rows"].refs["main"]
+    hub.cut("GET", "/lfs/", after=3000)
+    hub.fail("GET", "/lfs/", status=503)
+    streamed, downloaded, rest, other = read(
+        hub,
+        tmp_path,
+        {"streaming": True},
+        {},
+        {"streaming": True, "data_split": "rest"},
+        {"streaming": True, "data_config": "long", "data_revision": sha},
+    )
+    assert not any(fault.times for fault in hub.faults)
+    assert streamed == downloaded == [60, rows[0], rows[59], sha]
+    assert rest == [20, rows[60], rows[79], sha] and other == [80, rows[0], rows[79], sha]
+
+
+def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
+    wrong = (
+        {"data": "org/none"},
+        {"data": "org/secret"},
+        {"data_config": "middle"},
+        {"data_split": "test"},
+        {"data_revision": "v9"},
+    )
+    cases = [{"streaming": streaming} | case for streaming in (True, False) for case in wrong]
+    cases.append({"data": "org/secret", "streaming": True, "environment": {"HF_TOKEN": "writer"}})
+    *messages, (count, *_) = read(hub, tmp_path, *cases)
+    streaming, downloading = messages[:5], messages[5:]
+    for part in (streaming, downloading):
+        none, secret, config, split, revision = part
+        assert "'org/none' cannot be loaded from the Hub: " in none and "'org/secret' cannot be" in secret
+        assert part is downloading or ("private" in none and "private" in secret)
+        assert "middle" in config and "short" in config and "long" in config
+        assert "test" in split and "train" in split
+        assert "v9" in revision
+    assert not any("\n" in message for message in messages)
+    assert count == 60, "with a token"
+
+
+def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_path):
+    """What `datasets` finds in its cache is the newest of what was downloaded, whatever was asked for."""
+    repo = hub.repos["datasets/org/rows"]
+    old = repo.refs["v1"] = repo.refs["main"]
+    others = parquet(rows[:7])
+    hub.lfs[others.sha256] = others.data
+    new = repo.commit("main", repo.tree() | {"data/train-0.parquet": others})
+    first, second = read(hub, tmp_path, {"data_revision": "v1"}, {})
+    assert (first[0], first[3], second[0], second[3]) == (60, old, 37, new)
+    refs = tmp_path / "home" / "hub" / "datasets--org--rows" / "refs"
+    refs.mkdir(exist_ok=True)
+    (refs / "old").write_text(old)
+    (refs / "new").write_text(new)
+    cases = [{"data_revision": name} for name in (new, None, "new", old, "0" * 40, "old", "v1")]
+    cases += [case | {"streaming": True} for case in cases]
+    answers = read(hub, tmp_path, *cases, HF_HUB_OFFLINE="1")
+    assert answers[:3] == [second] * 3
+    assert answers[7:10] == [second] * 3
+    for refused in (answers[3:7], answers[10:]):
+        for commit, message in zip((old, "0" * 40, old), refused, strict=False):
+            assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
+        assert "the revision 'v1' of the dataset 'org/rows' cannot be looked up" in refused[3] and new in refused[3]
+
+
+def test_a_hub_that_is_down_is_no_answer_and_one_that_refuses_is(hub, tmp_path):
+    sha = hub.repos["datasets/org/rows"].refs["main"]
+    hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
+    down, up = read(hub, tmp_path, {}, {})
+    assert down == up and down[3] == sha and not any(fault.times for fault in hub.faults)
+
+
+def test_a_model_of_the_hub_is_known_by_its_commit(reached):
+    """A run that is continued compares it. (Names of its own: transformers remembers the commit of a name.)"""
+    hub, options = reached, {"block_size": 8, "gate_dim": 16}
+    config = File(tiny_model("qwen3").config.to_json_string().encode())
+    for name in ("org/first-model", "org/second-model"):
+        hub.hold(name, {"config.json": config, "x": File(name.encode())})
+        assert model_commit(load_train_config(name, options)) == hub.repos[name].refs["main"]
+    with pytest.raises(SeergateError):
+        model_commit(load_train_config(name, options | {"revision": "gone"}))
+
+
+@pytest.mark.soak
+def test_training_reads_no_more_than_it_needs(hub, tmp_path):
+    """`train.py --data org/rows --streaming`: two steps, then again with another seed from the same token cache."""
+    options = "--model tiny-reasoner --data org/rows --streaming --data-limit 20 --max-steps 2 --packs-per-step 1"
+    options += " --max-length 512 --eval-packs 0 --save-steps 0"
+    options += f" --token-cache {tmp_path / 'tokens'} --output-dir {tmp_path}"
+    done = run(hub, tmp_path, "train.py", *f"{options}/one".split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "samples of 20 rows" in done.stdout + done.stderr
+    assert list((tmp_path / "one").rglob("gate_model.safetensors"))
+    second = hub.repos["datasets/org/rows"].tree()["data/train-1.parquet"].sha256
+    assert hub.seen("GET", "/lfs/") and not hub.seen("GET", f"/lfs/{second}"), "the second file was not needed"
+    before = len(hub.seen("GET", "/lfs/"))
+    again = run(hub, tmp_path, "train.py", *f"{options}/two --seed 1".split())
+    assert again.returncode == 0 and "samples of 20 rows" in again.stdout + again.stderr
+    assert len(hub.seen("GET", "/lfs/")) <= before + 1, "rows that have been tokenised are not read again"

@@ -1,0 +1,144 @@
+"""A training run whose model and data live on the Hub, where others commit: it keeps to what it began with.
+
+The real clients talk to a stand-in, each start in a process of its own.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from seergate.distill.checkpoint import newest_checkpoint, read_record
+from seergate.eval.tasks.chain_sum import make_problems
+from seergate.models.gate_bank import GateBank
+from tests.distill.test_hub_data import parquet, run
+from tests.distill.test_trainer import assert_identical, model_dir, weights  # noqa: F401 (fixtures)
+from tests.support.hub_server import File, Hub
+from tests.support.pairs import pair
+
+OPTIONS = (
+    "--block-size 16 --max-length 768 --max-steps 4 --packs-per-step 1 --save-steps 2 --eval-packs 0 --dtype float32"
+)
+
+
+def files_of(model: Path) -> dict[str, File]:
+    return {path.name: File(path.read_bytes(), lfs=path.suffix == ".safetensors") for path in model.iterdir()}
+
+
+@pytest.fixture
+def hub(model_dir):  # noqa: F811
+    rows = [{"messages": problem.messages} for problem in make_problems(30, (5, 12), 7)]
+    with Hub() as standing_in:
+        standing_in.hold("org/base", files_of(model_dir))
+        standing_in.hold("datasets/org/rows", {"data/train-0.parquet": parquet(rows)})
+        yield standing_in
+
+
+def others_commit(hub: Hub, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+    """A README, and then other weights and other rows."""
+    model, data = hub.repos["org/base"], hub.repos["datasets/org/rows"]
+    for repo in (model, data):
+        repo.commit("main", repo.tree() | {"README.md": File(b"# What it is\n")})
+    other = AutoModelForCausalLM.from_pretrained(model_dir)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.1)
+        other.model.layers[0].self_attn.q_proj.weight.neg_()
+    other.save_pretrained(tmp_path / "other")
+    problems = make_problems(30, (5, 12), 8)
+    for repo, files in (
+        (model, files_of(tmp_path / "other")),
+        (data, {"data/train-0.parquet": parquet([{"messages": problem.messages} for problem in problems])}),
+    ):
+        repo.commit("main", repo.tree() | files)
+        hub.lfs |= {file.sha256: file.data for file in files.values() if file.lfs}
+
+
+def train(hub: Hub, tmp_path: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    return run(hub, tmp_path, "train.py", *options(tmp_path), *more)
+
+
+def options(tmp_path: Path) -> list[str]:
+    places = ["--output-dir", str(tmp_path / "run"), "--token-cache", str(tmp_path / "tokens")]
+    return ["--model", "org/base", "--data", "org/rows", *OPTIONS.split(), *places]
+
+
+def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
+    """Take a finished run back to its first checkpoint; returns the gates that it had ended with."""
+    gates = weights(run_dir)
+    newest = newest_checkpoint(run_dir / "checkpoints")
+    assert newest is not None and newest.name == "step-00000004"
+    shutil.rmtree(newest)
+    (run_dir / "gate_model.safetensors").unlink()
+    return gates
+
+
+@pytest.mark.timeout(900)  # processes that import everything
+@pytest.mark.parametrize("streaming", [[], pytest.param(["--streaming"], marks=pytest.mark.soak)], ids=str)
+def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):  # noqa: F811
+    began = {
+        "revision": hub.repos["org/base"].refs["main"],
+        "data_revision": hub.repos["datasets/org/rows"].refs["main"],
+    }
+    first = train(hub, tmp_path, *streaming)
+    assert first.returncode == 0, first.stderr[-3000:]
+    gates = interrupted(tmp_path / "run")
+    others_commit(hub, model_dir, tmp_path)
+    again = train(hub, tmp_path, *streaming)
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert "continuing after step 2 of 4" in again.stdout
+    assert_identical(weights(tmp_path / "run"), gates)
+    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    made_with = read_record(newest)["run"]
+    assert {name: made_with[name] for name in began} == began
+    assert GateBank.from_pretrained(tmp_path / "run").geometry.base_revision == began["revision"]
+
+    if streaming:
+        return
+    moved = hub.repos["org/base"].refs["main"]
+    refused = train(hub, tmp_path, "--revision", "main")
+    assert refused.returncode == 2
+    assert f"was made with revision='{began['revision']}' and this run has '{moved}'" in refused.stderr
+    assert_identical(weights(tmp_path / "run"), gates)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)  # processes that import everything
+def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatch):  # noqa: F811
+    """Whoever asks what the newest commit of the dataset is gets another than the one before."""
+    data, info = hub.repos["datasets/org/rows"], Hub.info
+
+    def pushed_to(hub, name, revision, user):
+        answer = info(hub, name, revision, user)
+        if name == "datasets/org/rows" and revision == "main":
+            data.commit("main", data.tree() | {"README.md": File(b"# Version %d\n" % len(data.commits))})
+        return answer
+
+    monkeypatch.setattr(Hub, "info", pushed_to)
+    began = data.refs["main"]
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")
+    done = pair(["train.py", *options(tmp_path), "--packs-per-step", "2"], env=env)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
+    assert len(data.commits) == 2, "one process asks"
+    assert len(hub.seen("HEAD", "^/$")) == 1, "whether the Hub is there"
+    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None and read_record(newest)["run"]["data_revision"] == began
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)  # processes that import everything
+def test_what_is_prepared_trains_without_the_hub_in_two_processes(hub, tmp_path):
+    prepared = run(hub, tmp_path, "-m", "seergate", "prepare", *options(tmp_path))
+    assert prepared.returncode == 0 and "samples of 30 rows" in prepared.stdout, prepared.stderr[-3000:]
+    before = len(hub.requests)
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+    env |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"), "1")
+    done = pair(["train.py", *options(tmp_path), "--packs-per-step", "2"], env=env)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
+    assert weights(tmp_path / "run") and len(hub.requests) == before

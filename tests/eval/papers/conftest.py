@@ -1,0 +1,1 @@
+from tests.eval.report.test_published import bank  # noqa: F401

@@ -1,0 +1,214 @@
+"""`seergate figure`, as a user meets it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from seergate import GateBank, GateConfig
+from seergate.cli.figure import ALIASES, NAMES, _write
+from seergate.config import SCORERS, is_retention
+from seergate.eval.papers.figures import FIGURES, SEER
+from seergate.eval.papers.looks import LOOKS
+from seergate.eval.sweep_plan import SweepPlan
+from tests.cli.test_evaluation import call
+from tests.support import evaluation as support
+from tests.support.made_reports import write_run
+from tests.support.models import tiny_model
+from tests.support.running import ROOT
+
+OURS_AND_SEER = [name for name, figure in FIGURES.items() if not figure.source or SEER in figure.source]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", ["table2", *(pytest.param(name, marks=pytest.mark.soak) for name in OURS_AND_SEER if name != "table2")]
+)
+def test_figures_are_drawn(name, tmp_path):
+    """On the model that ships, far too small to show anything but that every step works."""
+    extra = [] if name == "table2" else ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
+    assert call("figure", name, "--max-steps", 2, *extra, "--out", tmp_path) == 0
+    label = name if name.startswith("table") else f"figure-{name}"
+    text = (tmp_path / f"{label}.md").read_text()
+    assert "| " in text and ("(text.png)" in text) == (name == "trained")
+    if not name.startswith("table"):
+        assert f"({label}.png)" in text
+        assert (tmp_path / f"{label}.png").stat().st_size > 10_000
+        assert (tmp_path / f"{label}.svg").is_file()
+    if name != "table2":
+        assert (tmp_path / "report.html").is_file()
+        for config in (tmp_path / "eval").glob("*/config.yaml"):
+            assert yaml.safe_load(config.read_text())["generation"]["max_new_tokens"] == 40
+    else:
+        ours, *theirs = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[4:8]]
+        assert ours[0] == "tiny-reasoner" and ours[2] == "2" and int(ours[1].replace(",", "")) > 2 * 2000
+        assert [(row[0], row[1], row[4]) for row in theirs] == [
+            ("Qwen3-4B, published", "0.4B", "10.9"),
+            ("Qwen3-8B, published", "0.4B", "12.2"),
+            ("Qwen3-14B, published", "0.4B", "18.6"),
+        ]
+
+
+def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_path, monkeypatch):
+    """With gates that are given; `test_figures_are_drawn` trains them."""
+    figure = FIGURES["trained"]
+    monkeypatch.setitem(FIGURES, "trained", replace(figure, real=figure.real | {"budget": [96]}))
+    model = support.model()
+    support.save(tmp_path / "model")
+    for scorer in SCORERS:
+        GateBank.for_model(model, GateConfig(8, 16, scorer=scorer)).save_pretrained(tmp_path / scorer)
+    gates = ",".join(f"{scorer}={tmp_path / scorer}" for scorer in SCORERS)
+    small = ("--task", "chain_sum", "--problems", 2, "--variables", 8, "--max-new-tokens", 60)
+    assert call("figure", "trained", "--model", tmp_path / "model", "--gates", gates, *small, "--out", tmp_path) == 0
+    results, matched = (tmp_path / "figure-trained.md").read_text().split("\n## ")
+    assert "(figure-trained.png)" in results and (tmp_path / "figure-trained.png").stat().st_size > 20_000
+    names = [scorer if is_retention(scorer) else f"gate [{scorer}]" for scorer in SCORERS]
+    for name in names:
+        assert f"| {name}" in results and f"| {name}" in matched
+    matches = json.loads((tmp_path / "eval" / "matching-read.json").read_text())["matches"]
+    budgets = {m["method"]: m["value"] for m in matches}
+    assert budgets.keys() == {"oracle", *names}
+    assert budgets["gate [attn_gate]"] > budgets["gate [msa]"], "a key per token leaves less to read"
+
+
+@pytest.mark.parametrize(
+    ("option", "said"), [(("--workers", -1), "workers is -1"), (("--samples", 0), "samples is 0")], ids=str
+)
+def test_a_figure_is_refused_before_its_gates_are_trained(option, said, tmp_path, capsys):
+    assert call("figure", "trained", *option, "--max-steps", 1, "--out", tmp_path / "out") == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_figure_is_of_answers(tmp_path, capsys):
+    (tmp_path / "texts.txt").write_text("[a1] 3 . " * 900)
+    task = f"perplexity:length=64:scored=8:data={tmp_path / 'texts.txt'}"
+    assert call("figure", "5", "--task", task, "--out", tmp_path / "out") == 2
+    assert (
+        "the figure 5 compares answers, and 'perplexity" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (("--head", 7), "head is 7; layer 1 has 2 KV heads, 0..1"),
+        (("--head", -1), "head is -1; layer 1 has 2 KV heads, 0..1"),
+        (
+            ("--layer", 9),
+            "layer is 9; it must be a layer with full attention and keys of its own, in this model 0, 1, 2, 3",
+        ),
+    ],
+)
+def test_layers_and_heads_that_are_not_there(option, said, tmp_path, capsys):
+    assert call("figure", "kept", "--problems", 1, "--variables", 8, *option, "--out", tmp_path) == 2
+    found = capsys.readouterr()
+    assert found.err.strip() == f"error: {said}" and not found.out, "before anything is answered"
+
+
+def test_the_layer_that_is_drawn_is_one_that_methods_have(tmp_path):
+    """Of a model whose layer 1 has a sliding window, and of one where only layer 0 has none."""
+    for types, layer in ((["full_attention", "sliding_attention", "full_attention"], 2), (["full_attention"], 0)):
+        place = tmp_path / f"layer{layer}"
+        config = {"layer_types": types, "num_hidden_layers": len(types), "vocab_size": len(support.tokenizer())}
+        tiny_model("gemma2", **config).save_pretrained(place / "model")
+        support.tokenizer().save_pretrained(place / "model")
+        small = ("--problems", 1, "--variables", 6, "--max-new-tokens", 20, "--task", "chain_sum")
+        options = ("--method", "h2o:interval=8", "--budget", 48, "--out", place)
+        assert call("figure", "kept", "--model", place / "model", *small, *options) == 0
+        assert f"layer {layer}, KV head 0" in (place / "figure-kept.md").read_text()
+
+
+def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
+    problem = ["--problems", 1, "--variables", 8, "--max-new-tokens", 60, "--out", tmp_path]
+    methods = "raas,raas:block_size=8,h2o:interval=8,lazy_eviction:window=auto:alpha=0.01,rpc:interval=16:window=8"
+    assert call("figure", "kept", "--method", methods, "--budget", 48, *problem) == 0
+    text = (tmp_path / "figure-kept.md").read_text()
+    assert text.count("\n| ") == 1 + 5 + 1
+    assert (tmp_path / "figure-kept.png").stat().st_size > 10_000
+    assert call("figure", "recurrence", *problem) == 0
+    record = json.loads((tmp_path / "figure-recurrence.json").read_text())
+    assert len(record["kinds"]) == 4 and sum(record["histogram"].values()) > 100
+    for name in ("figure-recurrence", "figure-kinds"):
+        assert f"({name}.png)" in (tmp_path / "figure-recurrence.md").read_text()
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert call("figure", "kept", "--method", "kv4bit", *problem) == 2
+    assert "'kv4bit' evicts nothing" in capsys.readouterr().err
+    assert call("figure", "kept", "--method", "quest", *problem) == 2
+    assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
+
+
+OF_OTHERS = [name for name, figure in FIGURES.items() if figure.source and SEER not in figure.source]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("rpc3", "rpc7") else pytest.mark.soak) for name in OF_OTHERS]
+)
+def test_figures_of_the_other_papers(name, tmp_path, capsys):
+    """With their own settings for the tiny reasoner, on two small problems."""
+    assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err
+    (page,) = tmp_path.glob(f"*{name}.md")
+    text, look = page.read_text(), LOOKS[FIGURES[name].look]
+    assert text.startswith(f"# {FIGURES[name].source} on our runs: ") and "\n| " in text
+    assert "Beside the paper's" not in text, "no paper has the tiny reasoner"
+    assert (look.draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "own"), ALIASES.items())
+def test_figures_that_have_two_names(name, own, tmp_path):
+    small = ("--problems", 1, "--variables", 8, "--max-new-tokens", 60)
+    assert call("figure", name, *small, "--out", tmp_path) == 0
+    assert (tmp_path / f"figure-{own}.md").is_file()
+
+
+def specs_of(values, sizes=(64,)):
+    plan = SweepPlan.of(values)
+    return plan.specs(plan.make_task(), plan.block_size or list(sizes))
+
+
+def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
+    assert set(FIGURES) < set(NAMES) and {figure.look for figure in FIGURES.values()} == set(LOOKS)
+    for name, figure in FIGURES.items():
+        for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
+            specs = specs_of(values)
+            made = [spec.method(None) for spec in specs if not spec.has_gates and not spec.uncalibrated]
+            assert len(made) > 0 and specs[0].name == "dense", name
+
+
+def test_every_number_of_a_paper_belongs_to_a_run():
+    labels = {spec.label for figure in FIGURES.values() for spec in specs_of(figure.real)}
+    numbers = {label for figure in FIGURES.values() for found in figure.published.values() for label in found}
+    assert len(numbers) > 30 and numbers <= labels
+
+
+def test_the_document_lists_every_figure():
+    document = (ROOT / "docs" / "reproduce.md").read_text()
+    assert [name for name in NAMES if f"| `{name}` |" not in document] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("5", "--budget", 32), "the figure 5 does not take --budget, which is for kept and recurrence"),
+        (("table2", "--max-new-tokens", 9), "the figure table2 does not take --max-new-tokens"),
+        (("kept", "--alpha", 0.1), "the figure kept does not take --alpha, which is for recurrence"),
+        (("recurrence", "--head", 0), "the figure recurrence does not take --head, which is for kept"),
+        (("5", "--problems", 0), "problems is 0"),
+    ],
+)
+def test_a_figure_ignores_nothing_that_it_is_given(arguments, said, tmp_path, capsys):
+    assert call("figure", *arguments, "--out", tmp_path / "out") == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_figure_of_runs_that_cannot_be_compared_says_why(tmp_path):
+    for name, grader in (("dense", "digit"), ("gate", "exact")):
+        task = {"name": "chain_sum", "n_problems": 20, "chance": 0.1, "contents": "c", "grader": grader}
+        write_run(tmp_path / "eval", name, None if name == "dense" else 64, lambda i: True, task=task)
+    with pytest.raises(ValueError, match="task.grader is 'digit' and 'exact'.*seergate regrade .*eval --grader NAME"):
+        _write("5", tmp_path, "figure-5")

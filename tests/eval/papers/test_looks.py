@@ -1,0 +1,163 @@
+"""What is drawn and said of runs, and the papers' numbers beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from seergate.eval.papers.figures import FIGURES
+from seergate.eval.papers.looks import LOOKS, beside, ngram_entropy, repeated_steps
+from seergate.eval.report import load_sweeps
+from seergate.eval.report.plots import draw_published, pyplot
+from seergate.eval.settings import MethodSpec, grid
+from tests.eval.report.test_published import AIME, PAPER, write
+from tests.eval.report.test_report import parted
+from tests.support.made_reports import reconfigure, write_run
+
+
+def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
+    """Table 1 of RPC, with another limit; half of the problems, and what is unfinished, has none."""
+    figure, long = FIGURES["rpc-table1"], PAPER | {"max_new_tokens": 32768, "max_total_tokens": None}
+    model = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
+    specs = [*grid(figure.real["method"], figure.real["budget"], 64), MethodSpec("h2o", 4096)]
+    for name, task, how in (
+        ("same", AIME, long | {"samples": 1}),
+        ("short", AIME, long | {"samples": 1, "max_new_tokens": 8192}),
+        ("half", AIME | {"problems": 15, "n_problems": 15}, long | {"samples": 1}),
+        ("unfinished", AIME, long),
+    ):
+        for spec in specs:
+            write(tmp_path / name, spec, None, task, model, right=9, n=task["n_problems"], how=how)
+        (sweep,) = load_sweeps(tmp_path / name)
+        found = [
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in beside(sweep, figure.published, figure.real).splitlines()[2:]
+        ]
+        if name in ("half", "unfinished"):
+            assert found == []
+            continue
+        # 9 of 30: Wilson (.3 + .064 ± 1.96 sqrt(.3 * .7 / 30 + .00107)) / 1.128
+        unlike = "–" if name == "same" else "max-new-tokens 8192 instead of 32768"
+        assert found == [
+            ["dense", "–", "30.0 (16.7 to 47.9)", "55.5", "-25.5", unlike],
+            ["h2o", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
+            ["tova", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
+            ["rpc, interval=1024", "1/4 of the answer", "30.0 (16.7 to 47.9)", "50.4", "-20.4", unlike],
+            ["rpc, interval=4096", "1/4 of the answer", "30.0 (16.7 to 47.9)", "52.9", "-22.9", unlike],
+        ]
+
+
+def runs_of(name: str, root: Path, bank) -> Path:
+    """Runs of all settings of a figure, as `seergate figure` makes them for Qwen3-8B on AIME24."""
+    run = FIGURES[name].real
+    sizes = run.get("block_size", [64])
+    layers = [tuple(choice) for choice in run["dense_layers"]] if "dense_layers" in run else [None]
+    for spec in grid(run["method"], run.get("budget", [2048, 4096]), sizes, layers, run.get("threshold")):
+        write(root, spec, bank(spec.block_size) if spec.has_gates else None)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn"),
+    [
+        ("4", {"dense"}),
+        ("5", {"dense", "gate", "quest"}),
+        ("7", {"dense", "gate", "quest"}),
+        ("8", {"dense", "gate", "quest"}),
+        ("9", {"dense"}),
+    ],
+)
+def test_figures_have_the_numbers_that_are_known(name, drawn, tmp_path, bank):
+    """Figure 8, for one, whose series are named "gate, all sparse" and "gate, layers 0,1 dense"."""
+    (sweep,) = load_sweeps(runs_of(name, tmp_path, bank))
+    draw = LOOKS[FIGURES[name].look].draw
+    assert draw is not None
+    text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
+    assert set(re.findall(r"<!-- (\w+), published -->", text)) == drawn
+
+
+def test_they_are_drawn_where_ours_stand(tmp_path, bank):
+    (sweep,) = load_sweeps(runs_of("7", tmp_path, bank))
+    figure, axis = pyplot().subplots()
+    draw_published(axis, sweep, [(s.block_size or 0, s) for s in sweep.settings if s.budget is not None])
+    lines = {str(line.get_label()): line.get_xydata().tolist() for line in axis.lines}
+    pyplot().close(figure)
+    assert lines["gate, published"] == [[64, 71.35]] and lines["quest, published"] == [[64, 44.2]]
+    assert [y for _, y in lines["dense, published"]] == [74.48, 74.48]
+
+
+def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
+    write(tmp_path, MethodSpec("dense"), None)
+    write(tmp_path, MethodSpec("gate", 4096), bank(64))
+    write(tmp_path, MethodSpec("gate", 8192, dense_layers=(0, 1)), bank(64))
+    write(tmp_path, MethodSpec("quest", 4096, 16), None)
+    (sweep,) = load_sweeps(tmp_path)
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in LOOKS["length_table"].table(sweep).splitlines()
+    ]
+    beside = {(row[0], row[1]): row[4:] for row in rows[2:]}
+    assert beside == {
+        ("dense", "–"): ["74.5", "15.1k", "samples 1 instead of 64"],
+        ("gate, all sparse", "4096"): ["72.3", "16.3k", "samples 1 instead of 64"],
+        ("gate, layers 0,1 dense", "8192"): ["–", "–", "–"],
+        ("quest", "4096"): ["–", "–", "–"],
+    }
+
+
+def test_variants_without_a_common_problem_are_not_compared(tmp_path):
+    for name, layers in (("a", [0]), ("b", [])):
+        reconfigure(write_run(tmp_path / name, "quest", 64, lambda i: i < 15), method={"dense_layers": layers})
+    parted(tmp_path / "a", "quest-64")
+    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert len(LOOKS["spread"].read(found)) == 1
+    parted(tmp_path / "b")
+    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert LOOKS["spread"].read(found) == []
+
+
+def test_entropy_of_ngrams_by_hand():
+    """Of a b a b a: the 3-grams aba, bab, aba: log2 3 - 2/3 bits. All different: log2 of their number."""
+    assert ngram_entropy(["a", "b", "a", "b", "a"]) == pytest.approx(math.log2(3) - 2 / 3)
+    assert ngram_entropy(["a", "b", "c", "d"]) == 1 and ngram_entropy(["a", "a", "a", "a", "a"]) == 0
+    assert ngram_entropy(["a", "b", "a", "b"], n=1) == 1
+
+
+def test_repeated_steps_by_hand():
+    """(2, 1) and (2, 2) have the cosine 6 / sqrt(5 * 8) = .949; of a and b, or of a b and b c, it is at most .5."""
+    assert repeated_steps("a a b\n\na a b b\n \nb c") == (1, 3)
+    assert repeated_steps("a b. b c. a b. ") == (1, 3)
+    assert repeated_steps("one step. 3.5 apples\n\nand another") == (0, 2), "a blank line, and full stops are none"
+    assert repeated_steps("") == (0, 0)
+
+
+def test_a_correlation_that_does_not_exist_is_not_printed(tmp_path):
+    for budget in (16, 32, 64):
+        write_run(tmp_path, "gate", budget, lambda i: i < 9, recall=[0.5, budget / 64])
+    (sweep,) = load_sweeps(tmp_path)
+    said = " ".join(LOOKS["proxies"].read(sweep))
+    assert "nan" not in said and "the same in all 3 settings (gate)" in said
+    assert "nan" not in LOOKS["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
+
+
+@pytest.mark.parametrize("contexts", ["other", None], ids=["others", "not recorded"])
+def test_proxies_of_different_contexts_are_not_correlated(contexts, tmp_path):
+    for budget in (16, 32, 64):
+        run = write_run(tmp_path, "gate", budget, lambda i, right=budget // 4: i < right, recall=[0.5, budget / 64])
+    (sweep,) = load_sweeps(tmp_path)
+    assert "rank correlation 1.00" in " ".join(LOOKS["proxies"].read(sweep))
+    path = run / "proxies.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": contexts}))
+    (sweep,) = load_sweeps(tmp_path)
+    assert "rank correlation" not in " ".join(LOOKS["proxies"].read(sweep))
+    assert "rank correlation" not in LOOKS["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
+
+
+def test_no_length_stands_beside_an_unfinished_run(tmp_path, bank):
+    write(tmp_path, MethodSpec("dense"), None, n=20, right=14)
+    (sweep,) = load_sweeps(tmp_path)
+    assert "74.5" not in LOOKS["length_table"].table(sweep)

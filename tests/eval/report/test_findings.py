@@ -1,0 +1,212 @@
+"""The findings of a report, as text."""
+
+from __future__ import annotations
+
+import pytest
+
+from seergate.errors import SeergateError
+from seergate.eval.report import load_sweeps, write_report
+from seergate.eval.report.findings import idle
+from seergate.eval.report.plots import conditions
+from tests.support.made_reports import reconfigure, write_run
+
+
+def test_findings_follow_from_the_numbers(runs):
+    dense, gate, quest, against, recall = write_report(runs).findings
+    assert dense.startswith("dense answers 90 % of 20 problems right")
+    assert gate.startswith("gate at 64 tokens (63 % of the full context) is +0.0 (-14 to +14) points from dense")
+    assert "up to 14 points could go unseen" in gate  # of twenty, all alike: t(21) sqrt(2 / (22 * 21)) = 13.7
+    # nine of twenty lost, one more lost and one won: -40.9 ± t(21) sqrt((11 - 22 * .409 ** 2) / 21 / 22) = 26.2
+    assert quest == "quest at 64 tokens is -45.0 (-67 to -15) points from dense; no tested budget was enough."
+    assert (
+        "+50.0 (+19 to +72) at 32, +45.0 (+15 to +67) at 64 (ahead beyond the 95 % interval at 2 of 2 budgets)"
+        in against
+    )
+    assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
+
+
+def test_what_may_be_chance_is_not_called_a_loss(tmp_path):
+    """Two of twenty lost, one more lost and one won: -9.1 ± t(21) sqrt((4 - 22 * .0909 ** 2) / 21 / 22) = 18.9."""
+    write_run(tmp_path, "dense", None, lambda i: True)
+    write_run(tmp_path, "gate", 64, lambda i: i < 18)
+    write_run(tmp_path, "quest", 64, lambda i: i < 2)
+    report = write_report(tmp_path)
+    said = "gate at 64 tokens is -10.0 (-28 to +10) points from dense; too few problems to tell if that is a loss."
+    assert report.findings[1] == said
+    verdict = "No tested budget was enough for quest. Too few problems to tell for gate.**"
+    assert verdict in report.markdown.read_text()
+
+
+def test_recall_is_told_of_thresholds_too(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    config = write_run(tmp_path, "gate", None, lambda i: i < 12, recall=[0.5, 0.7]) / "config.yaml"
+    config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
+    assert write_report(tmp_path).findings[-1] == "recall of dense attention's mass: gate, threshold 0.01 60 %."
+
+
+def test_thresholds_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    config = write_run(tmp_path, "gate", None, lambda i: i < 12) / "config.yaml"
+    config.write_text(config.read_text().replace("name: gate", "name: gate\n  threshold: 0.01"))
+    report = write_report(tmp_path)
+    # six of twenty lost, one more lost and one won: -27.3 ± 2.080 * 11.74, of which -2.9 is 27.1 from -30
+    assert report.findings[1] == (
+        "gate, threshold 0.01 is -30.0 (-52 to -3) points from dense, and reads 100 % of the context."
+    )
+    assert [plot.name for plot in report.plots] == ["bytes.png"]
+    assert "differences to dense below 27 points may be chance" in report.markdown.read_text()
+
+
+def test_shares_are_compared_with_dense_and_drawn_against_bytes(tmp_path):
+    """Each with its share in its name."""
+    write_run(tmp_path, "dense", None, lambda i: i < 18)
+    for share in (0.1, 0.25):
+        config = write_run(tmp_path, "gate", None, lambda i: i < 12) / "config.yaml"
+        config.write_text(config.read_text().replace("name: gate", f"name: gate\n  budget_share: {share}"))
+        config.parent.rename(tmp_path / f"gate-{share}")
+    report = write_report(tmp_path)
+    assert report.findings[1:3] == [
+        f"gate, {share} % of the context is -30.0 (-52 to -3) points from dense, and reads 100 % of the context."
+        for share in (10, 25)
+    ]
+    assert [plot.name for plot in report.plots] == ["bytes.png"]
+
+
+def test_few_problems_prove_little(tmp_path):
+    """Three problems and one more of each, all alike: t(4) sqrt(2 / 20) = 87.8. Two lost: -40 + t(4) * 40 = 71.1."""
+    write_run(tmp_path, "dense", None, lambda i: True, n=3)
+    write_run(tmp_path, "gate", 32, lambda i: i < 1, n=3)
+    write_run(tmp_path, "gate", 64, lambda i: True, n=3)
+    write_run(tmp_path, "quest", 64, lambda i: False, n=3)
+    text = write_report(tmp_path).markdown.read_text()
+    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| gate")]
+    assert [row[3] for row in rows[:2]] == ["-66.7 (-100 to +71)", "+0.0 (-88 to +88)"]
+    assert "ahead beyond the 95 % interval at 0 of 1 budgets" in text
+
+
+def test_one_problem_proves_nothing_either_way(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, n=1)
+    write_run(tmp_path, "gate", 64, lambda i: True, n=1)
+    write_run(tmp_path, "quest", 64, lambda i: False, n=1)
+    _, gate, quest, *_ = write_report(tmp_path).findings
+    assert gate.endswith("no loss could be shown, but one of up to 100 points could go unseen here.")
+    assert quest.endswith("too few problems to tell if that is a loss.")
+
+
+def test_variants_are_told_apart_in_the_recall(tmp_path):
+    for name, layers in (("a", [0]), ("b", [])):
+        run = write_run(tmp_path / name, "quest", 64, lambda i: True, recall=[0.5, 0.7])
+        reconfigure(run, method={"dense_layers": layers})
+    last = write_report(tmp_path / "a", None, tmp_path / "b").findings[-1]
+    assert last.endswith("at 64 tokens: quest, all sparse 60 %, quest, layers 0 dense 60 %.")
+
+
+def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
+    path = runs / "gate-64" / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    (sweep,) = load_sweeps(runs)
+    assert conditions(sweep) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
+    text = write_report(runs).markdown.read_text()
+    assert text.count("| gate (unfinished) ") == 5, "in each table"
+    assert "with 7 to 20 problems, differences to dense" in text
+
+
+def test_sections_say_why_they_are_separate(runs):
+    for label in ("quest-32", "quest-64"):
+        reconfigure(runs / label, task={"grader": "exact", "problems": None})
+    report = write_report(runs).markdown.read_text()
+    assert "not all runs have: task.grader not recorded." in report
+    assert "not all runs have: task.grader exact." in report
+
+
+def test_software_that_differs_is_told(runs):
+    path = runs / "quest-64" / "config.yaml"
+    path.write_text(path.read_text().replace("torch: '2'", "torch: '3'"))
+    assert "different software: torch 2, 3; differences may" in write_report(runs).markdown.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("samples.jsonl", '"correct"', '"corect"', "has a sample without 'correct'"),
+        ("config.yaml", "temperature:", "temprature:", "has no generation.temperature"),
+        ("config.yaml", "task:", "task: 3\nx:", "has no task;"),
+        ("proxies.json", None, "[1]", "does not hold an object"),
+    ],
+)
+def test_damaged_runs_are_told(runs, file, old, new, said):
+    path = runs / "gate-32" / file
+    path.write_text(path.read_text().replace(old, new) if old else new)
+    with pytest.raises(SeergateError, match=said):
+        write_report(runs)
+
+
+def test_level_with_dense_needs_enough_problems(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 380, n=400)
+    write_run(tmp_path, "gate", 64, lambda i: i < 380, n=400)
+    assert "level with dense" in write_report(tmp_path).findings[1]
+
+
+def test_better_than_dense_is_called_odd(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 8)
+    write_run(tmp_path, "gate", 64, lambda i: i < 20)
+    assert "more than chance explains" in write_report(tmp_path).findings[1]
+
+
+def test_cautions(tmp_path):
+    write_run(tmp_path, "gate", 64, lambda i: True)
+    path = write_run(tmp_path, "quest", 64, lambda i: True) / "samples.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    text = write_report(tmp_path).markdown.read_text()
+    assert "there is no dense run" in text
+    assert "quest at 64 is unfinished: 7 samples so far" in text
+    assert "guessing gets 10 % right" in text
+
+
+@pytest.mark.parametrize(
+    ("problems", "n_problems", "complete"),
+    [(None, 20, True), (100, 20, True), (None, 30, False), (20, 20, True), (None, None, False)],
+    ids=["all of a file", "more asked for than the file has", "some missing", "as asked", "not known"],
+)
+def test_a_run_is_whole_when_no_problem_is_missing(tmp_path, problems, n_problems, complete):
+    task = {"name": "mine", "file": "mine.jsonl", "problems": problems, "contents": "c", "chance": None}
+    write_run(tmp_path, "dense", None, lambda i: True, task=task | ({"n_problems": n_problems} if n_problems else {}))
+    assert ("dense is unfinished: 20 samples so far" in write_report(tmp_path).markdown.read_text()) == (not complete)
+
+
+def test_a_model_that_guesses_proves_nothing(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: i < 3)
+    write_run(tmp_path, "gate", 64, lambda i: i < 3)
+    assert "dense itself is not clearly better than guessing" in write_report(tmp_path).markdown.read_text()
+
+
+@pytest.mark.parametrize(("right", "chance"), [(0, None), (2, 0.1)])
+def test_there_is_no_verdict_where_dense_is_no_better_than_guessing(tmp_path, right, chance):
+    for method, budget in (("dense", None), ("gate", 64)):
+        directory = write_run(tmp_path, method, budget, lambda i: i < right)
+        reconfigure(directory, task={"chance": chance})
+    report = write_report(tmp_path)
+    text = report.markdown.read_text()
+    assert f"**Dense answers {5 * right} % right, which is not clearly better than guessing: nothing here says" in text
+    assert "no loss could be shown" not in text.lower() and len(report.findings) == 1
+    assert "- dense itself is not clearly better than guessing, so the comparison says nothing." in text
+
+
+def test_a_setting_that_does_nothing_is_named(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, recall=[1.0, 1.0])
+    write_run(tmp_path, "gate", 100, lambda i: True, recall=[1.0, 1.0])
+    write_run(tmp_path, "gate", 64, lambda i: True, recall=[0.5, 0.6])
+    write_run(tmp_path, "quest", 64, lambda i: True, recall=[1.0, 1.0])
+    (sweep,) = load_sweeps(tmp_path)
+    assert idle(sweep) == [
+        "gate at 100 read everything at every step, so it shows nothing of sparsity.",
+        "quest at 64 gave dense attention's logits bit for bit: what it sets does nothing.",
+    ]
+    assert "- gate at 100 read everything" in write_report(tmp_path).markdown.read_text()
+
+
+def test_answers_in_which_nothing_was_found_are_told_of(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True)
+    lines = write_run(tmp_path, "gate", 64, lambda i: False) / "samples.jsonl"
+    lines.write_text(lines.read_text().replace('"pred": "1"', '"pred": null'))
+    assert "in 100 % of gate at 64's answers none was found." in write_report(tmp_path).markdown.read_text()

@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import csv
+import html
+import json
+import math
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+from seergate.errors import SeergateError
+from seergate.eval import RunOptions, make_task, sweep
+from seergate.eval.report import load_sweeps, write_report
+from seergate.eval.report.findings import cautions
+from seergate.eval.report.plots import pareto
+from seergate.eval.report.tables import markdown
+from seergate.eval.settings import grid
+from tests.support import evaluation as support
+from tests.support.made_reports import reconfigure, write_run
+
+
+def test_report_of_a_real_sweep(tmp_path):
+    from PIL import Image
+
+    task = make_task("chain_sum", problems=3, variables=8)
+    specs = grid(["dense", "oracle", "random", "streaming_llm"], [32, 48], 16)
+    options = RunOptions(max_new_tokens=48, batch_size=3, measure_recall=True, model_name="some/model")
+    metrics = sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
+    report = write_report(tmp_path)
+    text = report.markdown.read_text()
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "bytes.png", "length.png", "recall.png"}
+    for plot in report.plots:
+        assert f"({plot.name})" in text
+        with Image.open(plot) as image:
+            image.load()
+            assert image.width > 800
+            assert len(image.convert("RGB").getcolors(maxcolors=10**7)) > 20  # something is drawn
+    for label in ("oracle-32", "random-48"):
+        assert f"{100 * metrics[label]['recall']:.1f}" in text
+        assert f"{metrics[label]['bytes_read_per_step'] / 1000:.1f}" in text
+    assert "some/model" in text
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    """``$x^$`` is none that matplotlib could draw."""
+    for method, budget in (("dense", None), ("gate", 32), ("gate", 64)):
+        write_run(tmp_path, method, budget, lambda i: i % 2, model="runs/$x^$")
+    report = write_report(tmp_path)
+    assert "$x^$ on chain_sum" in _drawn(tmp_path / "accuracy.svg")
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "length.png"}
+
+
+def _drawn(svg):
+    """The texts of a plot, which matplotlib leaves beside their outlines as comments."""
+    return "\n".join(re.findall(r"<!-- (.*?) -->", svg.read_text(encoding="utf-8"), re.S))
+
+
+def test_tables_hold_the_numbers(runs):
+    text = write_report(runs).markdown.read_text()
+    rows = {
+        tuple(c.strip() for c in line.split("|")[1:3]): line for line in text.splitlines() if line.startswith("| ")
+    }
+    accuracy = [line for line in text.splitlines() if re.match(r"\| gate +\| +32 ", line)]
+    cells = [c.strip() for c in accuracy[0].strip("|").split("|")]
+    # 12 of 20 right; six problems of 20 lost, one more lost and one won: -27.3 ± 2.080 * 11.74
+    assert cells == ["gate", "32", "60.0 (39 to 78)", "-30.0 (-52 to -3)", "45.0", "0.0", "32.0", "5.0", "70.0"]
+    more = [c.strip() for c in accuracy[1].strip("|").split("|")]  # lengths 44, 45, 46 in turn
+    assert more[:5] == ["gate", "32", "60.0", "38.7 to 78.1", "-30.0 (-52 to -3)"]
+    assert more[5:10] == ["20", "20", "45.0", "44/45/46", "46"]
+    cost = [c.strip() for c in accuracy[2].strip("|").split("|")]
+    assert cost == ["gate", "32", "16", "32.0", "150", "5.0", "70.0", "80.0", "75.0", "89.9", "60.0"]
+    proxies = [c.strip() for c in accuracy[3].strip("|").split("|")]
+    assert proxies == ["gate", "32", "60.0", "60.0", "0.4000", "2.5000", "90.0", "2.000", "1.500"]
+    recall = [c.strip() for c in accuracy[4].strip("|").split("|")]
+    assert recall == ["gate", "32", "60.0", "50.0", "70.0"]
+    assert ("method", "budget") in rows
+    assert "layer 2" in text
+
+
+def test_stale_metrics_are_not_shown(runs):
+    (runs / "gate-32" / "metrics.json").write_text('{"accuracy": 0.99}')
+    assert "99.0" not in write_report(runs).markdown.read_text()
+
+
+def test_html_stands_alone(runs):
+    page = write_report(runs).html.read_text()
+    assert page.count("data:image/png;base64,") == 3
+    assert not re.search(r'(src|href)="(?!data:|#)', page)
+    assert set(re.findall('href="#(.*?)"', page)) == set(re.findall('<h2 id="(.*?)"', page)), "contents"
+    assert page.count("<table>") == page.count("</table>") == 5
+    assert re.search("<td[^>]*>60.0</td>", page)
+    assert page.count("<details>") == page.count("</details>") == page.count("<summary>") > 3
+    assert "![" not in page and "\ue000" not in page and "\ue001" not in page
+
+
+def test_an_answer_is_shown_as_it_is(tmp_path):
+    answer = "TABLE OF CONTENTS\n~~~\n</details>\n<details><summary>x</summary>"
+    write_run(tmp_path, "dense", None, lambda i: True, completion=answer)
+    report = write_report(tmp_path)
+    page, text = report.html.read_text(), report.markdown.read_text()
+    assert f"\n~~~~\n{answer}\n~~~~\n" in text
+    assert f"<pre><code>{html.escape(answer)}\n</code></pre>" in page
+    assert page.count("<details>") == page.count("</details>") == page.count("<summary>")
+
+
+def test_the_verdict_comes_first(runs):
+    """Right are 18 of dense, 12 and 18 of the gate, 2 and 9 of Quest."""
+    said = write_report(runs).markdown.read_text().splitlines()[2]
+    assert said.startswith("**Dense answers 90 % right")
+    assert said.endswith("from these budgets on: gate 64 tokens (63 %). No tested budget was enough for quest.**")
+
+
+def test_all_figures_are_in_a_file_for_programs(runs):
+    write_report(runs)
+    with (runs / "results.csv").open() as file:
+        rows = {(row["method"], row["budget"]): row for row in csv.DictReader(file)}
+    assert len(rows) == 5 and rows["dense", ""]["accuracy"] == "0.9"
+    gate = rows["gate", "32"]
+    assert (gate["accuracy"], gate["n_samples"], gate["bytes_read_per_step"]) == ("0.6", "20", "5000.0")
+    assert (float(gate["accuracy_low"]), float(gate["accuracy_high"])) == pytest.approx((0.387, 0.781), abs=1e-3)
+
+
+def test_answers_of_a_problem_that_settings_do_not_agree_on(runs):
+    answers = write_report(runs).markdown.read_text().partition("## Sample answers")[2]
+    assert ": right, " in answers and ": wrong, " in answers
+    assert "<summary>quest at 32: " in answers and "tokens, ended by stop</summary>" in answers
+
+
+def test_the_pareto_front_holds_what_none_beats(tmp_path):
+    for name, held, right in (("dense", 100, 18), ("gate", 100, 12), ("h2o", 40, 10), ("tova", 50, 9), ("rpc", 30, 2)):
+        directory = write_run(tmp_path, name, None if name == "dense" else 32, lambda i, right=right: i < right)
+        path = directory / "samples.jsonl"
+        rows = [json.loads(line) | {"own_bytes_mean": 1000.0 * held} for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (sweep,) = load_sweeps(tmp_path)
+    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.0)] == ["rpc", "h2o", "dense"]
+    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.1)] == ["h2o", "dense"], (
+        "guesses do not count"
+    )
+
+
+def test_html_escapes_what_users_named(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, model="<script>alert(1)</script>")
+    assert "<script" not in write_report(tmp_path).html.read_text()
+
+
+def test_a_run_from_before_budgets_were_written_in_words(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True)
+    path = write_run(tmp_path, "kv4bit", None, lambda i: True) / "config.yaml"
+    write_run(tmp_path, "gate", 32, lambda i: True)
+    for config in tmp_path.glob("*/config.yaml"):
+        config.write_text(re.sub(" *nominal: .*\n", "", config.read_text()))
+    assert "nominal" not in path.read_text()
+    text = write_report(tmp_path).markdown.read_text()
+    assert re.search(r"\| dense +\| +– \|", text) and re.search(r"\| gate +\| unknown \|", text)
+    assert "- kv4bit (unknown) is +0.0" in text
+
+
+def test_names_in_plots_are_no_formulas(tmp_path):
+    name = "a$x^{$b\x1b*"
+    write_run(tmp_path, "dense", None, lambda i: True, model=name)
+    for fingerprint, part in (("13ae", "a"), ("13af", "b")):
+        gates = {"path": "g", "fingerprint": fingerprint, "name": f"$\\frac{part}$"}
+        write_run(tmp_path / part, "gate", 32, lambda i: True, model=name, gates=gates, recall=[0.5, 0.7])
+    report = write_report(tmp_path, None, tmp_path / "a", tmp_path / "b")
+    drawn = [plot.with_suffix(".svg").read_text() for plot in report.plots]
+    for text in drawn:
+        ElementTree.fromstring(text)
+    assert any("$x^{$b" in text and "$\\fraca$" in text for text in drawn)
+
+
+def test_other_models_are_not_compared(runs):
+    write_run(runs, "oracle", 64, lambda i: True, model="other")
+    assert sorted(len(s.settings) for s in load_sweeps(runs)) == [1, 5]
+    report = write_report(runs)
+    assert {"accuracy-1.png", "accuracy-2.png"} <= {plot.name for plot in report.plots}
+
+
+def test_a_single_run_directory_is_enough(runs):
+    assert [s.label for s in load_sweeps(runs / "gate-32")[0].settings] == ["gate at 32"]
+
+
+def test_nothing_to_report_is_told(tmp_path):
+    with pytest.raises(SeergateError, match="holds no runs"):
+        write_report(tmp_path)
+    with pytest.raises(SeergateError, match="does not exist"):
+        write_report(tmp_path / "nowhere")
+    directory = write_run(tmp_path, "dense", None, lambda i: True)
+    (directory / "config.yaml").write_text("[")
+    with pytest.raises(SeergateError, match=r"config\.yaml, line 1, column 2 is not YAML"):
+        write_report(tmp_path)
+    (directory / "config.yaml").unlink()
+    with pytest.raises(SeergateError, match="not a run directory"):
+        write_report(tmp_path)
+
+
+def test_one_problem_gives_no_error_bar(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True, n=1)
+    write_run(tmp_path, "gate", 64, lambda i: True, n=1)
+    text = write_report(tmp_path).markdown.read_text()
+    assert "a single problem gives no interval" in text
+    assert "nan" not in text
+    assert math.isnan(load_sweeps(tmp_path)[0].settings[0].accuracy.se)
+
+
+def test_markdown_tables_are_aligned():
+    table = markdown(["a", "long"], [["x", "1"], ["yyyy", "22"]])
+    assert table.splitlines() == ["| a    | long |", "| ---- | ---: |", "| x    |    1 |", "| yyyy |   22 |"]
+
+
+def write_sampled_run(root, method, budget, outcomes, **config):
+    """As `write_run`, with several samples per problem: ``outcomes[problem]`` are 0 or 1 of each."""
+    directory = write_run(root, method, budget, lambda i: False, n=len(outcomes), **config)
+    path = directory / "samples.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [
+        json.dumps(row | {"sample_idx": i, "correct": bool(right)})
+        for row, values in zip(rows, outcomes, strict=True)
+        for i, right in enumerate(values)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return directory
+
+
+def test_pass_at_k_and_differences_on_common_samples(tmp_path):
+    write_sampled_run(tmp_path, "dense", None, [(1, 1), (0, 1), (0, 0)])
+    write_sampled_run(tmp_path, "gate", 64, [(1, 0), (0, 1), (0, 0)])
+    (sweep,) = load_sweeps(tmp_path)
+    text = write_report(tmp_path).markdown.read_text()
+    assert re.search(r"\| dense +\| +– \| +50\.0 \| +66\.7 \|", text)
+    assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == pytest.approx(-1 / 6)
+    path = tmp_path / "gate-64" / "samples.jsonl"  # unfinished: the second sample of each problem is missing
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[::2]))
+    (sweep,) = load_sweeps(tmp_path)
+    assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == 0  # first samples are alike
+
+
+def parted(root, *kept):
+    """Runs as they are while they are made: dense has answered some problems, the others have answered others."""
+    for path in root.glob("*/samples.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[:10] if path.parent.name in kept else lines[10:]))
+
+
+def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
+    write_run(runs, "kv4bit", None, lambda i: i < 18)
+    parted(runs, "dense", "quest-64")
+    report = write_report(runs)
+    text = report.markdown.read_text()
+    assert "nan" not in text and not any("nan" in line for line in report.findings)
+    assert re.search(r"^\| gate \(unfinished\) +\| +64 \| +80\.0 \([^|]+\| +– \|", text, re.MULTILINE)
+    assert any(line.startswith("quest at 64 tokens") for line in report.findings)
+    assert not any(line.startswith(("gate at", "kv4bit")) for line in report.findings)
+    (gates,) = (line for line in report.findings if line.startswith("gate minus quest"))
+    assert " at 32 " in gates and " at 64" not in gates and "of 1 budgets" in gates
+    (found,) = load_sweeps(runs)
+    (errors,) = (line for line in cautions(found) if "may be chance" in line)
+    assert re.search(r"below \d+ points", errors)
+    (runs / "quest-64" / "samples.jsonl").unlink()
+    (found,) = load_sweeps(runs)
+    assert not any("may be chance" in line for line in cautions(found))
+
+
+def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
+    """By what no weight and no problem shows."""
+
+    names = ["dense", "gate-32", "gate-64", "quest-32", "quest-64"]
+    plain, yarn = {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}
+    alike = {"model": {"rope": plain}, "task": {"prompts": "a"}, "generation": {"ends": [1]}}
+    for other in (
+        {"model": {"rope": yarn}},
+        {"task": {"prompts": "b"}},
+        {"generation": {"ends": [1, 2]}},
+        {"environment": {"math-verify": "2"}},
+    ):
+        for name in names:
+            reconfigure(runs / name, **alike, environment={"math-verify": "1"})
+        reconfigure(runs / "quest-64", **other)
+        apart = [{s.directory.name for s in found.settings} for found in load_sweeps(runs)]
+        assert sorted(map(len, apart)) == [1, 4] and {"quest-64"} in apart
+        assert "rotary embedding: rope_type default" in write_report(runs).markdown.read_text()
+
+
+def test_runs_from_several_places_are_put_side_by_side(tmp_path):
+    write_run(tmp_path / "a", "dense", None, lambda i: i < 18)
+    write_run(tmp_path / "b", "gate", 64, lambda i: i < 17)
+    report = write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b")
+    assert report.html.parent == tmp_path / "out"
+    assert "gate at 64 tokens" in report.findings[1]
+    write_run(tmp_path / "c", "gate", 64, lambda i: i < 9)
+    with pytest.raises(SeergateError, match="are runs of the same setting"):
+        write_report(tmp_path / "b", tmp_path / "out", tmp_path / "c")
+    write_run(tmp_path / "c", "dense", None, lambda i: i < 18)
+    with pytest.raises(SeergateError, match="gate-64 are runs of the same setting"):
+        write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b", tmp_path / "c")
+
+
+def test_a_run_that_is_named_twice_is_listed_once(runs, monkeypatch):
+    monkeypatch.chdir(runs.parent)
+    (sweep,) = load_sweeps(Path(runs.name), runs)
+    assert len(sweep.settings) == 5
+
+
+def test_gates_are_told_apart(tmp_path):
+    """Only where two are rivals: each block size has gates of its own anyhow."""
+    gates = [{"path": f"gates-{name}", "fingerprint": name * 8} for name in ("13ae", "13af")]
+    write_run(tmp_path / "a", "dense", None, lambda i: True)
+    write_run(tmp_path / "a", "gate", 64, lambda i: True, gates=gates[0])
+    write_run(tmp_path / "a", "gate", 32, lambda i: True, gates=gates[1])
+    write_run(tmp_path / "b", "gate", 64, lambda i: False, gates=gates[1])
+    report = write_report(tmp_path / "a", None, tmp_path / "b")
+    text = report.markdown.read_text()
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert [s.label for s in sweep.settings[1:]] == ["gate [13af] at 32", "gate [13ae] at 64", "gate [13af] at 64"]
+    assert [line.split(" at ")[0] for line in report.findings[1:3]] == ["gate [13af]", "gate [13ae]"]
+    for own in gates:
+        assert f"gates: `{own['path']}` (weights {own['fingerprint']})" in text
+    for run, name in ((tmp_path / "a" / "gate-64", "msa"), (tmp_path / "a" / "gate-32", "indexer")):
+        reconfigure(run, gates={"name": name})
+    reconfigure(tmp_path / "b" / "gate-64", gates={"name": "indexer"})
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert [s.label for s in sweep.settings[1:]] == [
+        "gate [indexer] at 32",
+        "gate [msa] at 64",
+        "gate [indexer] at 64",
+    ]
+    other = tmp_path / "b" / "gate-64" / "config.yaml"
+    other.write_text(other.read_text().replace("block_size: 16", "block_size: 8"))
+    (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
+    assert [s.label for s in sweep.settings] == ["gate b8 at 64", "gate b16 at 64"]
+    for path, size in ((tmp_path / "a" / "gate-64" / "config.yaml", 16), (other, 8)):
+        config = yaml.safe_load(path.read_text())
+        config["method"] = {"name": "h2o+gate", "nominal": "64", "token_budget": 64, "gate.block_size": size}
+        path.write_text(yaml.safe_dump(config))
+    (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
+    assert {s.series for s in sweep.settings} == {"h2o+gate, gate.block_size=8", "h2o+gate, gate.block_size=16"}
+
+
+def test_images_come_as_vectors_too(runs):
+    for plot in write_report(runs).plots:
+        assert "<svg" in plot.with_suffix(".svg").read_text()
+
+
+def test_proxies_and_their_correlation(runs):
+    text = write_report(runs).markdown.read_text()
+    # accuracies 60, 90, 10, 45; recalls .6, .85, .35, .65: ranks 2 3 0 1 against 1 3 0 2 give 0.8
+    assert "rank correlation of accuracy with small KL: 0.80; with recall: 0.80." in text
+    assert text.count("4 windows of 8 tokens of dense's own generations, the same for every method") == 2
+
+
+@pytest.mark.parametrize("contexts", ["other", None], ids=["others", "not recorded"])
+def test_figures_of_different_contexts_are_not_compared(runs, contexts):
+    path = runs / "quest-64" / "proxies.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": contexts}))
+    report = write_report(runs)
+    text = report.markdown.read_text()
+    assert "rank correlation" not in text and "the same for every method" not in text
+    assert text.count("not known to be the same for all settings") == 2
+    assert not [line for line in report.findings if line.startswith("recall")]

@@ -1,0 +1,378 @@
+"""Retention gates: trained, saved, attached, refused. What they keep is held to simulations in tests/methods."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+import seergate
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.distill.config import TrainConfig
+from seergate.distill.losses.distill_loss import DistillSpec
+from seergate.distill.losses.teacher_forward import distill_step, distill_steps
+from seergate.methods import LayerSpec, Step
+from seergate.models import families
+from seergate.models.packed_forward import intercepted_attention
+from seergate.ops import reference
+from tests.support.models import prompt, tiny_model
+from tests.support.naive_views import retention_for
+from tests.support.running import run_seergate
+
+SIZE = 8
+KINDS = ["fast_kvzip", "trim_kv"]
+EACH = pytest.mark.parametrize("scorer", KINDS)
+
+
+def borders_of(*lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
+    """Loss, recall and gradients are those of autograd through the gate and the reference, sequence by sequence."""
+    model, bank = model.double(), retention_for(model, "fast_kvzip").double()
+    lengths, ids = [41, 1, 26], prompt(68, 4)
+    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, recall_budgets=(16,))
+    out.loss.backward()
+    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    bank.zero_grad()
+
+    calls = {layer: [] for layer, _ in families.full_attention_modules(model)}
+
+    def attend(call):
+        calls[call.layer].append(call)
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        return reference.packed_attention(q, k, v, borders_of(len(q)), call.sm_scale)[0][None]
+
+    with intercepted_attention(model, {}, attend), torch.no_grad():
+        for part in ids[0].split(lengths):
+            model(input_ids=part[None], use_cache=False)
+    losses, recall = [], []
+    for layer, parts in calls.items():
+        q, k = (
+            torch.cat([getattr(call, name)[0].transpose(0, 1) for call in parts])
+            for name in ("query_BHSD", "key_BKSD")
+        )
+        scores = torch.cat([bank.retention_gate(layer)(call.hidden_BSW)[0].T for call in parts])
+        loss, stats = reference.retention_kl(
+            q, k, scores, borders_of(*lengths), SIZE, row_start=0.25, recall_budgets=(16,)
+        )
+        losses.append(loss)
+        recall.append(stats.recall)
+    torch.stack(losses).mean().backward()
+    assert out.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    torch.testing.assert_close(out.kl_per_layer, torch.stack(losses).detach().float())
+    torch.testing.assert_close(out.recall, torch.stack(recall, 1).float())
+    for name, parameter in bank.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
+        assert found[name].any(), name
+
+
+def test_trim_kv_learns_from_the_whole_model(model):
+    """Loss and gradients are those of autograd through a model whose attention is the reference's."""
+    model, bank = model.double(), retention_for(model, "trim_kv").double()
+    for _, gate in ((layer, bank.retention_gate(layer)) for layer in bank.geometry.layers):
+        gate.linear2.bias.data += 2.0  # ages of up to 40 leave something
+    lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
+    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
+    out.loss.backward()
+    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    bank.zero_grad()
+
+    excess = []
+
+    def attend(call):
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        log_beta = bank.retention_gate(call.layer)(call.hidden_BSW)[0].T
+        output, held = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
+        excess.append((held - room).clamp(min=0).mean())
+        return output[None]
+
+    kl, ce, capacity, rows, followed = 0.0, 0.0, 0.0, 0, 0
+    for part in ids[0].split(lengths):
+        with torch.no_grad():
+            plain = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        excess.clear()
+        with intercepted_attention(model, {}, attend):
+            gated = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        for row in range(int(len(part) * 0.25), len(part)):
+            kl, rows = kl + (plain[row].exp() * (plain[row] - gated[row])).sum(), rows + 1
+            if row + 1 < len(part):
+                ce, followed = ce - gated[row, part[row + 1]], followed + 1
+        capacity = capacity + sum(excess) / len(excess)  # a sequence's rows, each over its length: its mean
+    loss = kl / rows + ce / followed + capacity / len(ids[0])
+    loss.backward()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert out.kl_per_layer.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
+    for name, parameter in bank.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-8, msg=name)
+        assert found[name].any(), name
+
+
+@EACH
+@pytest.mark.parametrize("broken", ["gates", "model"])
+def test_what_is_not_finite_teaches_nothing(model, scorer, broken):
+    """The loss says so, as that of other gates does; a run leaves the pack out."""
+    bank = retention_for(model, scorer)
+    parameters = bank.parameters() if broken == "gates" else model.model.layers[0].self_attn.k_proj.parameters()
+    next(parameters).data.flatten()[0] = torch.nan
+    out = distill_step(bank, model, prompt(40, 3), target_budget=4, recall_budgets=(16,))
+    out.loss.backward()
+    assert out.loss.isnan() and not any(parameter.grad.any() for parameter in bank.parameters())
+
+
+def fading(model, betas, dtype=torch.float32):
+    """The state of TRIM-KV in which tokens with these betas have come, and the step that brought them."""
+    bank = GateBank.for_model(model, GateConfig(SIZE, scorer="trim_kv"))
+    for parameter in bank.parameters():
+        parameter.data.zero_()
+    gate = bank.retention_gate(0)
+    gate.linear1.weight.data[0, 0] = 1
+    gate.linear2.weight.data[:, 0] = 1
+    gate.linear2.bias.data.fill_(-20)
+    hidden = torch.zeros(1, len(betas), model.config.hidden_size)
+    hidden[0, :, 0] = 20 + torch.tensor(betas).logit()  # so that SiLU leaves it as it is
+    method = seergate.methods.TrimKV(bank=bank, token_budget=2)
+    state = method.new_state(LayerSpec(0, 1, 4, 2, 16, dtype, torch.device("cpu"), None))
+    q, k = torch.zeros(1, 4, len(betas), 16, dtype=dtype), torch.zeros(1, 2, len(betas), 16, dtype=dtype)
+    lengths = torch.tensor([len(betas)])
+    step = Step(q, k, q, k, [0], [len(betas)], k, k, lengths, sm_scale=0.25, hidden=lambda: hidden)
+    with pytest.warns(seergate.methods.LongPromptWarning):
+        state.append(step)
+    return state, step
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trim_kv_by_hand(model, dtype):
+    """Scores are ``age * log(beta)``, in float32 whatever the cache is in."""
+    state, step = fading(model, [0.9, 0.99, 0.5, 0.999], dtype)
+    scores_KT = state.importance(step, 0)
+    assert scores_KT.dtype == torch.float32
+    expected = torch.tensor([-0.526803, -0.040201, -2.079442, -0.002001]).expand(2, -1)
+    torch.testing.assert_close(scores_KT, expected, rtol=1e-5, atol=1e-6)
+    assert state.select_kept(step).index.tolist() == [[[1, 3], [1, 3]]]
+
+
+def test_trim_kv_changes_its_mind_as_tokens_age(model):
+    """A token of a short life is worth more than an old one of a long life, for as long as it is new."""
+    betas = [0.99, *[0.5] * 18, 0.9]
+    for later, order in ((0, [19, 0]), (10, [0, 19])):
+        state, step = fading(model, betas + [0.5] * later)
+        scores_T = state.importance(step, 0)[0, [0, 19]]
+        ages = torch.tensor([21.0, 2.0]) + later
+        torch.testing.assert_close(scores_T, ages * torch.tensor([0.99, 0.9]).log(), rtol=1e-5, atol=0)
+        assert [(0, 19)[i] for i in scores_T.argsort(descending=True)] == order
+
+
+def test_logits_are_made_for_the_rows_that_count(model):
+    """By the frozen model too, for all gates that learn together."""
+    bank, made = retention_for(model, "trim_kv"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
+    specs = [DistillSpec(bank, start, target_budget=4) for start in (0.5, 0.75)]
+    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
+    assert made == [30, 30, 15]
+    for spec, found in zip(specs, together, strict=True):
+        (alone,) = distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))
+        torch.testing.assert_close(found.loss, alone.loss)
+
+
+def test_base_keys_stay_equal(model):
+    """They begin as the authors' do, with nothing to tell them apart, and then learn the same."""
+    bank = GateBank.for_model(model, GateConfig(SIZE, scorer="fast_kvzip"))
+    optimizer = torch.optim.AdamW(bank.parameters(), lr=0.01)
+    for seed in range(5):
+        distill_step(bank, model, prompt(40, seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    keys_KNE = bank.retention_gate(0).base_keys
+    assert keys_KNE.abs().max() > 0.01
+    torch.testing.assert_close(keys_KNE, keys_KNE[:, :1].expand_as(keys_KNE))
+
+
+def test_gates_that_keep_everything_are_the_plain_model(model):
+    """Fresh gates of TRIM-KV begin near it, and with beta of 1 they are it."""
+    bank = GateBank.for_model(model, GateConfig(scorer="trim_kv"))
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    assert bank.retention_gate(0)(hidden).exp().min() > 0.9999
+    for parameter in bank.parameters():
+        parameter.data.zero_()
+    for layer in bank.geometry.layers:
+        bank.retention_gate(layer).linear2.bias.data.fill_(100.0)
+    ids = prompt(40, 3)
+    labels, logits = ids[0, 21:], model(input_ids=ids).logits[0, 20:-1]
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert distill_step(bank, model, ids, target_budget=40).loss.item() == pytest.approx(expected, rel=1e-4)
+    over = (sum(range(1, 41)) - sum(min(n, 10) for n in range(1, 41))) / 40 / 40
+    assert distill_step(bank, model, ids, target_budget=10).loss.item() == pytest.approx(expected + over, rel=1e-4)
+
+
+@EACH
+def test_beside_others_in_one_forward(model, scorer):
+    """In a forward that several gates learn from, each gets what it gets alone."""
+    bank, other = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+    specs = [DistillSpec(other), DistillSpec(bank, target_budget=4)]
+    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
+    alone = [distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))[0] for spec in specs]
+    for one, both in zip(alone, together, strict=True):
+        assert torch.equal(one.loss, both.loss) and torch.equal(one.recall, both.recall)
+
+
+@EACH
+def test_sequences_of_a_pack_do_not_mix(model, scorer):
+    bank = retention_for(model, scorer)
+    run = partial(distill_step, bank, model, target_budget=4, recall_budgets=(16,))
+    ids = prompt(70, 6)
+    whole = run(ids, borders_of(70)).loss
+    ids2 = torch.cat((ids, prompt(70, 7)), 1)
+    first, second, both = run(ids), run(ids2[:, 70:]), run(ids2, borders_of(70, 70))
+    assert whole.item() == pytest.approx(first.loss.item(), rel=1e-5)
+    assert both.loss.item() == pytest.approx((first.loss.item() + second.loss.item()) / 2, rel=1e-4)
+    torch.testing.assert_close(both.recall, (first.recall + second.recall) / 2)
+
+
+def test_trained_by_the_command(tmp_path):
+    """Both beside each other, on the model that ships; each then decodes with the method of its name."""
+    options = ["--max-steps", "2", "--packs-per-step", "1", "--data-limit", "24", "--chain-sum-variables", "8,9"]
+    options += ["--max-length", "300", "--eval-packs", "1", "--eval-steps", "2", "--output-dir", str(tmp_path)]
+    done = run_seergate("ablate", "retention", "--report-to", "none", "--target-budget", "40", *options)
+    assert done.returncode == 0, done.stderr
+    for scorer in KINDS:
+        (record,) = [
+            path
+            for path in tmp_path.rglob("gate_config.json")
+            if f'"{scorer}"' in path.read_text() and "best" not in str(path)
+        ]
+        model = seergate.load(record.parent, token_budget=40)
+        assert seergate.handle_of(model).method.name == scorer
+        ids = torch.tensor([[5, 6, 7]])
+        assert model.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
+
+
+@EACH
+def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
+    bank = retention_for(model, scorer)
+    bank.save_pretrained(tmp_path)
+    record = json.loads((tmp_path / "gate_config.json").read_text())
+    width = {"fast_kvzip": 16, "trim_kv": 512}[scorer]
+    assert record["gate"] == {"block_size": SIZE, "gate_dim": width, "scorer": scorer}
+    assert record["model"]["inv_freq"] == []
+    card = (tmp_path / "README.md").read_text()
+    assert f"| scorer | {scorer} |" in card and "RoPE" not in card and "evict" in card
+    again = GateBank.from_pretrained(tmp_path)
+    assert again.config == bank.config and again.diff(bank).same_weights
+    ids = prompt(60, 8)
+    named = {"bank": again, "token_budget": 24}
+    results = []
+    for method, options in ((str(tmp_path), {"token_budget": 24}), (again, {"token_budget": 24}), (scorer, named)):
+        with seergate.attached(model, method, **options) as handle:
+            results.append(model.generate(ids, max_new_tokens=140, do_sample=False))
+            assert handle.method.name == scorer and handle.stats()["method"] == scorer
+    assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
+
+
+@EACH
+def test_options_beside_an_adapter(model, scorer, tmp_path):
+    """Those of the gates' method are taken, and the adapter's own hold unless others are given."""
+    bank = retention_for(model, scorer)
+    model.save_pretrained(tmp_path / "base")
+    bank.decode_defaults = {"token_budget": 24}
+    bank.save_pretrained(tmp_path / "gates")
+    place, base = str(tmp_path / "gates"), {"base_model": tmp_path / "base"}
+    with seergate.attached(model, place, interval=4) as handle:
+        assert (handle.method.token_budget, handle.method.interval) == (24, 4)
+    method = seergate.handle_of(seergate.load(place, interval=4, token_budget=32, **base)).method
+    assert (method.token_budget, method.interval) == (32, 4)
+    with pytest.raises(SeergateError, match=f"the method '{scorer}' has no option 'threshold'"):
+        seergate.load(place, threshold=0.1, **base)
+    with pytest.raises(SeergateError, match="no decode option 'intervall'; did you mean 'interval'"):
+        seergate.load(place, intervall=4, **base)
+    with pytest.raises(SeergateError, match="there is no decode option 'interval'"):
+        seergate.attach(model, GateBank.for_model(model, GateConfig(SIZE, 16)), interval=4)
+    bank.decode_defaults = {"threshold": 0.1}
+    with pytest.raises(SeergateError, match=f"decode_defaults of these gates has threshold, no option of '{scorer}'"):
+        seergate.attach(model, bank)
+
+
+@EACH
+def test_the_wrong_kind_is_refused(model, scorer):
+    retains, selects = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+    with pytest.raises(SeergateError, match=f"score tokens for eviction; they are for the method '{scorer}'"):
+        seergate.methods.Gate(bank=retains)
+    with pytest.raises(SeergateError, match=f"scorer 'attn_gate', for the method 'gate'; '{scorer}' needs gates of"):
+        seergate.attach(model, scorer, bank=selects)
+    with pytest.raises(SeergateError, match=f"the method '{scorer}' needs gates"):
+        seergate.attach(model, scorer)
+    with pytest.raises(SeergateError, match="takes no DecodeConfig"):
+        seergate.attach(model, retains, seergate.DecodeConfig(token_budget=64))
+    with pytest.raises(SeergateError, match="has no option 'threshold'"):
+        seergate.attach(model, retains, token_budget=16, threshold=0.1)
+    with pytest.raises(SeergateError, match="takes two kinds of gates"):
+        seergate.methods.make_method(f"{scorer}+gate", bank=selects, token_budget=64, read_budget=16)
+    with pytest.raises(SeergateError, match="these gates are for another model"):
+        seergate.attach(tiny_model("qwen3", hidden_size=96), retains)
+    with pytest.raises(SeergateError, match="evicts tokens, and a paged cache keeps all"):
+        seergate.attach(model, retains, storage=seergate.Paging())
+    with pytest.raises(SeergateError, match="evicts, and lossless decoding needs all tokens"):
+        seergate.attach(model, retains, correction=seergate.Lossless())
+
+
+@EACH
+def test_with_the_gate_on_what_they_keep(model, scorer):
+    evictor = seergate.methods.method_class(scorer)(bank=retention_for(model, scorer), token_budget=32, interval=4)
+    gate = seergate.methods.Gate(bank=GateBank.for_model(model, GateConfig(SIZE, 16)), token_budget=16)
+    with seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)) as handle:
+        assert model.generate(prompt(60, 8), max_new_tokens=20, do_sample=False).shape == (1, 80)
+        assert handle.stats()["density"] < 0.4
+    evictor = replace(evictor, bank=evictor.bank.subset([1]))
+    with (
+        seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)),
+        pytest.raises(SeergateError, match=f"what '{scorer}' leaves: its gates leave out layer 0; give gates for"),
+    ):
+        model.generate(prompt(60, 8), max_new_tokens=2)
+
+
+@EACH
+def test_layers_without_gates_keep_everything(model, scorer):
+    method = seergate.methods.make_method(scorer, bank=retention_for(model, scorer).subset([1]), token_budget=24)
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    with seergate.attached(model, method):
+        model.generate(prompt(60, 8), past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert [layer.rows.resident for layer in cache.layers] == [[67], [31]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"qk_norm": False}, "qk_norm is False; with scorer 'fast_kvzip' it must be left out"),
+        ({"k_pooling": ("max",)}, "k_pooling is .* with scorer 'fast_kvzip' it must be left out"),
+    ],
+)
+def test_refused_configurations(options, message):
+    with pytest.raises(ValueError, match=message):
+        GateConfig(scorer="fast_kvzip", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "sum"}, "target is 'sum'; with scorer 'fast_kvzip' it must be left out"),
+        ({"reduction": "published"}, "reduction is 'published'; with scorer 'fast_kvzip' it must be left out"),
+        ({"scorer": "trim_kv", "target_budget": 0}, "target_budget is 0; with scorer 'trim_kv' it must be the number"),
+        ({"scorer": "trim_kv", "shard_base": True}, "shard_base is True; it must be left out with scorer 'trim_kv'"),
+        (
+            {"scorer": "trim_kv", "base_memory_gb": 2.0},
+            "base_memory_gb is 2.0; it must be left out with scorer 'trim_kv'",
+        ),
+    ],
+)
+def test_refused_recipes(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(model="tiny-reasoner", **({"scorer": "fast_kvzip"} | options))
+    if options.keys() <= {"target", "reduction"}:
+        with pytest.raises(ValueError, match=message):
+            retention_for(model, "fast_kvzip").distill_loss(model, input_ids=prompt(30, 1), **options)

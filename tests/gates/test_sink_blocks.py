@@ -1,0 +1,130 @@
+"""Gates that left the first blocks out of what they learned: what is saved with them, and how they decode."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import seergate
+from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
+from seergate.cli.main import main
+from seergate.eval.report.published import published
+from seergate.methods import Gate, Quest, make_method
+from seergate.models.published import export_published
+from seergate.models.resolving import method_of
+from seergate.serving.common.settings import Settings
+from tests.support.models import prompt, tiny_model
+
+SIZE = 8
+
+
+def gates(model, **options):
+    """Gates that tell blocks apart."""
+    bank = GateBank.for_model(model, GateConfig(SIZE, 16, **options))
+    for parameter in bank.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
+    return bank
+
+
+@pytest.mark.parametrize("scorer", ["attn_gate", "msa", "indexer"])
+def test_they_are_saved_with_the_gates(model, tmp_path, scorer):
+    gates(model, scorer=scorer).save_pretrained(tmp_path / "plain")
+    assert "sink_blocks" not in (tmp_path / "plain" / "gate_config.json").read_text()  # as before there were any
+    gates(model, scorer=scorer, sink_blocks=2).save_pretrained(tmp_path / "sinks")
+    assert json.loads((tmp_path / "sinks" / "gate_config.json").read_text())["gate"]["sink_blocks"] == 2
+    assert GateBank.from_pretrained(tmp_path / "plain").config.sink_blocks == 0
+    assert GateBank.from_pretrained(tmp_path / "sinks").config == GateConfig(SIZE, 16, scorer=scorer, sink_blocks=2)
+
+
+def test_card_and_info_name_them(model, tmp_path, capsys):
+    for sinks in (0, 2):
+        gates(model, sink_blocks=sinks).save_pretrained(tmp_path)
+        assert main(["info", str(tmp_path)]) == 0
+        shown = capsys.readouterr().out
+        assert ("sink blocks          2, always read" in shown) == (sinks == 2)
+        assert ("| sink blocks | 2, always read |" in (tmp_path / "README.md").read_text()) == (sinks == 2)
+
+
+def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
+    bank = gates(tiny_model("qwen3"), sink_blocks=1)
+    with pytest.raises(SeergateError, match=r"cannot use these gates: .*sink_blocks is 1 \(they have none\)"):
+        export_published(bank, tmp_path)
+    with pytest.raises(SeergateError, match="sink_blocks is 1 and 0"):
+        GateBank.average([bank, gates(tiny_model("qwen3"))])
+    with pytest.raises(ValueError, match='compat is "published"'):
+        Gate(bank=bank, token_budget=64, compat="published")
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.0, None])
+def test_what_is_no_number_of_blocks_is_refused(value):
+    with pytest.raises(ValueError, match=f"sink_blocks is {value}; it must be a whole number, 0 or greater"):
+        GateConfig(sink_blocks=value)
+
+
+def test_gates_that_evict_have_none():
+    with pytest.raises(ValueError, match="sink_blocks is 1; with scorer 'trim_kv' it must be left out"):
+        GateConfig(scorer="trim_kv", sink_blocks=1)
+
+
+def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
+    bank = gates(model, sink_blocks=2)
+    settings = Settings(gates="org/gates", token_budget=64).selector(bank, SIZE)
+    joined = make_method("snapkv+gate", bank=bank, token_budget=64, read_budget=64).gate
+    asked = DecodeConfig(token_budget=64)
+    for method in (Gate(bank=bank), method_of(bank), method_of(bank, asked), make_method("gate", bank=bank)):
+        assert method.sink_blocks == 2 and "sink_blocks=2" in repr(method)
+    assert settings.sink_blocks == joined.sink_blocks == 2
+    assert Gate(bank=gates(model)).sink_blocks == Quest(token_budget=64, sink_blocks=None).sink_blocks == 0
+    for sinks in (0, 1):
+        assert method_of(bank, sink_blocks=sinks).sink_blocks == sinks
+        assert method_of(bank, DecodeConfig(sink_blocks=sinks)).sink_blocks == sinks
+    bank.decode_defaults = {"sink_blocks": 3}
+    assert method_of(bank).sink_blocks == 3
+
+
+def test_a_budget_must_leave_a_block_to_choose(model):
+    bank = gates(model, sink_blocks=2)
+    with pytest.raises(ValueError, match="token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32"):
+        Gate(bank=bank, token_budget=31)
+    assert Gate(bank=bank, token_budget=32).budget == 32
+    assert Gate(bank=gates(model), token_budget=16).budget == 16
+
+
+@pytest.mark.parametrize("rule", [{"token_budget": 4 * SIZE}, {"threshold": 0.2}, {"top_p": 0.5}])
+def test_the_sinks_scores_do_not_matter(rule):
+    """Whatever the gate says of the first block, the same blocks are read, and the first one among them."""
+    model = tiny_model("qwen3")
+    bank, ids = gates(model, sink_blocks=1), prompt(90)
+    with seergate.attached(model, bank, **rule):
+        want = model.generate(ids, max_new_tokens=8, do_sample=False)
+    for size in (-1e4, 1e4):
+        for _, gate in bank:
+            real = gate.step_scores
+
+            def spoilt(*arguments, real=real, size=size):
+                scores = real(*arguments)
+                scores[..., 0] = size
+                return scores
+
+            gate.step_scores = spoilt
+        seen = []
+        method = Gate(bank=bank, **rule)
+        choose = method.choose
+        method.choose = lambda *scores, choose=choose, seen=seen: seen.append(choose(*scores)) or seen[-1]
+        with seergate.attached(model, method):
+            assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), want)
+        assert seen and all((found.indices[..., 0] == 0).all() for found in seen)
+
+
+def test_results_with_them_are_not_the_papers():
+    config = {
+        "method": {"name": "gate", "token_budget": 4096, "block_size": 64, "dense_layers": (), "sink_blocks": 0},
+        "task": {"name": "aime24", "problems": None, "n_problems": 30},
+        "generation": {"temperature": 0.6, "max_total_tokens": 32768, "samples": 64},
+        "model": {"path": "Qwen/Qwen3-8B"},
+    }
+    assert published(config) == 71.35
+    config["method"]["sink_blocks"] = 1
+    assert published(config) is None

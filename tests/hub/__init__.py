@@ -1,1 +1,0 @@
-"""The real `huggingface_hub` client against a local stand-in of the Hub."""

@@ -1,0 +1,242 @@
+"""A GGUF file is a base model like another: what was written is what decodes, learns and is named by its gates."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import seergate
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.distill.base_model import as_asked
+from seergate.distill.config import load_train_config
+from seergate.distill.estimate import make_plan
+from seergate.distill.memory import decide_sharding
+from seergate.fingerprint import fingerprint
+from seergate.models.loading import base_config, load_base, load_tokenizer
+from seergate.paths import gguf_file, is_hub_id
+from tests.support.models import tiny_model
+from tests.support.running import run_seergate
+
+END = "<|im_end|>"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}" + END + "{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+VOCABULARY = [*bytes_to_unicode().values(), "he", END]
+KIND = gguf.GGMLQuantizationType.Q8_0
+
+
+def llama() -> PreTrainedModel:
+    return tiny_model(
+        "llama",
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        num_attention_heads=4,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+    )
+
+
+def name_in_gguf(name: str) -> str:
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    return names.get_name(name.removesuffix(".weight")) + ".weight"
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q and k as llama.cpp keeps them: the halves of each head interleaved."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def write_gguf(
+    file: Path, model: PreTrainedModel, split: dict[str, int] | None = None, without: str = ""
+) -> dict[str, np.ndarray]:
+    """Write a model with a byte-level tokenizer, its matrices in 8 bits; returns the weights that are in the file."""
+    config, written = model.config, dict[str, np.ndarray]()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(len(VOCABULARY))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(VOCABULARY)
+    writer.add_token_types([*[gguf.TokenType.NORMAL] * (len(VOCABULARY) - 1), gguf.TokenType.CONTROL])
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(len(VOCABULARY) - 1)
+    writer.add_pad_token_id(len(VOCABULARY) - 1)
+    writer.add_chat_template(TEMPLATE)
+    for key, value in (split or {}).items():
+        writer.add_uint16(key, value)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" or name_in_gguf(name) == without:  # tied
+            continue
+        weight = tensor.numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        count = next((count for part, count in heads.items() if part in name), None)
+        kept = weight if count is None else permuted(weight, count)
+        if weight.ndim == 1:
+            writer.add_tensor(name_in_gguf(name), kept)
+            written[name] = weight
+        else:
+            packed = gguf.quantize(kept, KIND)
+            writer.add_tensor(name_in_gguf(name), packed, raw_dtype=KIND)
+            # Rows are quantised by themselves, so the order of rows is all that the permutation changes.
+            written[name] = gguf.dequantize(gguf.quantize(weight, KIND), KIND)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return written
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    file = tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf"
+    return file, write_gguf(file, llama())
+
+
+@pytest.fixture
+def file(made: tuple[Path, dict[str, np.ndarray]]) -> Path:
+    return made[0]
+
+
+def test_weights_are_those_that_were_written(made: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    file, written = made
+    loaded = load_base(file)
+    weights = loaded.state_dict()
+    assert weights.keys() == {*written, "lm_head.weight"}
+    for name, weight in written.items():
+        np.testing.assert_array_equal(weights[name].numpy(), weight, err_msg=name)
+    assert not any(torch.equal(weights[n], w) for n, w in llama().state_dict().items() if w.ndim > 1), "quantised"
+    twin = llama()
+    twin.load_state_dict(weights)
+    assert fingerprint(loaded) == fingerprint(twin)
+    ids = torch.arange(1, 40)[None]
+    torch.testing.assert_close(loaded(ids).logits, twin(ids).logits)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path / "saved")) == fingerprint(loaded)
+    assert load_base(file, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_a_part_of_a_model_is_refused(made: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        write_gguf(part, llama(), {"split.no": number, "split.count": 2})
+        for read in (load_base, base_config, load_tokenizer):
+            with pytest.raises(SeergateError, match="one of several files of a GGUF model; .* --merge"):
+                read(part)
+    with pytest.raises(SeergateError, match="holds a GGUF model in several files; .* --merge"):
+        base_config(tmp_path)
+    write_gguf(tmp_path / "torn.gguf", llama(), without="blk.1.ffn_up.weight")
+    with pytest.raises(SeergateError, match=r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_base(tmp_path / "torn.gguf")
+
+
+def test_its_tokenizer_comes_with_it(file: Path) -> None:
+    tokenizer = load_tokenizer(file)
+    ids = tokenizer("he says: où?").input_ids
+    assert ids[0] == VOCABULARY.index("he") and tokenizer.decode(ids) == "he says: où?"
+    assert tokenizer.eos_token == END
+    chat = [{"role": "user", "content": "x"}]
+    assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == "user: x\nassistant: "
+
+
+def test_gates_name_the_file_and_find_it_again(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(file.parent)
+    bank = GateBank.for_model(load_base(file.name), GateConfig(8, 16))
+    bank.save_pretrained(tmp_path / "gates")
+    monkeypatch.chdir(tmp_path)
+    prompt = torch.arange(1, 60)[None]
+    answers = []
+    for options in ({}, {"base_model": file}, {"base_model": file.parent}):
+        model = seergate.load("gates", token_budget=16, **options)
+        answers.append(model.generate(prompt, max_new_tokens=5, do_sample=False).tolist())
+        assert seergate.handle_of(model).stats()["density"] < 0.5
+        assert model.config.name_or_path == str(file)
+    assert answers[0] == answers[1] == answers[2]
+    said = run_seergate("info", "gates")
+    assert said.returncode == 0 and str(file) in said.stdout
+    # The model as transformers reads it remembers its directory only, in which there is one GGUF file.
+    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    GateBank.for_model(theirs, GateConfig(8, 16)).save_pretrained("others")
+    assert seergate.load("others", token_budget=16).config.name_or_path == str(file)
+    with pytest.raises(SeergateError, match=r"gguf_file is 'x\.gguf'; name the whole path of the file as base_model="):
+        seergate.load("gates", gguf_file="x.gguf")
+    with pytest.raises(SeergateError, match="is a GGUF model, not gates; to use both: load\\(GATES, base_model="):
+        seergate.load(file)
+
+
+def test_train_evaluate_and_answer(file: Path, tmp_path: Path) -> None:
+    rows = [{"text": "the hen and the egg, " * 20 + str(number)} for number in range(8)]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train = ["train", "--model", str(file), "--data", str(tmp_path / "text.jsonl"), "--output-dir"]
+    train += [str(tmp_path / "gates"), "--max-length", "256", "--block-size", "8", "--max-steps", "2"]
+    train += ["--packs-per-step", "1", "--recall-budgets", "64", "--report-to", "none"]
+    done = run_seergate(*train)
+    assert done.returncode == 0, done.stderr
+    assert run_seergate(*train).returncode == 0, "the same weights are found again"
+    assert GateBank.from_pretrained(tmp_path / "gates").geometry.base_model == str(file)
+    model = ["--model", str(file), "--gates", str(tmp_path / "gates"), "--method", "gate", "--budget", "32"]
+    (tmp_path / "task.jsonl").write_text(json.dumps({"question": "he " * 30, "answer": "1"}) + "\n")
+    task, out = ["--task", str(tmp_path / "task.jsonl"), "--max-new-tokens", "4"], tmp_path / "runs"
+    done = run_seergate("eval", *model, *task, "--no-report", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    (record,) = out.glob("gate-32/config.yaml")
+    assert fingerprint(load_base(file)) in record.read_text()
+    done = run_seergate("generate", *model, "--prompt", "he " * 30, "--max-new-tokens", "4")
+    assert done.returncode == 0 and "of the tokens before it" in done.stderr, done.stderr
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps({"prompt": "he " * 30}) + "\n")
+    done = run_seergate(
+        "traces", *model, "--prompts", str(asked), "--max-length", "120", "--out", str(tmp_path / "traces.jsonl")
+    )
+    assert done.returncode == 0 and "1 questions" in done.stdout, done.stderr
+    done = run_seergate("doctor", "--model", str(file))
+    assert done.returncode == 0 and "supported. llama, 2 of 2 layers" in done.stdout
+
+
+def test_what_a_file_cannot_do(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common = {"max_length": 256, "block_size": 8, "recall_budgets": "64"}
+    for name, value in {"shard_base": True, "quantize": "torchao-int8", "base_memory_gb": 1.0}.items():
+        config = load_train_config(str(file), {**common, name: value})
+        with pytest.raises(SeergateError, match=f"^{name} is {value!r}; it must be left out for .* GGUF file"):
+            as_asked(base_config(file), config)
+    config = load_train_config(str(file), common)
+    model = llama()
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    assert decide_sharding(model, bank, config, torch.device("cpu"), 4, room=0).shard_base is False
+    assert "does NOT fit" in (text := make_plan(config, memory_gb=1e-3, measure=False).text())
+    assert "--quantize" not in text and "--base-memory-gb" not in text and "--processes" not in text
+    with pytest.raises(SeergateError, match="^quantization_config is given; it must be left out for"):
+        load_base(file, quantization_config=object())
+    with pytest.raises(SeergateError, match=r"^the model file '.*absent\.gguf' does not exist"):
+        load_train_config(str(tmp_path / "absent.gguf"))
+    with pytest.raises(SeergateError, match=r"absent\.gguf could not be loaded: there is no such file"):
+        base_config("models/absent.gguf")
+    assert not is_hub_id("models/absent.gguf")
+    (tmp_path / "damaged.gguf").write_bytes(file.read_bytes()[:200])
+    with pytest.raises(SeergateError, match=r"damaged\.gguf could not be loaded: "):
+        base_config(tmp_path / "damaged.gguf")
+    (tmp_path / "second.gguf").write_bytes(b"")
+    assert gguf_file(tmp_path) is None and gguf_file(file.parent) == file
+    with pytest.raises(SeergateError, match=r"holds several GGUF files; name one"):
+        load_base(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SeergateError, match=r"needs the package gguf; run: pip install \"seergate\[gguf\]\""):
+        load_base(file)

@@ -1,1 +1,0 @@
-from tests.report.test_published import bank  # noqa: F401

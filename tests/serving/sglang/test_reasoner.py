@@ -1,0 +1,105 @@
+"""The tiny reasoner inside SGLang says what it says inside transformers, with the same gates and without any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import seergate
+from seergate import GateBank
+from tests.serving.sglang.conftest import answers, engine
+from tests.support.reasoner import REASONER, questions
+
+NEW = 60
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of different lengths; the last two begin alike."""
+    ids = questions(12, 20)
+    return [*ids, ids[1][:-40]]
+
+
+def said(model: Any, prompts: list[list[int]], *method: Any, **options: Any) -> list[list[int]]:
+    """What transformers answers, one prompt at a time."""
+    with seergate.attached(model, *method, **options):
+        every = [model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False) for ids in prompts]
+    return [each[0, len(ids) :].tolist() for each, ids in zip(every, prompts, strict=True)]
+
+
+def gates(name: str) -> str:
+    return f"{REASONER}/{name}"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("settings", "page", "options"),
+    [
+        ({"gates": gates("gates-32"), "token_budget": 128}, 32, {}),
+        ({"gates": gates("gates-32"), "budget_share": 0.3, "budget_min": 96}, 32, {}),
+        ({"gates": gates("gates-32"), "threshold": 0.02}, 16, {"chunked_prefill_size": 64}),
+        ({"gates": gates("gates"), "token_budget": 64}, 8, {"disable_radix_cache": True}),
+        ({"gates": gates("gates-32"), "token_budget": 128, "anchors": [0, 2]}, 32, {}),
+        ({"method": "quest", "token_budget": 128, "dense_layers": []}, 32, {"disable_overlap_schedule": True}),
+        ({"method": "oracle", "token_budget": 64}, 32, {}),
+    ],
+    ids=["gates", "a share", "pages and chunks", "blocks of 8", "anchors", "quest", "oracle"],
+)
+def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: Any, page: int, options: Any) -> None:
+    given = {name: value for name, value in settings.items() if name not in ("gates", "method")}
+    if "gates" in settings:
+        want = said(model, prompts, GateBank.from_pretrained(settings["gates"]), **given)
+    else:
+        want = said(model, prompts, settings["method"], block_size=page, **{"dense_layers": (), **given})
+    assert want != said(model, prompts, "dense"), "what is not read is missed"
+    with engine(settings, page, **options) as llm:
+        for ids, answer in zip(prompts, want, strict=True):
+            assert answers(llm, [ids], NEW)[0] == [answer]
+        together, infos = answers(llm, prompts, NEW)
+        assert together == want
+        cached = [info["cached_tokens"] for info in infos]
+        assert all(cached) != bool(options.get("disable_radix_cache")), "prompts that were asked before are cached"
+
+
+@pytest.mark.timeout(600)
+def test_requests_that_are_retracted_go_on(model: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang computes their caches anew, densely. This answer is the dense one, so it does not depend on that."""
+    ids, bank = prompts[1], GateBank.from_pretrained(gates("gates-32"))
+    want = said(model, [ids], bank, token_budget=192)
+    assert want == said(model, [ids], "dense")
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # at every third step, as where memory is full
+    with engine({"gates": gates("gates-32"), "token_budget": 192}) as llm:
+        together, infos = answers(llm, [ids] * 3, NEW, stop=True)
+    assert sum(info["num_retractions"] for info in infos) > 0
+    assert together == want * 3
+
+
+@pytest.mark.timeout(600)
+def test_a_budget_for_everything_is_dense_attention(model: Any, prompts: Any) -> None:
+    with engine({"gates": gates("gates-32"), "token_budget": 4096}) as llm:
+        assert answers(llm, prompts, NEW)[0] == said(model, prompts, "dense")
+
+
+@pytest.mark.timeout(600)
+def test_statistics_are_counts_of_tokens(prompts: Any) -> None:
+    budget = 128
+    with engine({"gates": gates("gates-32"), "token_budget": budget}) as llm:
+        (said,), _ = answers(llm, prompts[:1], NEW)
+        (state,) = llm.get_server_info()["internal_states"]
+    lengths = [len(prompts[0]) + step for step in range(1, len(said))]  # the first token is the prompt's
+    for layer in state["seergate"]["layers"].values():
+        assert layer["tokens_held"] == 2 * sum(lengths)
+        assert layer["tokens_read"] == 2 * sum(budget - 32 + (length - 1) % 32 + 1 for length in lengths)
+        assert layer["density"] == layer["tokens_read"] / layer["tokens_held"] < 1
+    assert len(state["seergate"]["layers"]) == 4
+    assert state["seergate"]["summary_bytes"] == 4 * (8192 // 32 + 1) * 2 * 128 * 4  # SGLang's first page is padding

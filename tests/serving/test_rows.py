@@ -1,0 +1,162 @@
+"""Layers that share what a step computes once get, to the last bit, what each would compute alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.gates.gate import AttnGate
+from seergate.methods import make_method
+from seergate.ops.torch_impl.selection import best_blocks, candidates_of
+from seergate.serving.common.checks import check_keys
+from seergate.serving.common.rope import Unrotation
+from seergate.serving.common.rows import Rows, divided
+from seergate.serving.common.scoring import GateScores
+from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
+from seergate.serving.vllm.pages import FlashPages
+from tests.support.models import geometry, tiny_model
+
+K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
+
+
+def rows_of(*lengths: int) -> Rows:
+    return Rows(torch.tensor(lengths), torch.zeros(len(lengths), BLOCKS, 1, dtype=torch.long), kept=6)
+
+
+@pytest.mark.parametrize("turned", [0, 8, 16])
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("options", [{}, {"qk_norm": False}, {"rope": False}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, Any], dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rotary: Any = None
+    if turned:
+        angles = torch.arange(SIZE * BLOCKS)[:, None] * torch.rand(turned // 2, generator=draw)
+        rotary = torch.nn.Module()  # as vLLM has it
+        rotary.cos_sin_cache, rotary.is_neox_style = 1.1 * torch.cat((angles.cos(), angles.sin()), -1), neox
+    config, unrotate = GateConfig(block_size=SIZE, gate_dim=E, **options), Unrotation(rotary)
+    inv_freq = torch.rand(E // 2, generator=draw)
+    gate = AttnGate(config, geometry(K * G, K, D, inv_freq=inv_freq, attention_scaling=0.7)).to(dtype)
+    gate.requires_grad_(False)
+    rows = rows_of(319, 100, 8, 1)
+    last_R1 = rows.lengths_R[:, None] - 1
+    query = torch.randn(4, K * G, D, generator=draw).to(dtype)
+    summary = torch.randn(4, K, BLOCKS, E, generator=draw).to(dtype)
+    plain = unrotate(query, last_R1)
+    found = GateScores(gate, unrotate).scores(query, rows, summary, lambda: summary)
+    assert torch.equal(found, gate.step_scores(plain, rows.lengths_R, summary))
+    if rotary is None:
+        assert torch.equal(plain, query.float())
+        return
+    cos, sin = (x[:, None] for x in rotary.cos_sin_cache[rows.lengths_R - 1].chunk(2, -1))
+    part = plain[..., :turned]
+    first, second = part.chunk(2, -1) if neox else (part[..., ::2], part[..., 1::2])
+    pair = first * cos - second * sin, second * cos + first * sin
+    again = torch.cat(pair, -1) if neox else torch.stack(pair, -1).flatten(-2)
+    torch.testing.assert_close(torch.cat((again, plain[..., turned:]), -1), query.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_blocks_of_a_budget_are_the_methods(sinks: int) -> None:
+    method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE, sink_blocks=sinks)
+    rows = rows_of(320, 313, 49, 97)
+    scores = torch.randint(-2, 3, (4, K, BLOCKS), generator=torch.Generator().manual_seed(1)).float()  # many are equal
+    scores[0, 0, ::3], scores[1, 1, ::5], scores[2, 0, 1] = torch.nan, torch.inf, -0.0
+    indices, counts = method.choose(scores, rows.lengths_R)
+    found = best_blocks(scores, candidates_of(rows.lengths_R, BLOCKS, SIZE, sinks), 6)
+    assert torch.equal(found.int(), indices) and counts.eq(6).all()
+
+
+def test_rows_are_divided_in_order_and_compute_once() -> None:
+    rows = rows_of(5, 6, 7, 8, 9)
+    assert [part.lengths_R.tolist() for part in divided(rows, 2)] == [[5, 6], [7, 8], [9]]
+    parts = rows.once(divided, 2)
+    assert rows.once(divided, 2) is parts and rows.once(divided, 3) is not parts
+    assert all(part.kept == rows.kept for part in parts)
+
+
+@pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
+def test_gates_without_a_key_per_block_are_refused(scorer: str) -> None:
+    model, config = tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16)
+    check_keys(GateBank.for_model(model, config))
+    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}'; a server's cache keeps all"):
+        check_keys(GateBank.for_model(model, replace(config, scorer=scorer)))
+
+
+class Tables(FlashPages):
+    """Pages that note the block tables that they are to attend to."""
+
+    noted: ClassVar[list[Tensor]] = []
+
+    def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> None:
+        return None
+
+    def attend(
+        self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: None, output_QGD: Tensor
+    ) -> None:
+        self.noted.append(table_QX)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run, views included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
+    draw = torch.Generator().manual_seed(2)
+    rotary: Any = torch.nn.Module()
+    rotary.cos_sin_cache, rotary.is_neox_style = torch.randn(SIZE * BLOCKS, D, generator=draw), True
+    inv_freq = torch.rand(E // 2, generator=draw)
+    gate = AttnGate(GateConfig(SIZE, gate_dim=E), geometry(K * G, K, D, inv_freq=inv_freq))
+    layer = SparseAttention()
+    layer.kind, layer.anchor, layer.num_kv_heads, layer.pages = Tables, layer, K, WeakTensorKeyDictionary()
+    layer.method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE)
+    layer.scoring, layer.counts = GateScores(gate, Unrotation(rotary)), Counts(*torch.zeros(2, dtype=torch.long))
+    numbers = K * (SIZE * 2 * D + E)  # of a page, its summary included
+    caches = [torch.randn(2 * BLOCKS * numbers, generator=draw) for _ in range(3)]
+    lengths, table = torch.tensor([319, 100]), torch.randperm(2 * BLOCKS, generator=draw).view(2, BLOCKS, 1)
+    none = torch.empty(0, dtype=torch.long)
+
+    def step(caches: list[Tensor]) -> list[int]:
+        """One step of layers with these caches: how many operators each runs."""
+        plan = Plan(
+            closed_Cr=none[:, None],
+            starts_C=none,
+            tokens_R=torch.arange(2),
+            rows=Rows(lengths, table, 6),
+            sparse_B=torch.arange(2),
+            dense=None,
+            held=419,
+            read_all=0,
+        )
+        found = []
+        for cache in caches:
+            paged = cache.as_strided((2 * BLOCKS, K, SIZE, 2 * D), (numbers, SIZE * 2 * D, 2 * D, 1))
+            query = cache[: 2 * (K * G + 1) * D].view(2, K * G + 1, D)[:, 1:]  # rows with gaps, as vLLM's
+            with Operators() as operators:
+                layer.forward(None, query, query, query, paged, SimpleNamespace(plan=plan), torch.empty(2, K * G, D))
+            found.append(len(operators.names))
+        return found
+
+    first, *further = step(caches)
+    shared = list(Tables.noted)
+    Tables.noted.clear()
+    alone = [step([cache])[0] for cache in caches]
+    assert all(torch.equal(a, b) for a, b in zip(shared, Tables.noted, strict=True))
+    assert max(further) <= 55 < 120 < min(alone), (first, alone, further)

@@ -1,0 +1,500 @@
+"""What runs on a GPU only, as far as it can run without one: vLLM's own callers, cache views and layouts, a decode
+step recorded and replayed as a CUDA graph does it, the size of temporaries on meta tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+from vllm import envs
+from vllm.config import AttentionConfig
+from vllm.v1.attention.backend import AttentionCGSupport as Support
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheTensor, compute_layout_strides, create_kv_cache_views
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu import buffer_utils
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
+from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+from vllm.v1.worker.gpu.input_batch import InputBuffers
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.utils import AttentionGroup
+
+from benchmarks.estimates import LAUNCHES
+from seergate import GateConfig, SeergateError
+from seergate.gates.gate import AttnGate
+from seergate.methods import SelectingMethod, make_method
+from seergate.serving.common.rope import Unrotation
+from seergate.serving.common.rows import Rows
+from seergate.serving.common.scoring import GateScores, QuestScores, Scores
+from seergate.serving.vllm.attention import (
+    LAYOUTS,
+    SCORED_BYTES,
+    Counts,
+    SparseAttention,
+    SparseBackend,
+    SparseBuilder,
+    sparse_backend,
+    sparse_layer,
+)
+from seergate.serving.vllm.checks import choose_backend
+from seergate.serving.vllm.pages import FlashPages, splits
+from tests.serving.vllm.flash import use_kernels
+from tests.support.models import geometry
+
+K, G, D, E = 2, 2, 16, 16
+
+
+@pytest.fixture(autouse=True)
+def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_kernels(monkeypatch)
+
+
+class Rotary:
+    """A table of angles, as vLLM's modules have it."""
+
+    is_neox_style = True
+
+    def __init__(self, positions: int) -> None:
+        angles = torch.arange(positions)[:, None] * torch.rand(D // 2)
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), -1)
+
+
+def gate(size: int) -> AttnGate:
+    made = AttnGate(GateConfig(block_size=size, gate_dim=E), geometry(K * G, K, D, inv_freq=torch.rand(E // 2)))
+    for weight in made.parameters():
+        weight.data.normal_(std=0.5)
+    return made.requires_grad_(False)
+
+
+def no_counts() -> Counts:
+    return Counts(*torch.zeros(2, dtype=torch.long))
+
+
+class FlashImpl(SparseAttention):
+    """With what `FlashPages` asks of FlashAttention's."""
+
+    kind, scale, logits_soft_cap, vllm_flash_attn_version, num_kv_heads = FlashPages, D**-0.5, 0, 3, K
+
+
+def gated_layer(method: SelectingMethod, scoring: Scores) -> SparseAttention:
+    impl = FlashImpl()
+    impl.method, impl.scoring, impl.counts, impl.pages = method, scoring, no_counts(), WeakTensorKeyDictionary()
+    impl.anchor = impl
+    return impl
+
+
+def cache_in(memory: Tensor, page: int, width: int) -> Tensor:
+    """The cache of a layer, ``[pages, K, page, 2 * D]``, in memory where each page ends with room for a summary."""
+    numbers = K * page * 2 * D + K * width
+    return memory.as_strided((len(memory) // numbers, K, page, 2 * D), (numbers, page * 2 * D, 2 * D, 1))
+
+
+def memory_of(pages: int, page: int, width: int, draw: torch.Generator | None = None) -> Tensor:
+    return torch.randn(pages * (K * page * 2 * D + K * width), generator=draw)
+
+
+class Stock(AttentionMetadataBuilder):
+    """A builder of vLLM's own kind."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        common = common_attn_metadata
+        lengths, starts = common.seq_lens, common.query_start_loc
+        return SimpleNamespace(block_table=common.block_table_tensor, seq_lens=lengths, query_start_loc=starts)
+
+
+class Backend(SparseBackend, FlashAttentionBackend):
+    """FlashAttention's, read sparsely."""
+
+
+class StockLayer:
+    """What vLLM's own module says of its cache, of which each page has ``size`` tokens."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        return FullAttentionSpec(block_size=self.size, num_kv_heads=K, head_size=D, dtype=torch.float32)
+
+
+def builder(method: SelectingMethod, page: int, room: int | None = None, drafts: int = 0) -> Any:
+    """The builder of a model with one gated layer and one that is none."""
+    layer = sparse_layer(StockLayer)(page)
+    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
+    spec, layers = layer.get_kv_cache_spec(None), {"layer": layer, "other": None}
+    if room is not None:
+        spec = replace(spec, page_size_padded=spec.unpadded_page_size_bytes + room)
+    compilation = SimpleNamespace(static_forward_context=layers)
+    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts)
+    kind = type("Builder", (SparseBuilder, Stock), {})
+    made = kind(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[call-arg]
+    support = kind.get_cudagraph_support(config, spec)
+    assert support == (Support.UNIFORM_SINGLE_TOKEN_DECODE if made.graphs else Support.NEVER)
+    return made
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for the platform is told of a GPU."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("capture", [False, True])
+def test_vllm_calls_the_builder_by_its_names(graphs: bool, capture: bool, request: pytest.FixtureRequest) -> None:
+    """A step, and the capture of a graph."""
+    if graphs:
+        request.getfixturevalue("on_gpu")
+    made = builder(make_method("quest", token_budget=64, block_size=32), 32)
+    group = AttentionGroup(Backend, ["layer"], made.kv_cache_spec, 0, metadata_builders=[made])
+    counts = torch.tensor([0, 1, 2], dtype=torch.int32)
+    lengths = torch.tensor([300, 40], dtype=torch.int32)
+    metadata = build_attn_metadata(
+        attn_groups=[[group]],
+        num_reqs=2,
+        num_tokens=2,
+        query_start_loc_gpu=counts,
+        query_start_loc_cpu=counts,
+        max_query_len=1,
+        seq_lens=lengths,
+        max_seq_len=300,
+        block_tables=[torch.arange(20, dtype=torch.int32).view(2, 10)],
+        slot_mappings=torch.zeros(1, 2, dtype=torch.int64),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),  # type: ignore[arg-type]
+        seq_lens_cpu_upper_bound=lengths,
+        is_prefilling=torch.zeros(2, dtype=torch.bool),
+        for_cudagraph_capture=capture,
+    )["layer"]
+    assert metadata.plan is None if graphs else metadata.plan.tokens_R.tolist() == [0]
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_vllm_calls_the_builder_for_drafts() -> None:
+    made = builder(make_method("quest", token_budget=64, block_size=32), 32)
+    common = SimpleNamespace(max_query_len=1, block_table_tensor=None, seq_lens=None, query_start_loc=None)
+    assert made.build_for_drafting(common, 0).plan is None
+
+
+def test_pages_larger_than_a_block_are_refused() -> None:
+    with pytest.raises(SeergateError, match="pages of 64 tokens; with seergate a block of 32 must be several"):
+        builder(make_method("quest", token_budget=64, block_size=32), 64)
+
+
+def test_an_anchor_with_other_pages_is_refused() -> None:
+    method = make_method("quest", token_budget=64, block_size=32, anchors=(2,))
+    layer = sparse_layer(StockLayer)(32)
+    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
+    layer.impl.anchor = gated_layer(method, layer.impl.scoring)
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
+    with pytest.raises(SeergateError, match=r"anchors is \[2\]; vLLM's cache has layers in groups with pages of"):
+        type("Builder", (SparseBuilder, Stock), {})(layer.get_kv_cache_spec(None), ["layer"], config, None)
+
+
+def test_pages_without_room_for_summaries_are_refused() -> None:
+    """They would be written over the next page's keys."""
+    with pytest.raises(SeergateError, match="vLLM's pages have 16 bytes behind .*; seergate's summaries need 256"):
+        builder(make_method("quest", token_budget=64, block_size=32), 32, room=16)
+
+
+def test_the_cache_that_vllm_profiles_with_is_let_go() -> None:
+    """vLLM drops its own references, and then wants the memory for the real cache. All layers share one allocation."""
+    method = make_method("quest", token_budget=64, block_size=32)
+    modules = [SimpleNamespace() for _ in range(3)]
+    layers = [gated_layer(method, QuestScores(D, torch.float32, "max")) for _ in range(3)]
+    buffer = memory_of(3 * 5, 32, 2 * D)
+    place = buffer.untyped_storage().data_ptr()
+    for module, layer, memory in zip(modules, layers, buffer.chunk(3), strict=True):
+        module.kv_cache = cache = cache_in(memory, 32, 2 * D)
+        table = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+        metadata = SimpleNamespace(plan=None, seq_lens=torch.tensor([128], dtype=torch.int32), block_table=table)
+        query = torch.randn(1, K * G, D)
+        layer.forward(module, query, query, query, cache, metadata, torch.empty_like(query))
+        module.kv_cache = torch.empty(0)
+    del buffer, cache, memory
+    gc.collect()
+    alive = [x for x in gc.get_objects() if type(x) is Tensor and x.untyped_storage().data_ptr() == place]
+    assert not alive
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_flash_attention_is_chosen_before_weights_are_loaded_and_others_are_refused() -> None:
+    config = AttentionConfig()
+    choose_backend(config)
+    assert config.backend_per_kind == {"full_attention": AttentionBackendEnum.FLASH_ATTN}
+    for given in (
+        AttentionConfig(backend=AttentionBackendEnum.FLASHINFER),
+        AttentionConfig(backend_per_kind={"full_attention": AttentionBackendEnum.FLASHINFER}),
+    ):
+        with pytest.raises(
+            SeergateError, match="attention backend is FLASHINFER; with seergate it must be FLASH_ATTN"
+        ):
+            choose_backend(given)
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.bytes = max(self.bytes, x.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("kind", ["gate", "quest"])
+def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
+    """1,024 rows of 131,072 tokens, eight KV heads of 128 channels, on meta tensors."""
+    rows, blocks, size, heads, dim = 1024, 2048, 64, 8, 128
+    if kind == "gate":
+        with torch.device("meta"):
+            frequencies = [1.0] * (dim // 2)
+            config = GateConfig(block_size=size, gate_dim=dim)
+            made = AttnGate(config, geometry(4 * heads, heads, dim, inv_freq=frequencies))
+        scoring: Scores = GateScores(made.requires_grad_(False).to("meta", torch.bfloat16), Unrotation(None))
+    else:
+        scoring = QuestScores(dim, torch.bfloat16, "max")
+    layer = gated_layer(make_method("quest", token_budget=4096, block_size=size), scoring)
+    with torch.device("meta"):
+        numbers = heads * (size * 2 * dim + scoring.width)
+        shape, strides = (5800, heads, size, 2 * dim), (numbers, size * 2 * dim, 2 * dim, 1)
+        memory = torch.empty(5800 * numbers, dtype=torch.bfloat16)
+        pages = FlashPages(layer, None, memory.as_strided(shape, strides), scoring.width)
+        table = torch.zeros(rows, blocks, 1, dtype=torch.long)
+        sparse = Rows(torch.zeros(rows, dtype=torch.long), table)
+        query = torch.empty(rows, 4 * heads, dim, dtype=torch.bfloat16)
+        with Largest() as largest:
+            scores = layer._scores(pages, sparse, query)
+    assert scores.shape == (rows, heads, blocks)
+    assert largest.bytes <= SCORED_BYTES
+
+
+def test_keys_are_made_without_a_copy_of_the_weight_per_row() -> None:
+    size, rows = 32, 64
+    made = gate(size)
+    with Largest() as largest:
+        made.keys(torch.randn(rows, K, 1, 3 * D), torch.zeros(rows, 1))
+    assert largest.bytes < rows * made.k_proj.weight.nbytes
+
+
+# --------------------------------------------------------------------------------------------- what a graph replays
+
+
+def decode_state(seed: int, rows: int, width: int, page: int, size: int) -> dict[str, Any]:
+    """Rows of a decode step, the last one or two of padding. Entries of the table behind a row's own pages are what
+    earlier batches left there: vLLM copies only those that a row has.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, width * page, (rows,), generator=draw).int()
+    lengths[0], lengths[-1 - seed % 2 :] = size * 2, 0
+    total = rows * width + 1
+    table = torch.randint(1, total, (rows, width), generator=draw).int()
+    own = torch.randperm(total - 1, generator=draw).view(rows, width).int() + 1
+    table = torch.where(torch.arange(width) < -(-lengths // page)[:, None], own, table)
+    table[lengths == 0] = 0
+    return {
+        "lengths": lengths,
+        "table": table,
+        "memory": [memory_of(total, page, E, draw) for _ in range(2)],
+        "queries": [torch.randn(rows, K * G, D, generator=draw) for _ in range(2)],
+        "outputs": [torch.zeros(rows, K * G, D) for _ in range(2)],
+    }
+
+
+def captured(method: SelectingMethod, page: int, rows: int, width: int) -> Any:
+    """The metadata that vLLM's second model runner captures a graph with: of a dummy batch, in buffers that stay."""
+    cpu, made = torch.device("cpu"), builder(method, page)
+    buffers, tables = InputBuffers(rows, rows, cpu), BlockTables([page], rows, rows, [width], cpu)
+    group = AttentionGroup(Backend, ["layer"], made.kv_cache_spec, 0, metadata_builders=[made])
+    state: Any = SimpleNamespace(max_model_len=width * page, supports_mm_inputs=False, encoder_cache=None)
+    state.prepare_attn = partial(DefaultModelState.prepare_attn, state)
+    groups: Any = SimpleNamespace(kv_cache_groups=[group])
+    given = rows, rows, state, buffers, tables, [[group]], groups
+    metadata = prepare_inputs_to_capture(*given, full_cudagraph=True, max_query_len=1).attn_metadata["layer"]
+    assert metadata.plan is None  # the first layer makes it, so that the graph has it
+    assert metadata.seq_lens.data_ptr() == buffers.seq_lens.data_ptr()
+    assert metadata.block_table.data_ptr() == tables.input_block_tables[0].data_ptr()
+    return metadata
+
+
+@pytest.mark.parametrize(("page", "shared"), [(32, False), (16, False), (16, True)])
+@pytest.mark.usefixtures("on_gpu")
+def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded with vLLM's dummy batch, replayed with other lengths, tables, caches and padding: the same to the last
+    bit. No row may change the summary of a block that is another's.
+    """
+    from seergate.ops import arguments as checks
+
+    monkeypatch.setattr(checks, "readable", lambda x: False)  # as for tensors on a GPU
+    monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # it wants pinned memory
+    size, rows, width = 32, 5, 6 * 32 // page
+    method, rotary = make_method("quest", token_budget=3 * size, block_size=size), Rotary(width * page)
+    layers = [gated_layer(method, GateScores(gate(size), Unrotation(rotary))) for _ in range(2)]
+    layers[1].anchor = layers[0] if shared else layers[1]
+
+    def step(state: dict[str, Any]) -> list[Tensor]:
+        metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
+        counts = no_counts()  # of both layers: under a budget they read as much
+        for i, layer in enumerate(layers):
+            layer.counts, query, cache = counts, state["queries"][i], cache_in(state["memory"][i], page, E)
+            layer.forward(None, query, query, query, cache, metadata, state["outputs"][i])
+        return [counts.read, counts.held]
+
+    def copied(state: dict[str, Any]) -> dict[str, Any]:
+        return {name: [y.clone() for y in x] if isinstance(x, list) else x.clone() for name, x in state.items()}
+
+    with torch.no_grad():
+        dummy = captured(method, page, rows, width)
+        recorded = decode_state(1, rows, width, page, size) | {"lengths": dummy.seq_lens, "table": dummy.block_table}
+        graph = make_fx(step)(recorded)
+        for seed in range(2, 8):
+            state = decode_state(seed, rows, width, page, size)
+            replayed, eager = copied(state), copied(state)
+            counts = graph(replayed), step(eager)
+            for name in ("outputs", "memory"):
+                assert all(torch.equal(a, b) for a, b in zip(replayed[name], eager[name], strict=True))
+            assert [int(x) for x in counts[0]] == [int(x) for x in counts[1]]
+            assert int(counts[0][1]) == K * int(state["lengths"].sum())
+            closing = [row for row in range(rows) if state["lengths"][row] and state["lengths"][row] % size == 0]
+            ends = {int(state["table"][row, state["lengths"][row] // page - 1]) for row in closing}
+            for layer, before, after in zip(layers, state["memory"], eager["memory"], strict=True):
+                caches = [cache_in(memory, page, E) for memory in (before, after)]
+                assert torch.equal(*caches)
+                old, new = (FlashPages(None, None, cache, E).summary_PKW for cache in caches)
+                changed = (old != new).flatten(1).any(-1).nonzero().flatten().tolist()
+                assert closing and set(changed) == (ends | {0} if layer.anchor is layer else set())
+
+
+class Launches(TorchDispatchMode):
+    """What PyTorch would launch on a GPU: not views, not allocations."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made, name = function(*args, **(kwargs or {})), function._schema.name.removeprefix("aten::")
+        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
+        new = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given]
+        if function._schema.is_mutable or (new and "empty" not in name):
+            self.names.append(name)
+        return made
+
+
+def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three kernels, and FlashAttention's two, of parts and of their sum. The plan, the schedule and the statistics
+    are the first layer's. A layer that reads an anchor's choice launches attention alone.
+    """
+    from triton.runtime.jit import JITFunction
+
+    names: list[str] = []
+    monkeypatch.setattr("seergate.serving.common.scoring.choose", lambda device: "triton")
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *rest, **named: names.append(kernel.__name__))
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", lambda **named: names.append("attention"))
+    monkeypatch.setattr(fa_utils, "get_scheduler_metadata", lambda **named: names.append("schedule"))
+    method = make_method("quest", token_budget=64, block_size=32)
+    state = decode_state(1, 5, 6, 32, 32)
+    layers = [gated_layer(method, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
+    layers[3].anchor = layers[2]
+    counts, taken = no_counts(), []
+    metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
+    for layer in layers:
+        layer.counts, query, cache = counts, state["queries"][0], cache_in(state["memory"][0], 32, E)
+        with torch.no_grad(), Launches(names):
+            layer.forward(None, query, query, query, cache, metadata, state["outputs"][0])
+        taken.append(list(names))
+        names.clear()
+    kernels = ["close_kernel", "paged_score_kernel", "place_kernel"]
+    assert taken[1] == taken[2] == [*kernels, "attention"] and taken[3] == ["attention"]
+    assert len(kernels) + 2 == LAUNCHES["gate"]  # as docs/scale.md counts them
+    assert taken[0].count("schedule") == 1 and set(kernels) < set(taken[0]) and len(taken[0]) <= 20
+
+
+# ------------------------------------------------------------------------------------------------------- layouts
+
+
+@pytest.mark.parametrize(
+    ("layout", "width"), [*((layout, 0) for layout in KVCacheLayout), *((KVCacheLayout[name], 24) for name in LAYOUTS)]
+)
+def test_flash_attention_reads_each_layout_of_vllms_cache(layout: KVCacheLayout, width: int) -> None:
+    """Views as vLLM makes them, with room for summaries where it is asked for; each KV head's own pages in the table;
+    the kernel's own conditions hold.
+    """
+    layers, pages, size, rows = 3, 7, 16, 3
+    spec = FullAttentionSpec(block_size=size, num_kv_heads=K, head_size=D, dtype=torch.bfloat16)
+    if width:
+        spec = replace(spec, page_size_padded=spec.page_size_bytes + K * width * 2)
+    total = layers * pages * spec.page_size_bytes
+    strides = compute_layout_strides(spec, pages, layers, layout)
+    names = [f"layer {i}" for i in range(layers)]
+    place = KVCacheTensor(size=total, layers=names, layer_stride=strides[0], block_stride=strides[1])
+    views = create_kv_cache_views(torch.zeros(total, dtype=torch.int8), spec, pages, layout, place)
+    wanted = [torch.randn(pages, K, size, 2 * D).bfloat16() for _ in views]
+    for view, values in zip(views, wanted, strict=True):
+        view.copy_(values)
+    summaries = [torch.randn(pages, K, width).bfloat16() for _ in views]
+    for view, each in zip(views, summaries, strict=True):
+        FlashPages(None, None, view, width).summary_PKW.copy_(each)
+    for view, values, each in zip(views, wanted, summaries, strict=True):
+        impl = SimpleNamespace(scale=D**-0.5, logits_soft_cap=0, vllm_flash_attn_version=3)
+        cache = FlashPages(impl, None, view, width)
+        table = torch.randint(pages, (2, 5))
+        sparse = Rows(torch.zeros(2, dtype=torch.long), table[..., None])
+        assert torch.equal(cache.read_summaries(sparse), each[table].transpose(1, 2))
+        with Largest() as largest:
+            keys = cache.read(torch.arange(pages))
+        assert torch.equal(keys, values[..., :D]) and largest.bytes == values.nbytes // 2
+        query = torch.randn(rows * K, G, D).bfloat16()
+        chosen = torch.stack([torch.randperm(pages)[:3] for _ in range(rows * K)])
+        heads = torch.arange(K).repeat(rows)
+        table = (chosen * cache.page_step + heads[:, None] * cache.head_step).int()
+        lengths = torch.randint(2 * size + 1, 3 * size + 1, (rows * K,)).int()
+        got = torch.empty_like(query)
+        cache.attend(query, table, lengths, cache.schedule(query, table, lengths), got)
+        for i, (q, answer) in enumerate(zip(query, got, strict=True)):
+            keys, values_i = values[chosen[i], heads[i]].flatten(0, 1)[: int(lengths[i])].float().chunk(2, -1)
+            want = torch.softmax(q.float() @ keys.T * D**-0.5, -1) @ values_i
+            torch.testing.assert_close(answer.float(), want, rtol=0, atol=2e-2)
+
+
+def test_vllm_is_asked_for_layouts_in_which_a_heads_page_is_in_one_piece() -> None:
+    asked = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
+    assert [layout.name for layout in asked] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+    assert sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
+
+
+def test_a_batch_invariant_engine_does_not_divide_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert splits() == 0
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    assert splits() == 1
+
+
+def test_a_cache_with_more_places_than_int32_holds_is_refused() -> None:
+    with pytest.raises(SeergateError, match="places of pages; a block table holds numbers below 2\\^31"):
+        FlashPages(
+            None, None, torch.empty(2**23, 2, 16, 32, device="meta").as_strided((2**23, 2, 16, 32), (2**10, 2, 32, 1))
+        )

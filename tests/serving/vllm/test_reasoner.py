@@ -1,0 +1,121 @@
+"""The tiny reasoner inside vLLM against the same gates inside transformers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import seergate
+from seergate import DecodeConfig, GateBank
+from seergate.methods import make_method
+from seergate.serving.vllm.attention import SparseAttention, fits_graphs
+from seergate.serving.vllm.worker import rank_gate
+from tests.serving.vllm.conftest import GATES, answers, engine, gated_layers
+from tests.support.reasoner import REASONER, questions
+
+BUDGET = 160
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Any]:
+    with engine(seergate={"gates": GATES, "token_budget": BUDGET}) as llm:
+        yield llm
+
+
+def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.Tensor] = []
+    kind = type(gated_layers(llm)[0].impl.method)
+    plain = kind.choose
+
+    def choose(self: Any, scores: torch.Tensor, lengths: torch.Tensor) -> Any:
+        selection = plain(self, scores, lengths)
+        chosen.append(selection.indices)
+        return selection
+
+    plain_served = SparseAttention._chosen
+
+    def served_choice(self: Any, *given: Any) -> Any:
+        indices, counts = plain_served(self, *given)
+        chosen.append(indices.int())
+        return indices, counts
+
+    monkeypatch.setattr(kind, "choose", choose)
+    monkeypatch.setattr(SparseAttention, "_chosen", served_choice)
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
+    for ids in questions(20, 20, 24):
+        chosen.clear()
+        (served,) = answers(llm, [ids], 600)
+        blocks = list(chosen)
+        chosen.clear()
+        with seergate.attached(model, GateBank.from_pretrained(GATES), DecodeConfig(token_budget=BUDGET)):
+            said = model.generate(torch.tensor([ids]), max_new_tokens=600, do_sample=False)[0, len(ids) :].tolist()
+        assert served == said
+        assert len(blocks) == len(chosen) == 4 * (len(said) - 1)
+        assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
+
+
+def test_gates_follow_the_model_to_its_device(llm: Any) -> None:
+    part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"), torch.bfloat16)
+    assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
+    assert {tensor.dtype for tensor in part.parameters()} == {torch.bfloat16}  # that of the cache
+
+
+def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    assert fits_graphs(make_method("quest", token_budget=64))
+    assert fits_graphs(make_method("quest", budget_share=0.1, budget_max=2048))
+    for name, rule in (("quest", {"dense_below": 512}), ("quest", {"top_p": 0.9}), ("oracle", {"token_budget": 128})):
+        assert not fits_graphs(make_method(name, **rule))
+
+
+def test_statistics_are_counts_of_tokens(llm: Any) -> None:
+    (before,) = llm.collective_rpc("seergate_stats")
+    (ids,) = questions(20)
+    (said,) = answers(llm, [ids], 40)
+    (after,) = llm.collective_rpc("seergate_stats")
+    lengths = [len(ids) + step for step in range(1, len(said))]  # of the rows that decode; the first token is read off
+    for layer in range(4):
+        held, read = (after["layers"][layer][n] - before["layers"][layer][n] for n in ("tokens_held", "tokens_read"))
+        assert held == 2 * sum(lengths)
+        assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
+    pages = len(gated_layers(llm)[0].kv_cache)
+    assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"budget_share": 0.3, "budget_min": 96},
+        {"token_budget": 160, "anchors": (0, 2)},
+        {"threshold": 0.02, "anchors": (0,)},
+    ],
+    ids=["a share", "two anchors", "one anchor"],
+)
+def test_rules_are_those_of_transformers(rule: dict[str, Any]) -> None:
+    """Rows of different lengths in one batch, each with its own share; layers that read what others chose."""
+    prompts, said = questions(20, 8, 24), []
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
+    for ids in prompts:
+        with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
+            out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
+            said.append(out[0, len(ids) :].tolist())
+            assert handle.stats()["density"] < 1
+    with engine(seergate={"gates": GATES, **rule}) as llm:
+        assert answers(llm, prompts, 100) == said
+
+
+def test_an_engine_that_is_gone_leaves_no_cache_behind() -> None:
+    with engine(seergate={"gates": GATES, "token_budget": BUDGET}) as llm:
+        answers(llm, questions(12), 40)
+        cache = weakref.ref(gated_layers(llm)[0].kv_cache)
+        del llm
+    gc.collect()
+    assert cache() is None

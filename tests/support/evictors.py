@@ -1,0 +1,308 @@
+"""The table of evicting methods: what the shared tests run, one row each. A new evictor adds a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import seergate
+from seergate import methods
+from seergate.methods.evicting import CompressingMethod
+from seergate.methods.scoring import attend_and_weigh
+from seergate.methods.tri_attention import Centres, QueryCentres
+from tests.support import naive, naive_views
+from tests.support.models import prompt, tiny_model
+
+GROUPS = {1: (2, 2), 4: (8, 2), 5: (10, 2)}
+"""Query heads per KV head -> query heads, KV heads."""
+
+
+def model_of(group: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    heads, kv_heads = GROUPS[group]
+    return tiny_model("qwen3", dtype=dtype, num_attention_heads=heads, num_key_value_heads=kv_heads, **options)
+
+
+def centres(model: Any) -> Centres:
+    recorder = QueryCentres()
+    with seergate.attached(model, recorder):
+        model.generate(input_ids=prompt(200, 77), max_new_tokens=2)
+    return recorder.centres()
+
+
+def attention(state: Any, step: Any) -> Any:
+    """What a decode step does with a state before anything leaves: `observe_attention`, then `attend`."""
+    step.p_BKGT = attend_and_weigh(step)[1] if state.reads_all_keys else None
+    state.observe_attention(step)
+    return state.attend(step)
+
+
+def _tri(model: Any, **options: Any) -> CompressingMethod:
+    return methods.TriAttention(centres=centres(model), **options)
+
+
+def _naive_tri(model: Any, *args: Any, **options: Any) -> naive.Tri:
+    found, rope = centres(model), model.model.rotary_emb
+    return naive.Tri(
+        *args,
+        mean={layer: mean.double().numpy() for layer, mean in found.mean.items()},
+        modulus={layer: modulus.double().numpy() for layer, modulus in found.modulus.items()},
+        frequencies=rope.inv_freq.double().numpy(),
+        factor=rope.attention_scaling,
+        **options,
+    )
+
+
+def _variant(policy: Any, **options: Any) -> Any:
+    for name, value in options.items():
+        setattr(policy, name, value)
+    return policy
+
+
+@dataclass(frozen=True)
+class Evictor:
+    """A method small enough to evict in a test.
+
+    Attributes:
+        method: makes it for a model.
+        policy: makes its simulation.
+        bound: the most that a row with this prompt may hold after so many decoded tokens.
+        pins_prompt: whether the prompt is never evicted.
+    """
+
+    method: Callable[[Any], CompressingMethod]
+    policy: Callable[[Any], Any]
+    bound: Callable[[int, int], int]
+    pins_prompt: bool = False
+    covering: dict[str, int] | Callable[[Any], CompressingMethod] | None = None
+    """Options with which nothing is evicted in a short test, or such a method; a large token budget by default."""
+    grows: bool = False
+    """Whether something beside the cache grows with the answer."""
+
+    def covers(self, model: Any) -> CompressingMethod:
+        """The method with room for everything."""
+        if callable(self.covering):
+            return self.covering(model)
+        return replace(self.method(model), **(self.covering or {"token_budget": 4096}))
+
+
+def _pages(prompt_tokens: int, page: int) -> int:
+    return -(-prompt_tokens // page) * page
+
+
+def _with_gate(evictor: Callable[..., CompressingMethod], budget: int = 16) -> Callable[[Any], CompressingMethod]:
+    """A method whose residents the gate chooses from."""
+
+    def make(model: Any) -> CompressingMethod:
+        gate = methods.Gate(bank=naive_views.gate_for(model), token_budget=budget)
+        return methods.GateOnEvictor(evictor=evictor(), gate=gate)
+
+    return make
+
+
+C = 24
+EVICTORS = {
+    "streaming_llm": Evictor(
+        lambda m: methods.StreamingLLM(token_budget=C, sink_tokens=3, interval=7),
+        lambda m: naive_views.streaming(m, C, 3, 7),
+        lambda n, t: C + 7,
+    ),
+    "streaming_llm original": Evictor(
+        lambda m: methods.StreamingLLM(token_budget=C, sink_tokens=3, interval=7, positions="original"),
+        lambda m: naive_views.streaming(m, C, 3, 7, kind=naive_views.SinksAndWindow),
+        lambda n, t: C + 7,
+    ),
+    "h2o": Evictor(
+        lambda m: methods.H2O(token_budget=C, recent_tokens=10),
+        lambda m: naive.H2O(C, recent=10),
+        lambda n, t: C + 1,
+    ),
+    "h2o mean, in batches": Evictor(
+        lambda m: methods.H2O(token_budget=C, normalise="mean", interval=5),
+        lambda m: naive.MeanH2O(C, interval=5, recent=C // 2),
+        lambda n, t: C + 5,
+    ),
+    "tova": Evictor(
+        lambda m: methods.TOVA(token_budget=C),
+        lambda m: naive.TOVA(C, recent=1),
+        lambda n, t: C + 1,
+    ),
+    "tova faithful": Evictor(
+        lambda m: methods.TOVA(token_budget=C, protect_current=False),
+        lambda m: naive.TOVA(C),
+        lambda n, t: C + 1,
+    ),
+    "lazy_eviction": Evictor(
+        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha),
+        lambda m: naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False),
+        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
+    ),
+    "lazy_eviction full": Evictor(
+        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha, h1="full"),
+        lambda m: _variant(naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False), shift=0),
+        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
+    ),
+    "lazy_eviction without H1": Evictor(
+        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha, use_h1=False),
+        lambda m: _variant(naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False), use_h1=False),
+        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
+    ),
+    "snapkv": Evictor(
+        lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5),
+        lambda m: naive.SnapKV(C, interval=8, recent=6, periodic=True),
+        lambda n, t: C + 8,
+    ),
+    "snapkv by group": Evictor(
+        lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5, pooled_by="group"),
+        lambda m: _variant(naive.SnapKV(C, interval=8, recent=6, periodic=True), by_group=True),
+        lambda n, t: C + 8,
+    ),
+    "r_kv": Evictor(
+        lambda m: methods.RKV(token_budget=C, window=4, interval=8, kernel=5),
+        lambda m: naive.RKV(C, interval=8, recent=4, periodic=True),
+        lambda n, t: C + 8,
+    ),
+    "r_kv by length": Evictor(
+        lambda m: methods.RKV(token_budget=C, window=4, interval=6, kernel=5, trigger="length"),
+        lambda m: _variant(naive.RKV(C, interval=6, recent=4, periodic=True), by_length=True),
+        lambda n, t: C + 6,
+    ),
+    "raas": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4),
+        lambda m: naive.RaaS(C, 4),
+        lambda n, t: max(C, _pages(n, 4) + 4) + 1,
+        pins_prompt=True,
+    ),
+    "raas extra": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra"),
+        lambda m: naive.RaaS(C, 4, prompt="extra"),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+    ),
+    "raas threshold": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra", threshold=0.05),
+        lambda m: naive.RaaS(C, 4, prompt="extra", threshold=0.05),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+    ),
+    "raas of the budget": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra", share_of="budget"),
+        lambda m: naive.RaaS(C, 4, prompt="extra", of_budget=True),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+    ),
+    "raas evictable": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="evictable"),
+        lambda m: naive.RaaS(C, 4, prompt="evictable"),
+        lambda n, t: max(n, C) + 1 if t <= 1 else C + 1,
+    ),
+    "raas and quest": Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra", prompt_budget=8),
+        lambda m: naive_views.RaaSAndQuest(C, 4, prompt="extra", prompt_budget=8),
+        lambda n, t: _pages(n, 4) + C + 1,
+        pins_prompt=True,
+        covering={"token_budget": 4096, "prompt_budget": 4096},
+    ),
+    "rpc": Evictor(
+        lambda m: methods.RPC(interval=12, window=4),
+        lambda m: naive.RPC(12, 4),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    ),
+    "rpc per head": Evictor(
+        lambda m: methods.RPC(interval=12, window=4, scope="kv_head"),
+        lambda m: naive.RPC(12, 4, layer_wide=False),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    ),
+    "rpc newest twice": Evictor(
+        lambda m: methods.RPC(interval=12, window=4, selector="newest_twice"),
+        lambda m: naive.RPC(12, 4, newest_twice=True),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    ),
+    "random_evict": Evictor(
+        lambda m: methods.RandomEvict(token_budget=C, interval=6),
+        lambda m: naive.Random(C, interval=6, pinned=True),
+        lambda n, t: max(C, n + 6) + 6,
+        pins_prompt=True,
+    ),
+    "random_evict reservoir": Evictor(
+        lambda m: methods.RandomEvict(token_budget=C, interval=6, law="reservoir", recent_tokens=3, seed=5),
+        lambda m: _variant(naive.Random(C, interval=6, recent=3, pinned=True), seed=5, redraw=False),
+        lambda n, t: max(C, n + 6) + 6,
+        pins_prompt=True,
+    ),
+    "tri_attention": Evictor(
+        lambda m: _tri(m, token_budget=C, interval=6),
+        lambda m: _naive_tri(m, C, interval=6, pinned=True),
+        lambda n, t: max(C, n + 6) + 6,
+        pins_prompt=True,
+    ),
+    "tri_attention max": Evictor(
+        lambda m: _tri(m, token_budget=C, interval=6, offset_reduction="max", prompt="evictable", recent_tokens=2),
+        lambda m: _variant(_naive_tri(m, C, interval=6, recent=2), reduce="max"),
+        lambda n, t: C + 6,
+    ),
+    "fast_kvzip": Evictor(
+        lambda m: methods.FastKVzip(
+            bank=naive_views.level(naive_views.retention_for(m, "fast_kvzip")),
+            token_budget=C,
+            interval=6,
+            window=5,
+            first_tokens=2,
+        ),
+        lambda m: naive_views.FastKVzip(C, interval=6, recent=5, bank=naive_views.retention_for(m, "fast_kvzip")),
+        lambda n, t: C + 6,
+    ),
+    "trim_kv": Evictor(
+        lambda m: methods.TrimKV(bank=naive_views.retention_for(m, "trim_kv"), token_budget=C, interval=6),
+        lambda m: naive_views.TrimKV(C, interval=6, bank=naive_views.retention_for(m, "trim_kv")),
+        lambda n, t: C + 6,
+    ),
+    "kv4bit": Evictor(
+        lambda m: methods.KV4Bit(group=6, residual=5),
+        lambda m: naive_views.KV4Bit(6, 5),
+        lambda n, t: 11 if t > 1 else max(n, 11),
+        covering={"residual": 4096},
+        grows=True,
+    ),
+    "h2o and gate": Evictor(
+        _with_gate(partial(methods.H2O, token_budget=C, recent_tokens=10)),
+        lambda m: naive_views.gated(naive.H2O(C, recent=10), m, naive_views.gate_for(m), 16),
+        lambda n, t: C + 1,
+        covering=_with_gate(partial(methods.H2O, token_budget=4096), 4096),
+        grows=True,
+    ),
+    "snapkv and gate": Evictor(
+        _with_gate(partial(methods.SnapKV, token_budget=C, window=6, interval=8, kernel=5)),
+        lambda m: naive_views.gated(
+            naive.SnapKV(C, interval=8, recent=6, periodic=True), m, naive_views.gate_for(m), 16
+        ),
+        lambda n, t: C + 8,
+        covering=_with_gate(partial(methods.SnapKV, token_budget=4096), 4096),
+        grows=True,
+    ),
+    "trim_kv and gate": Evictor(
+        lambda m: _with_gate(
+            partial(methods.TrimKV, bank=naive_views.retention_for(m, "trim_kv"), token_budget=C, interval=6)
+        )(m),
+        lambda m: naive_views.gated(
+            naive_views.TrimKV(C, interval=6, bank=naive_views.retention_for(m, "trim_kv")),
+            m,
+            naive_views.gate_for(m),
+            16,
+        ),
+        lambda n, t: C + 6,
+        covering=lambda m: _with_gate(
+            partial(methods.TrimKV, bank=naive_views.retention_for(m, "trim_kv"), token_budget=4096), 4096
+        )(m),
+        grows=True,
+    ),
+}

@@ -1,0 +1,73 @@
+"""Runs commands and scripts in this process: a new one takes seconds to import torch and transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from seergate.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Done:
+    """How a command ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@contextlib.contextmanager
+def _as_a_process(arguments: list[str]) -> Iterator[tuple[io.StringIO, io.StringIO]]:
+    """`sys.argv` and the streams of a process; the number of threads and where modules come from are put back."""
+    argv, path, threads = sys.argv, list(sys.path), torch.get_num_threads()
+    sys.argv = arguments
+    out, err = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield out, err
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        torch.set_num_threads(threads)
+
+
+def _code(stop: SystemExit, err: io.StringIO) -> int:
+    if isinstance(stop.code, str):
+        err.write(stop.code + "\n")
+        return 1
+    return int(stop.code or 0)
+
+
+def run_script(script: str, *arguments: str) -> Done:
+    """A script of the repository, such as ``benchmarks/decode.py``, as ``python SCRIPT ARGUMENTS`` runs it."""
+    with _as_a_process([script, *arguments]) as (out, err):
+        sys.path.insert(0, str((ROOT / script).parent))
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+            code = 0
+        except SystemExit as stop:
+            code = _code(stop, err)
+        except Exception:
+            err.write(traceback.format_exc())
+            code = 1
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def run_seergate(*arguments: str) -> Done:
+    """``seergate ARGUMENTS``."""
+    with _as_a_process(["seergate", *arguments]) as (out, err):
+        try:
+            code = main(list(arguments))
+        except SystemExit as stop:  # argparse
+            code = _code(stop, err)
+    return Done(code, out.getvalue(), err.getvalue())

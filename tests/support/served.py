@@ -1,0 +1,74 @@
+"""Tests of `--engine` that are the same for every server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from seergate import GateBank, SeergateError
+from seergate.cli.main import main
+from seergate.eval.runner import RunOptions, evaluate
+from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.registry import make_task
+from tests.support.reasoner import REASONER
+
+GATES = f"{REASONER}/gates-32"
+
+REFUSED = [
+    (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside a server"),
+    (["--method", "quest:min_pages=2", "--budget", "128"], "the option 'min_pages' of 'quest' does not exist"),
+    (["--method", "dense", "--workers", "1"], "workers is 1; with --engine {} it must be left out"),
+]
+"""Arguments of `seergate eval` that no server runs, and what is said."""
+
+
+def check_refused(server: str, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`seergate eval` refuses arguments before it loads the model."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
+        assert main(["eval", "--no-report", "--engine", server, "--gates", GATES, *arguments]) != 0
+    assert sentence.format(server) in capsys.readouterr().err
+
+
+def samples(directory: Path) -> dict[Any, dict[str, Any]]:
+    lines = (directory / "samples.jsonl").read_text().splitlines()
+    return {(s["problem_id"], s["sample_idx"]): s for s in map(json.loads, lines)}
+
+
+def check_answers(server: str, out: Path) -> None:
+    """The answers are those of the engine of transformers, which does not continue what the server has begun."""
+    model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
+    tokenizer, bank = AutoTokenizer.from_pretrained(REASONER), GateBank.from_pretrained(GATES)
+    task = make_task("chain_sum", problems=4, variables=14)
+    for spec in (MethodSpec("dense"), MethodSpec("gate", token_budget=160)):
+        runs = {}
+        for engine in ("transformers", server):
+            directory = out / engine / spec.label
+            options = RunOptions(engine=engine, batch_size=4)
+            metrics = evaluate(model, tokenizer, task, spec, directory, options, bank=bank)
+            assert metrics["tokens_per_second"] > 0
+            runs[engine] = samples(directory)
+        assert runs[server].keys() == runs["transformers"].keys()
+        for key, sample in runs[server].items():
+            for name in ("completion", "correct", "finish_reason", "n_tokens"):
+                assert sample[name] == runs["transformers"][key][name]
+    config = yaml.safe_load((directory / "config.yaml").read_text())
+    assert config["generation"]["engine"].startswith(f"{server} 0.")
+    with pytest.raises(SeergateError, match="engine"):
+        evaluate(model, tokenizer, task, spec, directory, RunOptions(batch_size=4), bank=bank)
+
+
+def check_traces(server: str, directory: Path) -> None:
+    """`seergate traces` writes the rows of the engine of transformers."""
+    made = {}
+    for engine in ("transformers", server):
+        out = directory / f"{engine}.jsonl"
+        assert main(["traces", "--prompts", "chain_sum", "--limit", "3", "--engine", engine, "--out", str(out)]) == 0
+        made[engine] = sorted(out.read_text().splitlines())
+    assert len(made[server]) == 3 and made[server] == made["transformers"]
