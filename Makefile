@@ -91,18 +91,12 @@ $(SGLANG)/.installed: pyproject.toml tests/sglang/requirements.txt $(PINS)/sglan
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=tests/sglang/stubs $(SGLANG)/bin/python -m pytest tests/sglang
 
+# Releases that are chosen by hand (PyTorch, Triton, vLLM, SGLang) stand in .ci/pins.
 pins:
 	PYTHON=$(PYTHON) .ci/pins
 
-# What a user gets who installs seergate today, in a fresh environment: a release of another package that breaks seergate shows here,
-# before `make pins` brings it. .ci/run lets it fail.
-NEWEST := .venv-newest
-NEWEST_TESTS := tests/host/test_families.py tests/host/test_generate.py tests/test_loading.py tests/test_models.py
 test-newest:
-	rm -rf $(NEWEST)
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy eager -e '.[dev]'
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) $(NEWEST_TESTS)
+	PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/newest
 
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
 test: lint
@@ -142,5 +136,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(NEWEST) $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) .venv-newest $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
