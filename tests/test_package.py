@@ -56,7 +56,7 @@ def test_the_demo_runs_in_an_empty_environment(built: Path, tmp_path: Path) -> N
     (wheel,) = built.glob("*.whl")
     venv.create(tmp_path / "venv", with_pip=True)
     programs = tmp_path / "venv" / "bin"
-    run(programs / "pip", "install", "-q", "-c", ROOT / "constraints.txt", f"{wheel}[eval]", cwd=tmp_path)
+    run(programs / "pip", "install", "-q", "-c", ROOT / ".ci/constraints/torch.txt", f"{wheel}[eval]", cwd=tmp_path)
     run(programs / "seergate", "demo", cwd=tmp_path)
     (report,) = tmp_path.glob("runs/demo-*/report.html")
     assert "gate" in report.read_text()
