@@ -44,7 +44,7 @@ from seergate.eval.calibration.matching import nearest
 from seergate.eval.report.load import load_sweeps
 from seergate.eval.tasks.chain_sum import make_problem
 from seergate.eval.tasks.retrieval import SETTLING, texts_of
-from seergate.models.loading import load_tokenizer
+from seergate.pretrained import load_tokenizer
 
 METHODS = ("gate", "quest", "oracle")
 Plans = dict[int, tuple[int, ...]]

@@ -32,8 +32,9 @@ import seergate
 from seergate import GateBank, GateConfig, methods
 from seergate.decode.speculation import expected_tokens
 from seergate.eval.tasks.chain_sum import make_problem
-from seergate.models.loading import load_base, load_tokenizer
+from seergate.models.loading import load_base
 from seergate.paths import shipped
+from seergate.pretrained import load_tokenizer
 
 TINY = "checkpoints/tiny-reasoner"
 ACCEPTANCES = (0.5, 0.7, 0.8, 0.9, 0.95)

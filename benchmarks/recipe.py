@@ -32,9 +32,9 @@ from seergate.distill.config import TrainConfig, load_train_config, locate_model
 from seergate.distill.engines import make_optimizer
 from seergate.distill.trainer import scheduled_rate
 from seergate.eval.forced import TeacherForcing, pieces
-from seergate.eval.generation.engine import encode, reply_ids
 from seergate.eval.settings import MethodSpec
 from seergate.eval.statistics.intervals import clustered_quantile
+from seergate.eval.tasks.prompts import encode, reply_ids
 from seergate.eval.tasks.retrieval import needle, perplexity, texts_of
 from seergate.methods import LongPromptWarning
 from seergate.methods.base import LayerSpec, LayerState, Step
@@ -42,9 +42,10 @@ from seergate.methods.selecting import SelectingMethod, SelectingState
 from seergate.models import families
 from seergate.models.attach import attached
 from seergate.models.gate_bank import GateBank
-from seergate.models.loading import load_base, load_tokenizer
+from seergate.models.loading import load_base
 from seergate.models.packed_forward import TeacherCall, intercepted_attention
 from seergate.models.score import score
+from seergate.pretrained import load_tokenizer
 
 FINEST = 16
 """Tokens per block of the kept inputs; a block of a variant is one or more of these."""

@@ -25,7 +25,7 @@ from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_model
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.report.load import load_sweeps
 from seergate.eval.settings import grid
-from seergate.models.loading import load_tokenizer
+from seergate.pretrained import load_tokenizer
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]
 

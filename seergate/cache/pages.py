@@ -28,8 +28,7 @@ from seergate.cache.storage import KVBackend, Storage
 from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
-from seergate.methods.base import LayerState, Method, Step
-from seergate.methods.selecting import SelectingMethod
+from seergate.methods.base import LayerState, Step
 from seergate.ops.paging import unpaged
 from seergate.stats import token_bytes
 
@@ -38,9 +37,6 @@ Copies = list[tuple[int, int]]
 
 GROWTH_BLOCKS, GROWTH_SHARE = 16, 1 / 8
 """A store grows by this many blocks or by this share of its blocks, whichever is larger, up to its limit."""
-
-PAGE_TOKENS = 16
-"""Tokens per block if neither the user nor the method gives a number (vLLM's default)."""
 
 
 class OutOfBlocks(SeergateError, MemoryError):
@@ -289,21 +285,6 @@ class PagedStep(Step):
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self._stored  # type: ignore[no-any-return]
-
-
-def page_tokens(method: Method, size: int | None, limit: int | None = None) -> int:
-    """Tokens per page: ``size``, or if ``None`` the method's block size, or `PAGE_TOKENS`. Raises `SeergateError` if
-    pages would cut the method's blocks, or if a number is not positive.
-    """
-    own = int(getattr(method, "block_size", PAGE_TOKENS))
-    size = own if size is None else size
-    if isinstance(method, SelectingMethod) and isinstance(size, int) and size % own:
-        raise SeergateError(
-            f"pages of {size} tokens would cut the blocks of {own} that {method.name!r} selects; their size must be a "
-            "multiple of it"
-        )
-    BlockStore(size, limit)
-    return size
 
 
 class CachePages(BlockStore):

@@ -10,12 +10,13 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from seergate.cache.pages import CachePages, Paged, page_tokens
+from seergate.cache.pages import BlockStore, CachePages, Paged
 from seergate.cache.sharing import BlockSharing, SharedPages
 from seergate.cache.storage import KVBackend, Storage
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.methods.reason_cache.method import ReasonCache
+from seergate.methods.selecting import page_tokens
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Paging(KVBackend):
         return self.reason is not None
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
-        bound, page = copy.copy(self), page_tokens(method, self.block_size, self.max_blocks)
+        bound, page = copy.copy(self), page_tokens(method, self.block_size)
+        BlockStore(page, self.max_blocks)  # checks the limit
         shares = self.lossy or self.share_prefixes
         sharing = BlockSharing(model, self.reason, self.share_prefixes) if shares else None
         vars(bound).update(page=page, numbers=count(), sharing=sharing)

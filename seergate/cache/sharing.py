@@ -24,7 +24,7 @@ from seergate.errors import SeergateError, first_line
 from seergate.methods.reason_cache.evaluator import Decision, Evaluator
 from seergate.methods.reason_cache.method import ReasonCache
 from seergate.methods.reason_cache.worker import Worker
-from seergate.models.loading import load_tokenizer
+from seergate.pretrained import load_tokenizer
 
 Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
 """Uids of the rows, ids ``[B, S]`` (each row's tokens first), and the number of tokens of each row."""

@@ -59,9 +59,9 @@ def run(options: argparse.Namespace) -> None:
         evenly_chosen_prompts,
         made_on,
     )
-    from seergate.eval.generation.engine import end_ids
+    from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     kind = method_class(options.method)
     calibrations = {option: calibration_of(kind, option).of(vars(options)) for option in kind.calibrates}

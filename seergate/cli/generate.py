@@ -56,11 +56,11 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.console import notes
     from seergate.cli.models import bank_for, is_tiny, load_model, model_path, say_gates
     from seergate.cli.running import check_model
-    from seergate.eval.generation.engine import encode, prompt_text
     from seergate.eval.settings import method_spec
+    from seergate.eval.tasks.prompts import encode, prompt_text
     from seergate.methods import SelectingMethod
     from seergate.models.families import check_positions, model_positions
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     _check(options)
     tiny = is_tiny(options.model)

@@ -75,7 +75,7 @@ def _anchors(options: argparse.Namespace) -> None:
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
     from seergate.eval.calibration.anchors import shared_recall
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _asked(options, "anchors")
@@ -129,7 +129,7 @@ def _dense_layers(options: argparse.Namespace) -> None:
     from seergate.cli.models import is_tiny, load_model
     from seergate.eval.calibration.dense_layers import answered, find_dense_layers
     from seergate.eval.tasks.registry import make_task
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)
     task = make_task(named)

@@ -29,7 +29,7 @@ def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
     import torch
 
     from seergate.cli.models import load_banks, load_model
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     torch.set_num_threads(threads)
     return load_model(path, plan.dtype, plan.device), load_tokenizer(path), load_banks(plan.model, plan.gates)
@@ -77,7 +77,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     """The task of a plan and its problems. Refuses bad values that can be found without the model and the gates."""
     from seergate.cli.models import model_path
     from seergate.eval.method_text import read_method
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     for text in plan.method:
         read_method(text)
@@ -103,7 +103,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.sweep_plan import MATCHES
     from seergate.methods import Dense
     from seergate.models.families import check_length, why_no_longer
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     task, problems = checked_task(plan)
     path = model_path(plan.model)

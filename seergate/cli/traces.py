@@ -74,16 +74,17 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.eval import Limit, Problem, Sampling
-    from seergate.eval.generation.engine import Engine, Generation, Job, Request, encode, prompt_text
+    from seergate.eval.generation.engine import Engine, Generation, Job, Request
     from seergate.eval.generation.served import SERVERS, check_served, engine_version, generate_by_server
     from seergate.eval.sampling import sample_seed
     from seergate.eval.settings import method_spec
     from seergate.eval.store import append_line, write_yaml
+    from seergate.eval.tasks.prompts import encode, prompt_text
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.models.attach import attached
     from seergate.models.families import check_length
     from seergate.models.gate_bank import GateBank
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     spec = method_spec(options.method, options.budget)
     served = options.engine in SERVERS

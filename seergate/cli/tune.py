@@ -251,7 +251,7 @@ class _Job:
         from seergate.cli.models import model_path
         from seergate.distill.held_out import divide
         from seergate.eval import store
-        from seergate.models.loading import load_tokenizer
+        from seergate.pretrained import load_tokenizer
 
         def lines(rows: Iterable[dict[str, Any]]) -> str:
             return "".join(json.dumps(row) + "\n" for row in rows)

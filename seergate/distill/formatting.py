@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.checks import holds_turns
 from seergate.errors import SeergateError
-from seergate.models.loading import chat_text
+from seergate.pretrained import chat_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -71,7 +71,8 @@ from seergate.gates import base_note, save_adapter
 from seergate.hub import offline
 from seergate.models.families import check_gates
 from seergate.models.gate_bank import GateBank
-from seergate.models.loading import download_weights, load_tokenizer, skeleton
+from seergate.models.loading import download_weights, skeleton
+from seergate.pretrained import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import beginning, encode
 from seergate.eval.proxies import compare, dense_logits
 from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.prompts import beginning, encode
 from seergate.eval.tasks.retrieval import SETTLING
 from seergate.eval.tasks.task import Task
 from seergate.methods import LongPromptWarning

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.eval.settings import MethodSpec
 from seergate.models.attach import attach
 from seergate.models.gate_bank import GateBank
-from seergate.models.loading import load_base, load_tokenizer
+from seergate.models.loading import load_base
 from seergate.models.score import score
+from seergate.pretrained import load_tokenizer
 
 
 def attached_model(

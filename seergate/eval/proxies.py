@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.eval.generation.engine import Batch, encode
+from seergate.eval.generation.engine import Batch
+from seergate.eval.tasks.prompts import encode
 from seergate.eval.tasks.task import digest_of
 from seergate.methods import CompressingMethod, SelectingMethod
 from seergate.models.attach import Handle

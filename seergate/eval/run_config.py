@@ -13,12 +13,13 @@ from seergate.checks import check_choice, check_counts
 from seergate.errors import SeergateError
 from seergate.eval.collector import Progress
 from seergate.eval.environment import environment, grader_version
-from seergate.eval.generation.engine import Limit, encode, end_ids, prompt_text
+from seergate.eval.generation.engine import Limit
 from seergate.eval.generation.served import SERVERS, engine_version
 from seergate.eval.grading.graders import check_grader
 from seergate.eval.grading.judge import check_installed
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem, Task, contents_hash, digest_of
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.models.families import usable_positions, why_no_longer

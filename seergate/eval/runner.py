@@ -22,7 +22,7 @@ from seergate.eval import store
 from seergate.eval.collector import Collector, Progress
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.generation.cluster import Cluster, Loader
-from seergate.eval.generation.engine import Engine, Job, Limit, Request, encode, prompt_text, reply_ids
+from seergate.eval.generation.engine import Engine, Job, Limit, Request
 from seergate.eval.generation.served import SERVERS, generate_by_server
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
@@ -30,6 +30,7 @@ from seergate.eval.run_config import RunOptions, prompts_of, run_config
 from seergate.eval.sampling import sample_seed
 from seergate.eval.settings import Banks, MethodSpec
 from seergate.eval.statistics.metrics import derive
+from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
 from seergate.eval.tasks.task import Problem, Task, contents_hash
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import Dense

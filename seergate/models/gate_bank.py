@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from seergate.config import GateConfig, check_recipe
-from seergate.distill.losses.distill_loss import DistillSpec
-from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.errors import SeergateError
 from seergate.gates import Gates, check_repo_id, push_adapter, save_adapter
 from seergate.hub import only_commit
@@ -173,5 +171,8 @@ class GateBank(Gates):
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
         check_recipe(self.config, target, reduction, target_budget, row_stride)
+        from seergate.distill.losses.distill_loss import DistillSpec
+        from seergate.distill.losses.teacher_forward import distill_steps
+
         spec = DistillSpec(self, row_start, reduction, (), target, target_budget, row_stride, row_shift)
         return distill_steps([spec], model, input_ids, cu_seqlens)[0].loss

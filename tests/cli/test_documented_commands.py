@@ -18,7 +18,7 @@ import yaml
 
 from seergate.cli.main import main
 from seergate.eval import make_task
-from seergate.models.loading import load_tokenizer
+from seergate.pretrained import load_tokenizer
 from tests.test_house import ROOT, code_blocks, named, shell_lines
 
 LEFT_OUT = {

@@ -16,7 +16,7 @@ from seergate.distill.sources import TRAINING_SEEDS
 from seergate.durable import lock
 from seergate.eval.store import write_yaml
 from seergate.eval.tasks.chain_sum import make_problems
-from seergate.models.loading import load_tokenizer
+from seergate.pretrained import load_tokenizer
 from tests.support import evaluation as support
 from tests.support.running import run_seergate
 

@@ -107,7 +107,7 @@ def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:
 
     from seergate.distill.config import load_train_config
     from seergate.distill.held_out import divide
-    from seergate.models.loading import load_tokenizer
+    from seergate.pretrained import load_tokenizer
 
     config = replace(load_train_config(str(model)), max_length=512)
     tokenizer = load_tokenizer(model)

@@ -26,8 +26,9 @@ import seergate
 from seergate import GateBank, Lossless, SeergateError
 from seergate.decode.lossless import weights_read
 from seergate.eval.tasks.chain_sum import make_problem
-from seergate.models.loading import load_base, load_tokenizer
+from seergate.models.loading import load_base
 from seergate.paths import shipped
+from seergate.pretrained import load_tokenizer
 from tests.decode.test_decode import BLOCK, gates, selector
 from tests.support import evaluation as support
 from tests.support.chi_square import looks_like

@@ -16,8 +16,8 @@ from seergate.distill.data import prepare_data, token_files, tokenise
 from seergate.distill.formatting import Formatter, MalformedRow, question, training_template
 from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import prompt_text
 from seergate.eval.tasks.chain_sum import make_problems
+from seergate.eval.tasks.prompts import prompt_text
 from seergate.eval.tasks.task import Problem
 from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
 

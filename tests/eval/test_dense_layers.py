@@ -14,8 +14,8 @@ from seergate.eval.calibration.dense_layers import answered, distances, find_den
 from seergate.eval.proxies import compare
 from seergate.eval.tasks.registry import make_task
 from seergate.models import families
-from seergate.models.loading import load_tokenizer
 from seergate.paths import shipped
+from seergate.pretrained import load_tokenizer
 from tests.decode.test_decode import BLOCK, gates
 from tests.support import evaluation as support
 from tests.support.models import prompt, tiny_model

@@ -14,8 +14,9 @@ from seergate.cache.paging import Paging
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch, Limit, Request, beginning, encode, prompt_text
+from seergate.eval.generation.engine import Batch, Limit, Request
 from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
+from seergate.eval.tasks.prompts import beginning, encode, prompt_text
 from seergate.eval.tasks.task import Problem
 from seergate.models.attach import attached
 from seergate.models.gate_bank import GateBank

@@ -9,8 +9,9 @@ from seergate.errors import SeergateError
 from seergate.eval.generation import batch_memory as memory
 from seergate.eval.generation import engine
 from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory
-from seergate.eval.generation.engine import Batch, Limit, encode, sample_bytes
+from seergate.eval.generation.engine import Batch, Limit, sample_bytes
 from seergate.eval.sampling import Sampling
+from seergate.eval.tasks.prompts import encode
 from seergate.models.attach import attached
 from tests.eval.test_engine import LONG, PROMPTS, arguments_of, requests_for, run, tokens
 from tests.support import evaluation as support

@@ -9,8 +9,8 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval import make_task
-from seergate.eval.generation.engine import encode, prompt_text, reply_ids
 from seergate.eval.grading.graders import grade
+from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
 from seergate.eval.tasks.retrieval import sentences, text_of
 from tests.support import evaluation as support
 

@@ -14,11 +14,11 @@ from seergate.cli.running import each_task
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing
-from seergate.eval.generation.engine import encode
 from seergate.eval.report import write_report
 from seergate.eval.settings import grid
 from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan
+from seergate.eval.tasks.prompts import encode
 from tests.support import evaluation as support
 from tests.support.running import run_seergate
 

@@ -15,7 +15,7 @@ import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
 from seergate.eval import make_task
-from seergate.eval.generation.engine import encode, prompt_text
+from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.gates.card import Source, usage
 from seergate.paths import is_hub_id, shipped
 from tests.support.models import tiny_model

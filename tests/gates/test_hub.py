@@ -15,7 +15,8 @@ from seergate.cli.main import main
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
 from seergate.hub import hub_call, offline
-from seergate.models.loading import base_config, download_weights, load_base, load_tokenizer
+from seergate.models.loading import base_config, download_weights, load_base
+from seergate.pretrained import load_tokenizer
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.gates.test_legacy import SMALL
 from tests.support.hub_server import File, Hub

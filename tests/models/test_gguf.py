@@ -19,8 +19,9 @@ from seergate.distill.config import load_train_config
 from seergate.distill.estimate import make_plan
 from seergate.distill.memory import decide_sharding
 from seergate.fingerprint import fingerprint
-from seergate.models.loading import base_config, load_base, load_tokenizer
+from seergate.models.loading import base_config, load_base
 from seergate.paths import gguf_file, is_hub_id
+from seergate.pretrained import load_tokenizer
 from tests.support.models import tiny_model
 from tests.support.running import run_seergate
 

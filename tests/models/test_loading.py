@@ -12,8 +12,9 @@ import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
 from seergate.cli.train import main
 from seergate.models.families import gate_geometry
-from seergate.models.loading import base_config, load_base, load_tokenizer, skeleton
+from seergate.models.loading import base_config, load_base, skeleton
 from seergate.paths import shipped
+from seergate.pretrained import load_tokenizer
 from tests.support.models import tiny_model
 
 TINY = "checkpoints/tiny-reasoner"

@@ -17,9 +17,10 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import Limit, encode, end_ids, prompt_text
+from seergate.eval.generation.engine import Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.registry import CHAIN_SUM_SEEDS, make_task
 from seergate.eval.tasks.task import Task, contents_hash
 from seergate.fingerprint import fingerprint, rope_of

@@ -21,8 +21,8 @@ from seergate.cache.argument import CACHE
 from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import encode, prompt_text, reply_ids
 from seergate.eval.proxies import compare
+from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
 from seergate.eval.tasks.task import Task
 from seergate.methods.selecting import SelectingMethod
 from seergate.models import families

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch, encode
+from seergate.eval.generation.engine import Batch
 from seergate.eval.settings import Banks, MethodSpec, limits_of
+from seergate.eval.tasks.prompts import encode
 from seergate.methods import Dense, LongPromptWarning, method_class
 from seergate.methods.registry import reading_class
 from seergate.models.attach import attached

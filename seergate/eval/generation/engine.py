@@ -36,11 +36,10 @@ from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_mem
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
-from seergate.eval.tasks.task import Problem
+from seergate.eval.tasks.prompts import end_ids
 from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.models.attach import Handle
 from seergate.models.families import check_angles, text_config
-from seergate.models.loading import chat_text
 from seergate.stats import DecodeStats
 
 
@@ -481,50 +480,3 @@ class Engine:
             if is_out_of_memory(error):  # a smaller batch would not help, and backing off would lose the sample
                 raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
             raise
-
-
-def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The special tokens that a tokenizer puts before plain text by default, as text; empty if there are none."""
-    ids, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
-    begins = ids[:1] == [tokenizer.bos_token_id]
-    count = next((i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), int(begins))
-    text = str(tokenizer.bos_token) if begins and count == 1 else "".join(tokenizer.convert_ids_to_tokens(ids[:count]))
-    if text and tokenizer(f"{text}a", add_special_tokens=False)["input_ids"] != ids[: count + len(bare)]:
-        return f"{text} "  # the first word after a special token has its space only if it is written
-    return text
-
-
-def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
-    """The text that the model continues, with its special tokens: the problem's messages in the model's markup
-    (`chat_text`), or its prompt after the tokenizer's `beginning`, unless the prompt itself begins so.
-    """
-    if problem.prompt is not None:
-        start = beginning(tokenizer)
-        given = not problem.prompt or problem.prompt.startswith(start.rstrip())
-        return problem.prompt if given else start + problem.prompt
-    if not tokenizer.chat_template:
-        raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
-    return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Token ids of a prompt that already holds its special tokens."""
-    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    if not ids:
-        raise SeergateError("a prompt is empty; there is nothing to continue")
-    return ids
-
-
-def reply_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, reply: str) -> tuple[int, ...]:
-    """Token ids of a reply after a prompt; empty if a token spans the end of the prompt."""
-    ids = encode(tokenizer, prompt)
-    both = encode(tokenizer, prompt + reply)
-    return tuple(both[len(ids) :]) if both[: len(ids)] == ids else ()
-
-
-def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end a generation."""
-    ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    return set(ids) if isinstance(ids, (list, tuple)) else {ids} - {None}

@@ -24,8 +24,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import Generation, Job, Request, end_ids
+from seergate.eval.generation.engine import Generation, Job, Request
 from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.prompts import end_ids
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.methods import Dense

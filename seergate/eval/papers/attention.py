@@ -15,15 +15,16 @@ from seergate.errors import SeergateError
 from seergate.eval import Limit, RunOptions, Task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts
 from seergate.eval.calibration.recurrence import Recurrence, measure_recurrence
-from seergate.eval.generation.engine import end_ids
 from seergate.eval.papers.kept import KeptTokens, kept_tokens, seen_layer
 from seergate.eval.report.plots import pyplot, save
 from seergate.eval.report.tables import markdown
 from seergate.eval.settings import grid
 from seergate.eval.store import write_json, write_text
+from seergate.eval.tasks.prompts import end_ids
 from seergate.methods import EvictingMethod
 from seergate.models.families import kv_heads
-from seergate.models.loading import base_config, load_tokenizer, skeleton
+from seergate.models.loading import base_config, skeleton
+from seergate.pretrained import load_tokenizer
 
 TINY_KEPT = [
     "raas",

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from seergate.checks import check_count
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import beginning, encode, prompt_text
 from seergate.eval.sampling import Sampling
+from seergate.eval.tasks.prompts import beginning, encode, prompt_text
 from seergate.eval.tasks.task import Problem, Task
 from seergate.json_file import json_lines
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from seergate.cache.pages import page_tokens
 from seergate.checks import check, check_choice, check_counts, check_flags, is_int, is_number
 from seergate.errors import SeergateError, how_to_install
 from seergate.methods.base import LayerSpec, LayerState, Method
 from seergate.methods.controls import Dense
 from seergate.methods.evicting import CompressingMethod
 from seergate.methods.reason_cache.steps import BLANK_LINE
+from seergate.methods.selecting import page_tokens
 
 
 @dataclass(kw_only=True)
