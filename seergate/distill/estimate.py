@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from seergate.config import SCORERS
-from seergate.distill.base_model import as_asked, base_dtype, gate_config, within_positions
+from seergate.distill.base_model import as_asked, base_dtype, gate_config, is_gguf, within_positions
 from seergate.distill.config import TrainConfig, locate_model, presets
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
@@ -131,7 +131,10 @@ class Plan:
         room = f"{self.capacity / GB:.1f} GB"
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
-        return f"does NOT fit in {room}: --quantize, --base-memory-gb, --max-length and more processes need less"
+        c = self.config
+        whole = c.quantize == "none" and c.base_memory_gb is None and not is_gguf(c)
+        ways = "--quantize, --base-memory-gb, more processes or " if whole else ""
+        return f"does NOT fit in {room}: {ways}a smaller --max-length would need less"
 
     def _time(self) -> str:
         work = f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products"
