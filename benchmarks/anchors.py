@@ -38,12 +38,12 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, methods
-from seergate.cli.models import TINY, bank_for, load_model, model_path
 from seergate.eval.calibration.anchors import SharedRecall, shared_recall
 from seergate.eval.calibration.matching import nearest
 from seergate.eval.report.load import load_sweeps
 from seergate.eval.tasks.chain_sum import make_problem
 from seergate.eval.tasks.retrieval import SETTLING, texts_of
+from seergate.models.names import TINY, bank_for, load_model, model_path
 from seergate.pretrained import load_tokenizer
 
 METHODS = ("gate", "quest", "oracle")

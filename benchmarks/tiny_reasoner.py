@@ -21,10 +21,10 @@ from collect import rows_of
 from common import arguments, described, parsed, save, shown
 
 from seergate import GateBank
-from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL, load_model
 from seergate.eval import RunOptions, make_task, sweep
 from seergate.eval.report.load import load_sweeps
 from seergate.eval.settings import grid
+from seergate.models.names import TINY, TINY_GATES, TINY_MODEL, load_model
 from seergate.pretrained import load_tokenizer
 
 METHODS = ["dense", "oracle", "gate", "quest", "streaming_llm"]

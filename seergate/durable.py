@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, sentence
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,3 +86,15 @@ def flush(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def check_writable(out: Path) -> None:
+    """Create an output directory, or refuse it before long work if it cannot be written to."""
+    if out.exists() and not out.is_dir():
+        raise SeergateError(f"{out} is a file; the output needs a directory")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SeergateError(f"the output {out} cannot be made: {sentence(error)}") from error
+    if not os.access(out, os.W_OK):
+        raise SeergateError(f"{out} cannot be written to")

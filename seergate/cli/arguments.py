@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from seergate.paths import exists
 
 
 @dataclass(frozen=True)
@@ -72,3 +75,14 @@ def _listed(kind: Callable[[str], Any], what: str, least: int = 1) -> Callable[[
 
 integers, some_integers = _listed(int, "integers", least=0), _listed(int, "integers")
 numbers, words = _listed(float, "numbers"), _listed(str, "words")
+
+
+def named_gates(text: str) -> str | dict[str, str]:
+    """Parse ``--gates``: one adapter, or several named ones as ``NAME=DIR,NAME=DIR``."""
+    if os.sep in text.partition("=")[0] or "=" not in text or exists(text):
+        return text
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    named = {name: place for name, _, place in pairs}
+    if not all(name and place for name, _, place in pairs) or len(named) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names")
+    return named

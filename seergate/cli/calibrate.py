@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure the method's model-dependent options on a task, and write a file for each."""
-    from seergate.cli.models import check_writable, load_model, model_path
     from seergate.cli.running import check_model
+    from seergate.durable import check_writable
     from seergate.eval import RunOptions, make_task
     from seergate.eval.calibration.calibrator import (
         calibrated_options,
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> None:
     )
     from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class
+    from seergate.models.names import load_model, model_path
     from seergate.pretrained import load_tokenizer
 
     kind = method_class(options.method)

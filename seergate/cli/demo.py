@@ -40,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
-    from seergate.cli.models import TINY, check_writable, model_path
     from seergate.cli.running import checked_task, run_plan
+    from seergate.durable import check_writable
     from seergate.eval.sweep_plan import SweepPlan
+    from seergate.models.names import TINY, model_path
 
     began = time.monotonic()
     out = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")

@@ -92,7 +92,7 @@ def _try_backends() -> None:
 
 def _find_checkpoints() -> None:
     """Print the paths of the shipped model and gates."""
-    from seergate.cli.models import TINY, TINY_GATES, TINY_MODEL
+    from seergate.models.names import TINY, TINY_GATES, TINY_MODEL
     from seergate.paths import shipped
 
     for name, place in ((TINY, TINY_MODEL), ("its gates", TINY_GATES)):
@@ -104,11 +104,11 @@ def _find_checkpoints() -> None:
 
 def _judge(name: str) -> None:
     """Print whether a model can be gated, according to its configuration."""
-    from seergate.cli.models import model_path
     from seergate.distill.config import load_train_config
     from seergate.distill.estimate import architecture
     from seergate.errors import SeergateError
     from seergate.models.families import family_of, has_full_attention
+    from seergate.models.names import model_path
 
     path = model_path(name)
     config = architecture(load_train_config(name))

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seergate.cli import runs
-from seergate.cli.arguments import Command, given, integers, numbers, run_args, some_integers, words
-from seergate.cli.models import named_gates
+from seergate.cli.arguments import Command, given, integers, named_gates, numbers, run_args, some_integers, words
 
 HELP = (
     "accuracy, length and cost of decoding methods on a task",

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import given, words
-from seergate.cli.models import named_gates
+from seergate.cli.arguments import given, named_gates, words
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.papers.figures import FIGURES, TRAINED
 
@@ -81,8 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
-    from seergate.cli.models import TINY, check_writable, is_tiny
+    from seergate.durable import check_writable
     from seergate.eval.report.plots import pyplot
+    from seergate.models.names import TINY, is_tiny
 
     if options.name not in NAMES:
         raise SeergateError(
@@ -162,7 +162,7 @@ def _attention(
     options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
 ) -> None:
     """Draw one of the attention figures."""
-    from seergate.cli.models import check_writable
+    from seergate.durable import check_writable
     from seergate.eval import make_task
     from seergate.eval.papers.attention import kept, recurrence
 
@@ -182,8 +182,8 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
     """The gates given by the user; else, for the tiny reasoner, shipped or newly distilled gates per block size."""
     if options.gates is not None or not tiny or not sizes:
         return options.gates  # type: ignore[no-any-return]
-    from seergate.cli.models import TINY_GATES
     from seergate.models.gate_bank import GateBank
+    from seergate.models.names import TINY_GATES
     from seergate.paths import shipped
 
     own = str(shipped(TINY_GATES))

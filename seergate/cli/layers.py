@@ -28,8 +28,9 @@ def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) 
 def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
     from seergate.cli.generate import TINY_BUDGET
-    from seergate.cli.models import bank_for, check_writable, is_tiny, model_path
+    from seergate.durable import check_writable
     from seergate.methods import Gate
+    from seergate.models.names import bank_for, is_tiny, model_path
 
     check_counts(options, count=1)
     if (bank := bank_for(options.model, options.gates)) is None:
@@ -71,10 +72,10 @@ def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _anchors(options: argparse.Namespace) -> None:
     """Measure how much attention each layer's blocks recall in higher layers, choose anchors, and write the gates."""
-    from seergate.cli.models import load_model
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
     from seergate.eval.calibration.anchors import shared_recall
+    from seergate.models.names import load_model
     from seergate.pretrained import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
@@ -126,9 +127,9 @@ def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _dense_layers(options: argparse.Namespace) -> None:
     """Measure the KL with different layers dense, choose the dense layers, and write the gates."""
-    from seergate.cli.models import is_tiny, load_model
     from seergate.eval.calibration.dense_layers import answered, find_dense_layers
     from seergate.eval.tasks.registry import make_task
+    from seergate.models.names import is_tiny, load_model
     from seergate.pretrained import load_tokenizer
 
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)

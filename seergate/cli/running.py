@@ -28,7 +28,7 @@ def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
     """Load the model, tokenizer and gates of a worker. Ray makes one GPU visible to each worker."""
     import torch
 
-    from seergate.cli.models import load_banks, load_model
+    from seergate.models.names import load_banks, load_model
     from seergate.pretrained import load_tokenizer
 
     torch.set_num_threads(threads)
@@ -53,8 +53,8 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
 
 def each_task(plan: SweepPlan) -> list[SweepPlan]:
     """Split a plan with comma-separated tasks into one plan per task."""
-    from seergate.cli.models import TINY, is_tiny
     from seergate.eval.tasks.registry import TASKS
+    from seergate.models.names import TINY, is_tiny
 
     if not plan.task and not is_tiny(plan.model):
         raise SeergateError(
@@ -75,8 +75,8 @@ def directory_of(task: str) -> str:
 
 def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     """The task of a plan and its problems. Refuses bad values that can be found without the model and the gates."""
-    from seergate.cli.models import model_path
     from seergate.eval.method_text import read_method
+    from seergate.models.names import model_path
     from seergate.pretrained import load_tokenizer
 
     for text in plan.method:
@@ -93,7 +93,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keep samples of earlier runs, and return the directory of the runs."""
-    from seergate.cli.models import check_writable, load_banks, load_model, model_path, say_gates
+    from seergate.durable import check_writable
     from seergate.eval import sweep
     from seergate.eval.calibration.calibrator import Calibrator, check_auto
     from seergate.eval.calibration.matching import distinct
@@ -103,6 +103,7 @@ def run_plan(plan: SweepPlan) -> Path:
     from seergate.eval.sweep_plan import MATCHES
     from seergate.methods import Dense
     from seergate.models.families import check_length, why_no_longer
+    from seergate.models.names import load_banks, load_model, model_path, say_gates
     from seergate.pretrained import load_tokenizer
 
     task, problems = checked_task(plan)
@@ -195,8 +196,8 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
     """Refuse settings of a plan that do not work with a server."""
-    from seergate.cli.models import check_file_served, model_path
     from seergate.eval.generation.served import check_served, engine_version
+    from seergate.models.names import check_file_served, model_path
 
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)

@@ -67,7 +67,6 @@ def run(options: argparse.Namespace) -> None:
 
 def _answer(options: argparse.Namespace, held: ExitStack) -> None:
     """Do the work of `run`; ``held`` keeps the file of the rows."""
-    from seergate.cli.models import check_file_served, gates_for, load_model, model_path, say_gates
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
@@ -84,6 +83,7 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
     from seergate.models.attach import attached
     from seergate.models.families import check_length
     from seergate.models.gate_bank import GateBank
+    from seergate.models.names import check_file_served, gates_for, load_model, model_path, say_gates
     from seergate.pretrained import load_tokenizer
 
     spec = method_spec(options.method, options.budget)

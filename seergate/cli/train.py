@@ -23,7 +23,8 @@ import yaml
 from seergate.cli.arguments import Command
 from seergate.cli.console import guarded
 from seergate.cli.openmp import bound_spinning
-from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, presets, read_options
+from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, read_options
+from seergate.models.names import presets
 from seergate.paths import shipped
 
 HELP = (
@@ -104,7 +105,7 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
 
     adapter = run_distillation(config)
     if is_main:
-        from seergate.cli.models import is_tiny
+        from seergate.models.names import is_tiny
 
         print(f"the gates are in {adapter}")
         task = [] if is_tiny(config.model) else ["--task", "needle"]

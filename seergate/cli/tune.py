@@ -88,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the stages that are missing, and print the recommendation."""
-    from seergate.cli.models import check_writable
     from seergate.cli.train import prepare_process
+    from seergate.durable import check_writable
     from seergate.eval import store
 
     began = time.monotonic()
@@ -248,9 +248,9 @@ class _Job:
 
     def write_texts(self) -> int:
         """Write the training texts and the held-out texts unless they exist; return the number of held-out texts."""
-        from seergate.cli.models import model_path
         from seergate.distill.held_out import divide
         from seergate.eval import store
+        from seergate.models.names import model_path
         from seergate.pretrained import load_tokenizer
 
         def lines(rows: Iterable[dict[str, Any]]) -> str:

@@ -22,7 +22,8 @@ from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_rete
 from seergate.durable import naming
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES
-from seergate.paths import GGUF, exists, is_local_model, shipped
+from seergate.models.names import ORG_NAME, locate, preset_of
+from seergate.paths import exists, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -44,8 +45,6 @@ MOST_PACKS = 1_000_000
 """Largest number of packs per optimizer step; every process makes a list of them."""
 
 _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
-
-_ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def _option(default: Any, help: str, **argparse_options: Any) -> Any:
@@ -256,7 +255,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("model", bool, "a preset, a Hub id (org/name) or a directory"),
     ("init_gates", bool, "a directory or Hub id"),
     ("data", bool, "a Hub id, a local path or chain_sum"),
-    ("push_to_hub", _ORG_NAME.fullmatch, "a Hub repository (org/name)"),
+    ("push_to_hub", ORG_NAME.fullmatch, "a Hub repository (org/name)"),
     (
         "report_to",
         lambda names: names == ("none",) or set(names) <= set(TRACKERS),
@@ -497,11 +496,6 @@ def _comma_separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, .
     return read
 
 
-def presets() -> dict[str, Path]:
-    """Return the presets: name in lower case -> YAML file."""
-    return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
-
-
 def read_options(path: Path) -> dict[str, Any]:
     """Read training options from a YAML file; raises `SeergateError` for an unknown option."""
     values = read_yaml(path)
@@ -532,28 +526,8 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
     if model is None:
         model = overrides.get("model", DEFAULT_PRESET)
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
-    if not isinstance(model, str) or not model.strip():
-        raise SeergateError(
-            f"model is {model!r}; it must be a preset, a directory, a GGUF file or a Hub id (org/name)"
-        )
-    known = presets()
-    values: dict[str, Any] = {"model": model}
-    if is_local_model(model):
-        pass
-    elif model.lower() in known:
-        values = read_options(known[model.lower()])
-    elif model.lower().endswith(GGUF):
-        raise SeergateError(f"the model file {model!r} does not exist")
-    elif _ORG_NAME.fullmatch(model):
-        for path in known.values():
-            preset = read_yaml(path)
-            if preset.get("model", "").lower() == model.lower():
-                values = preset
-    else:
-        hint = did_you_mean(model, known)
-        raise SeergateError(
-            f"model {model!r} is neither a directory, nor a GGUF file, nor a Hub id (org/name), nor a preset; {hint}"
-        )
+    preset = preset_of(model)
+    values: dict[str, Any] = {"model": model} if preset is None else read_options(preset)
     overrides.pop("model", None)
     given = {**values, **overrides}
     gated = given.get("scorer", "attn_gate") == "attn_gate"  # the recommended recipe is for these gates
@@ -569,13 +543,4 @@ def locate_model(config: TrainConfig) -> TrainConfig:
     """Resolve ``model`` to a name for `load_base`; raise `SeergateError` if it or ``chat_template`` does not exist."""
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise SeergateError(f"chat_template is {config.chat_template!r}; it must be a .jinja file that exists")
-    path = Path(config.model)
-    if is_local_model(path):
-        return config
-    try:
-        return replace(config, model=str(shipped(config.model)))
-    except FileNotFoundError:
-        pass
-    if _ORG_NAME.fullmatch(config.model) and path.parts[0] != "checkpoints":
-        return config
-    raise SeergateError(f"the model directory {config.model!r} does not exist")
+    return replace(config, model=locate(config.model))

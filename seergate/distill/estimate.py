@@ -11,7 +11,7 @@ import torch
 
 from seergate.config import SCORERS
 from seergate.distill.base_model import as_asked, base_dtype, gate_config, is_gguf, within_positions
-from seergate.distill.config import TrainConfig, locate_model, presets
+from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
 from seergate.distill.speed import measure_speed, pack_flop
@@ -19,6 +19,7 @@ from seergate.errors import SeergateError
 from seergate.models.families import gate_geometry, text_config, why_one_sequence
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, skeleton
+from seergate.models.names import presets
 from seergate.paths import shipped
 from seergate.yaml_file import read_yaml
 

@@ -21,10 +21,10 @@ import seergate.cli.figure
 from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
-from seergate.cli.models import gates_for, load_model
 from seergate.errors import SeergateError, sentence
 from seergate.eval.report.write import Report
 from seergate.methods import METHODS
+from seergate.models.names import gates_for, load_model
 from tests.support import evaluation as support
 from tests.support.running import ROOT, Done, run_seergate
 

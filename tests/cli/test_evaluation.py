@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
+from seergate.cli.arguments import named_gates
 from seergate.cli.main import main
-from seergate.cli.models import named_gates
 from seergate.eval import make_task
 from seergate.eval.settings import grid, with_each
 from seergate.eval.sweep_plan import SweepPlan

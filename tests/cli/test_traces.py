@@ -120,7 +120,7 @@ def test_answers_have_a_length_of_their_own(asked: list[str], tmp_path: Path) ->
 def test_prompts_of_which_none_can_be_asked_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[dict], why: str
 ) -> None:
-    monkeypatch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
+    monkeypatch.setattr("seergate.models.names.load_model", lambda *_: pytest.fail("refused only after the model"))
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
@@ -178,7 +178,7 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
         )
         assert run_seergate(*command).returncode == 0
         patch.setattr("seergate.eval.generation.served.engine_version", "vllm {}".format)  # which is not installed
-        patch.setattr("seergate.cli.models.load_model", lambda *_: pytest.fail("refused only after the model"))
+        patch.setattr("seergate.models.names.load_model", lambda *_: pytest.fail("refused only after the model"))
         for change in ("dtype", "float16"), ("engine", "vllm"):
             refused = run_seergate(*command, f"--{change[0]}", change[1])
             assert refused.returncode == 2 and f"was made with other settings: {change[0]} was" in refused.stderr, (

@@ -14,9 +14,10 @@ import yaml
 
 from seergate.cli.train import main, resolve, train_parser
 from seergate.distill import TrainConfig, load_train_config
-from seergate.distill.config import locate_model, presets
+from seergate.distill.config import locate_model
 from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
+from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
 
 ROOT = Path(__file__).parents[2]

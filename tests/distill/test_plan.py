@@ -17,13 +17,13 @@ from seergate import GateBank, SeergateError
 from seergate.cli.main import main
 from seergate.distill import load_train_config, speed
 from seergate.distill.base_model import gate_config
-from seergate.distill.config import presets
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
 from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
+from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
 from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.cli.models import load_model, model_path
 from seergate.errors import SeergateError
 from seergate.eval import Limit, RunOptions, Task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts
@@ -24,6 +23,7 @@ from seergate.eval.tasks.prompts import end_ids
 from seergate.methods import EvictingMethod
 from seergate.models.families import kv_heads
 from seergate.models.loading import base_config, skeleton
+from seergate.models.names import load_model, model_path
 from seergate.pretrained import load_tokenizer
 
 TINY_KEPT = [

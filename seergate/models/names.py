@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seergate.errors import SeergateError, sentence
-from seergate.gates.files import CONFIG_FILE
-from seergate.paths import exists, gguf_file, shipped
+from seergate.errors import SeergateError, did_you_mean
+from seergate.paths import GGUF, gguf_file, is_local_model, shipped
+from seergate.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from seergate.eval.settings import Banks
     from seergate.models.gate_bank import GateBank
 
 TINY = "tiny-reasoner"
 TINY_MODEL = "checkpoints/tiny-reasoner"
 TINY_GATES = "checkpoints/tiny-reasoner/gates"
+ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+"""A Hub id."""
+
+
+def presets() -> dict[str, Path]:
+    """The presets: name in lower case -> YAML file of training options."""
+    return {path.stem: path for path in sorted(shipped("configs").glob("*.yaml"))}
+
+
+def preset_of(model: object) -> Path | None:
+    """The preset of a model's name: by its own name in any case, or by the Hub id of its model; ``None`` for others.
+
+    Raises:
+        SeergateError: if the name is neither that of a preset, nor a directory, a GGUF file or a Hub id.
+    """
+    if not isinstance(model, str) or not model.strip():
+        raise SeergateError(
+            f"model is {model!r}; it must be a preset, a directory, a GGUF file or a Hub id (org/name)"
+        )
+    known = presets()
+    if is_local_model(model):
+        return None
+    if model.lower() in known:
+        return known[model.lower()]
+    if model.lower().endswith(GGUF):
+        raise SeergateError(f"the model file {model!r} does not exist")
+    if ORG_NAME.fullmatch(model):
+        return next((path for path in known.values() if _model_of(path).lower() == model.lower()), None)
+    hint = did_you_mean(model, known)
+    raise SeergateError(
+        f"model {model!r} is neither a directory, nor a GGUF file, nor a Hub id (org/name), nor a preset; {hint}"
+    )
+
+
+def _model_of(preset: Path) -> str:
+    return str(read_yaml(preset).get("model", ""))
+
+
+def locate(model: str) -> str:
+    """The name of a model for `load_base`: a shipped model's path; a `SeergateError` if the directory is missing."""
+    if is_local_model(model):
+        return model
+    try:
+        return str(shipped(model))
+    except FileNotFoundError:
+        pass
+    if ORG_NAME.fullmatch(model) and Path(model).parts[0] != "checkpoints":
+        return model
+    raise SeergateError(f"the model directory {model!r} does not exist")
 
 
 def model_path(name: str) -> str:
     """The directory, GGUF file or Hub id of a model or a preset."""
-    from seergate.distill.config import load_train_config, locate_model
-
-    return locate_model(load_train_config(name)).model
+    preset = preset_of(name)
+    return locate(name if preset is None else _model_of(preset))
 
 
 def is_tiny(model: str) -> bool:
@@ -40,21 +87,12 @@ def is_tiny(model: str) -> bool:
 
 def gates_for(model: str, gates: str | None) -> str | None:
     """The given adapter, else the one in ``gates/`` of the model's directory; ``None`` if there is none."""
+    from seergate.gates.files import CONFIG_FILE
+
     if gates is not None:
         return gates
     beside = Path(model_path(model)).resolve() / "gates"
     return str(beside) if (beside / CONFIG_FILE).is_file() else None
-
-
-def named_gates(text: str) -> str | dict[str, str]:
-    """Parse ``--gates``: one adapter, or several named ones as ``NAME=DIR,NAME=DIR``."""
-    if os.sep in text.partition("=")[0] or "=" not in text or exists(text):
-        return text
-    pairs = [part.strip().partition("=") for part in text.split(",")]
-    named = {name: place for name, _, place in pairs}
-    if not all(name and place for name, _, place in pairs) or len(named) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names")
-    return named
 
 
 def bank_for(model: str, gates: str | None) -> GateBank | None:
@@ -72,7 +110,7 @@ def say_gates(model: str, gates: str | Mapping[int | str, str] | None) -> str:
     return f"gates: {gates_for(model, gates)}" + ("" if gates else ", beside the model (others: --gates)")
 
 
-def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> Banks:
+def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> GateBank | dict[int | str, GateBank] | None:
     """Load the gates of an evaluation: one adapter (`bank_for`), or several by name."""
     from seergate.models.gate_bank import GateBank
 
@@ -106,15 +144,3 @@ def check_file_served(path: str, server: str) -> None:
         raise SeergateError(
             f"--model is the GGUF file {file}; with --engine {server} it must be a directory or a Hub id"
         )
-
-
-def check_writable(out: Path) -> None:
-    """Create an output directory, or refuse it before long work if it cannot be written to."""
-    if out.exists() and not out.is_dir():
-        raise SeergateError(f"{out} is a file; the output needs a directory")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SeergateError(f"the output {out} cannot be made: {sentence(error)}") from error
-    if not os.access(out, os.W_OK):
-        raise SeergateError(f"{out} cannot be written to")
