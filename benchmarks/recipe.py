@@ -1,6 +1,6 @@
 r"""The search for a training recipe: variants train on the same forward passes, then decode texts and needles.
 
-    python train/long_text/make.py --out train.jsonl DIRECTORY
+    python train/recipes/long_text/make.py --out train.jsonl DIRECTORY
     python benchmarks/recipe.py --model DIRECTORY --data train.jsonl --held-out held_out.jsonl --packs 80 --epochs 2
     python benchmarks/recipe.py ... --only recommended norms
 
@@ -221,7 +221,7 @@ def main() -> None:
     """Parse the command line, capture, train, decode, print, save."""
     parser = arguments(__doc__)
     parser.add_argument("--model", required=True, help="directory, Hub id or preset")
-    parser.add_argument("--data", type=Path, required=True, help=".jsonl of train/long_text/make.py")
+    parser.add_argument("--data", type=Path, required=True, help=".jsonl of train/recipes/long_text/make.py")
     parser.add_argument("--held-out", type=Path, required=True, help=".jsonl of other texts")
     parser.add_argument("--packs", type=int, default=80, help="packs that are learned from [%(default)s]")
     parser.add_argument("--epochs", type=int, default=2, help="[%(default)s]")

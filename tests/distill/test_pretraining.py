@@ -15,7 +15,7 @@ from tests.support.running import ROOT, run_script
 
 def test_a_lookup_finds_the_token_that_is_said_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for digits that are given, which are said three tokens later."""
-    monkeypatch.syspath_prepend(ROOT / "train/tiny_reasoner")
+    monkeypatch.syspath_prepend(ROOT / "train/recipes/tiny_reasoner")
     from regularizers import Places
     from tokenizer import build_tokenizer
 
@@ -35,7 +35,7 @@ def test_a_lookup_finds_the_token_that_is_said_next(monkeypatch: pytest.MonkeyPa
 @pytest.mark.soak
 def test_a_short_pretraining_leaves_a_model(tmp_path: Path) -> None:
     short = ("--minutes", "0.1", "--threads", "1", "--tokens", "2048")
-    done = run_script("train/tiny_reasoner/pretrain.py", "--out", str(tmp_path), *short)
+    done = run_script("train/recipes/tiny_reasoner/pretrain.py", "--out", str(tmp_path), *short)
     assert done.returncode == 0, done.stderr
     model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     shipped = AutoModelForCausalLM.from_pretrained(ROOT / "checkpoints/tiny-reasoner")

@@ -1,6 +1,6 @@
 """Pretrains the tiny reasoner from scratch on generated chain-sum problems.
 
-    python train/tiny_reasoner/pretrain.py --out runs/tiny-reasoner --minutes 45 --threads 1
+    python train/recipes/tiny_reasoner/pretrain.py --out runs/tiny-reasoner --minutes 45 --threads 1
 
 A stock `Qwen3ForCausalLM` of 1.4 million parameters learns to reason in 2k-token contexts on a CPU. The number of
 variables is drawn from the whole range up to a cap, and the cap grows by 1.3 whenever the accuracy on the longest
