@@ -145,17 +145,6 @@ def rules(name: str) -> list[Sequence[str]]:
     return [("rule", "KL", "KiB read"), *lines]
 
 
-def drafts() -> list[Sequence[str]]:
-    """Share of each method's draft tokens that the tiny reasoner accepts, in per cent."""
-    rows = [row for row in rows_of("lossless") if row["part"] == "acceptance"]
-    columns = sorted({row["budget"] for row in rows})
-    densities = {row["budget"]: row["density"] for row in rows if row["method"] == "gate"}
-    heads = (f"{budget} tokens, {100 * densities[budget]:.0f} % of the context" for budget in columns)
-    found = by_method(rows).items()
-    lines = ((code(method), *(f"{100 * row['acceptance']:.0f}" for row in own)) for method, own in found)
-    return [("drafts of", *heads), *lines]
-
-
 def sharing() -> list[Sequence[str]]:
     """Values that the tiny reasoner recalls from shared steps, and the cache that sharing saves, in per cent."""
     rows = rows_of("reason_cache_accuracy")
@@ -184,7 +173,6 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "anchors-real": lambda: anchors("anchors_smollm2"),
     "rules": lambda: rules("anchors"),
     "rules-real": lambda: rules("anchors_smollm2"),
-    "drafts": drafts,
     "sharing": sharing,
 }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from seergate import methods, ops
     from seergate.cache.offload import Offload
     from seergate.cache.paging import Paging
-    from seergate.config import DecodeConfig, GateConfig, Lossless, Rectify
+    from seergate.config import DecodeConfig, GateConfig, Rectify
     from seergate.errors import SeergateError
     from seergate.models.attach import Handle, attach, attached, handle_of
     from seergate.models.gate_bank import GateBank
@@ -28,7 +28,6 @@ _HOMES = {
     "GateConfig": "seergate.config",
     "DecodeConfig": "seergate.config",
     "GateBank": "seergate.models.gate_bank",
-    "Lossless": "seergate.config",
     "Rectify": "seergate.config",
     "SeergateError": "seergate.errors",
     "Handle": "seergate.models.attach",
@@ -48,7 +47,6 @@ __all__ = [
     "GateBank",
     "GateConfig",
     "Handle",
-    "Lossless",
     "Offload",
     "Paging",
     "Rectify",

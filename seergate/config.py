@@ -1,5 +1,5 @@
 """Configuration: the architecture of gates (`GateConfig`, saved with them), decoding with them (`DecodeConfig`, set at
-run time), and corrections of the errors of sparse decode steps (`Lossless`, `Rectify`).
+run time), and the correction of the errors of sparse decode steps (`Rectify`).
 """
 
 from __future__ import annotations
@@ -339,21 +339,6 @@ def nearest_anchor(layer: int, anchors: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True)
-class Lossless:
-    """Make ``generate`` return the dense model's output: the sparse model drafts tokens, one dense pass verifies them.
-
-    Attributes:
-        draft_tokens: number of tokens drafted before each dense pass, at most a block; ``None`` adapts it to the share
-            of drafted tokens that is accepted.
-    """
-
-    draft_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        check_counts(self, optional=True, draft_tokens=1)
-
-
-@dataclass(frozen=True)
 class Rectify:
     """Recompute the keys and values of decoded tokens by a dense pass after every few sparse steps (ReSA).
 
@@ -365,6 +350,3 @@ class Rectify:
 
     def __post_init__(self) -> None:
         check_counts(self, every=1)
-
-
-Correction = Lossless | Rectify

@@ -236,13 +236,6 @@ class DecodeStats:
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Called when tokens are evicted after a step. Counts nothing; a subclass may."""
 
-    def kv_totals(self) -> tuple[float, float]:
-        """Bytes that all steps so far have read (keys, values and what selections read), and bytes that dense
-        attention would have read.
-        """
-        layers = self._folded().values()
-        return sum(stats.bytes_read() for stats in layers), sum(stats.bytes_dense() for stats in layers)
-
     def summary(self) -> dict[str, Any]:
         """Return the figures so far, as plain numbers.
 

@@ -25,8 +25,6 @@ TWO_THREADS = (
     "hold a lock around generate, or put the requests into one batch"
 )
 
-Phase = Literal["dense", "decode", "verify"]
-
 
 class ForwardMode(NamedTuple):
     """How a forward pass treats its new tokens.
@@ -34,7 +32,7 @@ class ForwardMode(NamedTuple):
     Attributes:
         decoded: number of newest tokens that are decoded; the tokens before them are prefill. A method places them
             as if they had come one by one.
-        dense: whether attention is the plain model's, as in a pass that rectifies or verifies.
+        dense: whether attention is the plain model's, as in a pass that rectifies.
     """
 
     decoded: int = 0
@@ -47,7 +45,7 @@ PROMPT, DENSE = ForwardMode(), ForwardMode(dense=True)
 class ForwardModes:
     """Decides whether a forward pass of one model is a prefill, a decode step or a dense pass.
 
-    By default one token is a decode step and several are a prefill. Corrections, `seergate.score` and custom loops
+    By default one token is a decode step and several are a prefill. Rectification, `seergate.score` and custom loops
     override this with `forced`, the hooks of ``generate`` with `prefilling` and `drafting`.
 
     Args:
@@ -55,7 +53,7 @@ class ForwardModes:
 
     Attributes:
         phase: mode of all passes, whatever their length: ``"dense"`` reads them as a prompt, ``"decode"`` decodes
-            them; ``"verify"``, outside of drafts in lossless decoding, reads all densely, decoded tokens included.
+            them.
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
@@ -63,7 +61,7 @@ class ForwardModes:
 
     def __init__(self, *, decodes_drafts: bool) -> None:
         self.decodes_drafts = decodes_drafts
-        self.phase: Phase | None = None
+        self.phase: Literal["dense", "decode"] | None = None
         self.in_chunks = False
         self.agreed: ref[Tensor] | None = None
         self.thread: int | None = None
@@ -122,9 +120,7 @@ class ForwardModes:
         """
         if self.phase == "dense":
             return DENSE
-        verifies = self.phase == "verify"
-        decoded = 0 if self.in_chunks else 1 if new == 1 else self._decoded(cache, slots, new)
-        return ForwardMode(decoded, dense=verifies)
+        return ForwardMode(0 if self.in_chunks else 1 if new == 1 else self._decoded(cache, slots, new))
 
     def _decoded(self, cache: Any, slots: int, new: int) -> int:
         """Number of the newest of several tokens that are decoded."""
@@ -136,7 +132,7 @@ class ForwardModes:
         if drafter() is None or filled() is not cache:
             return 0
         drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
-        return drafted if drafted <= VERIFIED_TOKENS or self.phase == "verify" else 0
+        return drafted if drafted <= VERIFIED_TOKENS else 0
 
 
 class ForwardContext:

@@ -7,9 +7,8 @@ Tags describe the combined parts; error messages name them. Parts with both tags
 | storage | `paged`, `offloaded`, `static`; none of these for a dynamic cache |
 | method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` if it re-positions them; |
 | | `query heads apart` if the query heads of a group read different blocks |
-| correction | `lossless`, `rectified`; `rectified past a block` |
-| model | `one-way layers`, `one-way cache` (not croppable); `own rope` (not one of the common forms); |
-| | `changing angles` (dynamic or LongRoPE: they depend on the length of the text) |
+| correction | `rectified`; `rectified past a block` |
+| model | `one-way layers`, `one-way cache` (not croppable); `own rope` (not one of the common forms) |
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from __future__ import annotations
 from seergate.errors import SeergateError
 
 _GROWS = "{0} cache grows by itself; use a dynamic cache, not a static one"
-_READS_ALL = "lossless decoding and rectification read the whole cache in dense passes; leave storage= out"
-_NEEDS_ORDINARY = "lossless decoding and rectification need an ordinary cache; leave storage= out"
-_NOTHING_LEFT = "{0} evicts, and {1} needs all tokens; leave the correction out"
-_NOTHING_TO_CORRECT = "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out"
-_ONE_WAY = "{0} takes tokens back, which {1} cannot do; decode this model without it"
 
 REFUSED: dict[tuple[str, str], str] = {
     ("paged", "static"): _GROWS,
@@ -29,22 +23,13 @@ REFUSED: dict[tuple[str, str], str] = {
     ("paged", "evicting"): "{1} evicts tokens, and a paged cache keeps all; leave storage= out",
     ("offloaded", "evicting"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
     ("offloaded", "dense"): "{1} cannot be offloaded: only a method that selects blocks leaves some of them unread",
-    ("offloaded", "lossless"): _READS_ALL,
-    ("offloaded", "rectified"): _READS_ALL,
+    ("offloaded", "rectified"): "{1} reads the whole cache in dense passes; leave storage= out",
     ("offloaded", "query heads apart"): "{1} cannot be offloaded: blocks are fetched for each KV head",
-    ("paged", "lossless"): _NEEDS_ORDINARY,
-    ("paged", "rectified"): _NEEDS_ORDINARY,
-    ("evicting", "lossless"): _NOTHING_LEFT,
-    ("evicting", "rectified"): _NOTHING_LEFT,
-    ("dense", "lossless"): _NOTHING_TO_CORRECT,
-    ("dense", "rectified"): _NOTHING_TO_CORRECT,
-    ("lossless", "one-way layers"): _ONE_WAY,
-    ("rectified", "one-way layers"): _ONE_WAY,
+    ("paged", "rectified"): "{1} needs an ordinary cache; leave storage= out",
+    ("evicting", "rectified"): "{0} evicts, and {1} needs all tokens; leave the correction out",
+    ("dense", "rectified"): "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out",
+    ("rectified", "one-way layers"): "{0} takes tokens back, which {1} cannot do; decode this model without it",
     ("rectified", "one-way cache"): "{0} takes tokens back, which {1} cannot do; use a dynamic cache",
-    ("lossless", "changing angles"): (
-        "{0} verifies several tokens in one pass, and {1} turns a token by how far a pass reaches; decode this model "
-        "without it"
-    ),
     ("moves keys", "own rope"): (
         "the method {0} re-positions keys, which {1} models do not allow: their RoPE has a form of its own"
     ),

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from seergate.checks import check
-from seergate.config import Correction, Lossless, Rectify
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod, method_class, option_names
 from seergate.methods.registry import check_options
@@ -59,25 +57,9 @@ def read_options(kind: str, text: str, lists: Sequence[str]) -> tuple[str, dict[
 
 
 def correction_names(name: str) -> set[str]:
-    """The options that select a correction (`correction_of`) and are not the method's own."""
+    """The options that select the correction `Rectify` and are not the method's own."""
     selects = issubclass(method_class(name), SelectingMethod)
-    return {"lossless", "draft_tokens", "rectify_every"} - option_names(name) if selects else set()
-
-
-def correction_of(
-    *, lossless: bool = False, draft_tokens: int | None = None, rectify_every: int | None = None
-) -> Correction | None:
-    """The correction that options of a method's text select, if any; a `ValueError` if they exclude each other."""
-    check("lossless", lossless, isinstance(lossless, bool), "true or false")
-    if lossless and rectify_every is not None:
-        raise ValueError(
-            f"rectify_every is {rectify_every} beside lossless, which leaves nothing to rectify; drop one"
-        )
-    if draft_tokens is not None and not lossless:
-        raise ValueError(f"draft_tokens is {draft_tokens} without lossless=true, the mode that drafts")
-    if lossless:
-        return Lossless(draft_tokens)
-    return None if rectify_every is None else Rectify(rectify_every)
+    return {"rectify_every"} - option_names(name) if selects else set()
 
 
 def _value(text: str) -> Any:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
-from seergate.config import Correction, is_retention
+from seergate.config import Rectify, is_retention
 from seergate.errors import SeergateError
-from seergate.eval.method_text import correction_names, correction_of, read_method, value_text
+from seergate.eval.method_text import correction_names, read_method, value_text
 from seergate.fingerprint import fingerprint
 from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_method, method_class, option_names
 from seergate.methods.registry import reading_class
@@ -61,7 +61,7 @@ class MethodSpec:
             raise SeergateError(f"the method {self.name!r} needs a token budget")
         if "block_size" not in known and not self.has_gates:
             object.__setattr__(self, "block_size", None)
-        correction_of(**self._correction_options)  # checks them
+        self.correction  # noqa: B018  (checks `rectify_every`)
 
     @property
     def has_gates(self) -> bool:
@@ -143,9 +143,10 @@ class MethodSpec:
         return {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
 
     @property
-    def correction(self) -> Correction | None:
+    def correction(self) -> Rectify | None:
         """The correction that the options select; ``None`` leaves it to the method."""
-        return correction_of(**self._correction_options)
+        every = self._correction_options.get("rectify_every")
+        return None if every is None else Rectify(every)
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
         """All options of the method, defaults included, as plain YAML types; ``nominal`` is the budget in words."""

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from seergate.config import Correction
+from seergate.config import Rectify
 
 
 class Rotary(Protocol):
@@ -361,7 +361,7 @@ class Method:
         }
 
     @property
-    def correction(self) -> Correction | None:
+    def correction(self) -> Rectify | None:
         """The correction that is part of the method; a correction passed to `seergate.attach` replaces it."""
         return None
 

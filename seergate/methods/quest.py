@@ -15,7 +15,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
-from seergate.config import RULES, Correction, Rectify
+from seergate.config import RULES, Rectify
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
@@ -182,7 +182,7 @@ class ReSA(SelectingMethod):
         self.correction  # noqa: B018  (checks `rectify_every`)
 
     @property
-    def correction(self) -> Correction | None:
+    def correction(self) -> Rectify | None:
         return None if self.rectify_every is None else Rectify(self.rectify_every)
 
     @property

@@ -16,9 +16,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedModel
 
 from seergate.cache.storage import KVBackend
-from seergate.config import Correction, DecodeConfig, Lossless, Rectify
+from seergate.config import DecodeConfig, Rectify
 from seergate.decode.compatibility import refuse
-from seergate.decode.lossless import LosslessDecoding
 from seergate.decode.rectify import Rectification
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
@@ -29,7 +28,6 @@ from seergate.models.gate_bank import GateBank
 from seergate.models.hooks import Attachment, LayerBinding, SingleThreadGuard
 from seergate.models.prompts import PromptReader
 from seergate.models.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method
-from seergate.models.rope import changing_rope
 from seergate.stats import DecodeStats
 
 _HANDLE = "_seergate_handle"
@@ -42,7 +40,7 @@ class Handle(Attachment):
     Args:
         model: a causal language model of a supported family.
         method: the method to decode with.
-        correction: correction of the errors of sparse steps (`Lossless`, `Rectify`); the method's own if ``None``.
+        correction: correction of the errors of sparse steps; the method's own if ``None``.
         measure_recall: also compute at each decode step the share of dense attention's probability that is read; slow.
         storage: storage of the KV cache: pages (`Paging`, the default of ``reason_cache``) or slow memory (`Offload`);
             contiguous buffers on the model's device if ``None``.
@@ -53,7 +51,7 @@ class Handle(Attachment):
         model: PreTrainedModel,
         method: Method,
         *,
-        correction: Correction | None = None,
+        correction: Rectify | None = None,
         measure_recall: bool = False,
         storage: KVBackend | None = None,
     ) -> None:
@@ -65,7 +63,7 @@ class Handle(Attachment):
             )
         for name, given, kinds, named in (
             ("storage", storage, KVBackend, "a seergate.Offload, a seergate.Paging"),
-            ("correction", correction, (Lossless, Rectify), "a seergate.Lossless or a seergate.Rectify"),
+            ("correction", correction, Rectify, "a seergate.Rectify"),
         ):
             if given is not None and not isinstance(given, kinds):
                 raise ValueError(f"{name} is {given!r}; it must be {named}, or None")
@@ -95,9 +93,7 @@ class Handle(Attachment):
         try:
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
-            if isinstance(correction, Lossless):
-                self.correction = LosslessDecoding(correction, model, method, self.passes, self._tokens_read)
-            elif isinstance(correction, Rectify):
+            if correction is not None:
                 self.correction = Rectification(correction, decoder, method, list(self.stats_.layers), self.passes)
         except BaseException:
             self.detach()
@@ -105,9 +101,6 @@ class Handle(Attachment):
         setattr(decoder, _HANDLE, self)
         if hasattr(method, "bank"):
             model.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
-
-    def _tokens_read(self) -> tuple[float, float]:  # not a lambda: a copied model counts for itself
-        return self.stats_.kv_totals()
 
     def __repr__(self) -> str:
         state = "disabled" if self.disabled else "attached" if self.bindings else "detached"
@@ -226,7 +219,7 @@ def attach(
     method: GateBank | Method | str | os.PathLike[str],
     config: DecodeConfig | None = None,
     *,
-    correction: Correction | None = None,
+    correction: Rectify | None = None,
     measure_recall: bool = False,
     storage: KVBackend | None = None,
     **options: Any,
@@ -294,12 +287,10 @@ def tags_of_method(method: Method) -> dict[str, str]:
     return {**tags, "moves keys": repr(method.name)} if method.stores_pre_rope else tags
 
 
-def tags_of_correction(correction: Correction | None, method: Method) -> dict[str, str]:
+def tags_of_correction(correction: Rectify | None, method: Method) -> dict[str, str]:
     """Return a correction's tags; see `tags_of_method`."""
     if correction is None:
         return {}
-    if isinstance(correction, Lossless):
-        return {"lossless": "lossless decoding"}
     tags = {"rectified": "rectification"}
     if method.max_rollback is not None and correction.every > method.max_rollback:
         tags["rectified past a block"] = f"rectification of {correction.every} tokens"
@@ -312,8 +303,6 @@ def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
     kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         tags["one-way layers"] = f"layers of kind {', '.join(stuck)}"
-    if (changing := changing_rope(config)) is not None:
-        tags["changing angles"] = f"{changing[0]} RoPE"
     if any(families.rope_kind(config, each) == "other" for _, each in families.full_attention_modules(model)):
         tags["own rope"] = config.model_type
     return tags

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from seergate.config import Correction, DecodeConfig
+from seergate.config import DecodeConfig, Rectify
 from seergate.errors import SeergateError
 from seergate.models.attach import attach
 from seergate.models.families import gate_geometry
@@ -42,7 +42,7 @@ def load(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
     force_download: bool = False,
-    correction: Correction | None = None,
+    correction: Rectify | None = None,
     storage: KVBackend | None = None,
     **options: Any,
 ) -> PreTrainedModel:

@@ -36,7 +36,6 @@ from seergate.cache.forward import TWO_THREADS, ForwardContext, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
-from seergate.decode.lossless import LosslessDecoding
 from seergate.decode.rectify import Rectification
 from seergate.decode.step import DenseAttention, GatedAttention
 from seergate.decode.trace import Trace
@@ -229,7 +228,7 @@ class Attachment:
         self.model, self.method, self.measure_recall = model, method, measure_recall
         self.storage, self.stats_ = storage.bind(model, method, layers), DecodeStats(layers)
         self.passes = ForwardModes(decodes_drafts=not isinstance(method, CompressingMethod))
-        self.correction: LosslessDecoding | Rectification | None = None
+        self.correction: Rectification | None = None
         self.trace: Trace | None = None
         self.disabled = False
         self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)

@@ -11,7 +11,6 @@ from transformers import DynamicCache, PreTrainedModel
 
 from seergate.cache.argument import CACHE
 from seergate.cache.forward import VERIFIED_TOKENS
-from seergate.decode.lossless import LosslessDecoding
 from seergate.errors import SeergateError
 from seergate.models.attach import handle_of
 from seergate.models.families import check_angles, text_config
@@ -55,8 +54,7 @@ def score(
 
     Raises:
         ValueError: if a shape, ``start`` or the mask is invalid.
-        SeergateError: with the correction `Lossless`, whose result is that of dense attention; if a text is so long
-            that the frequencies of dynamic or LongRoPE scaling change.
+        SeergateError: if a text is so long that the frequencies of dynamic or LongRoPE scaling change.
     """
     real = _checked(input_ids, attention_mask, start)
     longest = int(real.sum(1).max())
@@ -67,8 +65,6 @@ def score(
         handle = None
     if handle is not None and handle.disabled:
         handle = None
-    if handle is not None and isinstance(handle.correction, LosslessDecoding):
-        raise SeergateError("lossless decoding gives what dense attention gives; score without the correction")
     one_by_one = handle is not None and not (handle.passes.decodes_drafts and handle.correction is None)
     at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()

@@ -30,7 +30,6 @@ def test_inference_mode_may_end_between_two_calls(model, method):
 
 EVERYWHERE = {
     "plain": {},
-    "lossless": {"correction": seergate.Lossless(4)},
     "rectified": {"correction": seergate.Rectify(4)},
     "offloaded": {"storage": seergate.Offload(1 << 20)},
     "paged": {"storage": seergate.Paging()},

@@ -147,18 +147,10 @@ def test_a_copied_cache_goes_its_own_way(deep, bank):
     assert torch.equal(torch.cat(found), torch.cat(want))
 
 
-@pytest.mark.parametrize("correction", [seergate.Lossless(3), seergate.Rectify(4)])
-def test_corrections(deep, bank, correction):
-    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
-    ids = prompt(60, 4)
-    plain = deep.generate(ids, max_new_tokens=16)
-    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN, correction=correction) as handle:
-        found = deep.generate(ids, max_new_tokens=16)
-        stats = handle.stats()
-    if isinstance(correction, seergate.Lossless):
-        assert torch.equal(found, plain) and stats["lossless"]["cycles"] > 0
-    else:
-        assert stats["rectification"]["passes"] > 0
+def test_rectification(deep, bank):
+    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN, correction=seergate.Rectify(4)) as handle:
+        deep.generate(prompt(60, 4), max_new_tokens=16)
+        assert handle.stats()["rectification"]["passes"] > 0
 
 
 def test_gates_of_the_other_layers_are_not_needed(deep, bank, tmp_path):

@@ -254,6 +254,8 @@ def test_a_cache_narrowed_to_some_rows(model):
 def test_refusals(model):
     with pytest.raises(ValueError, match="every is 0; it must be a whole number, 1 or greater"):
         Rectify(0)
+    with pytest.raises(ValueError, match="correction is 1; it must be a seergate.Rectify, or None"):
+        seergate.attach(model, "quest", correction=1)
     hooks = len(model.model._forward_hooks) + len(model.model._forward_pre_hooks)
     cache = DynamicCache()
     with seergate.attached(model, selector(model, "oracle"), correction=Rectify(4)):

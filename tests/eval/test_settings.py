@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from seergate import GateBank, GateConfig, methods
-from seergate.config import Lossless, Rectify
+from seergate.config import Rectify
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, other_problems
@@ -321,20 +321,16 @@ def test_a_server_reads_no_other_gates_than_these(tmp_path):
             generate_by_server("sglang", support.model(), support.tokenizer(), [], job, other, print)
 
 
-def test_corrections_are_options_of_the_text():
-    """They have names of their own there, and tell runs apart; ReSA's is the method's."""
+def test_rectification_is_an_option_of_the_text():
+    """It has a name of its own there, and tells runs apart; ReSA's is the method's."""
     (rectified,) = grid(["quest:rectify_every=8"], [64], 16)
     assert rectified.label == "quest-64-rectify_every=8" and rectified.correction == Rectify(8)
     assert rectified.describe(None)["rectify_every"] == 8 and "rectify_every" not in vars(rectified.method(None))
-    (lossless,) = grid(["quest:lossless=true:draft_tokens=4"], [64], 16)
-    assert lossless.correction == Lossless(4)
     (resa,) = grid(["resa:rectify_every=8"], [64], 16)
     assert resa.correction is None and resa.method(None).correction == Rectify(8)
     for text, message in (
         ("quest:rectify_every=0", "every is 0"),
-        ("quest:draft_tokens=4", "without lossless=true"),
-        ("quest:lossless=true:rectify_every=8", "leaves nothing to rectify"),
-        ("quest:lossless=3", "lossless is 3"),
+        ("quest:lossless=true", "has no option 'lossless'"),
         ("h2o:rectify_every=8", "has no option 'rectify_every'"),
     ):
         with pytest.raises(ValueError, match=message):

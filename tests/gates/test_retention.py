@@ -315,8 +315,8 @@ def test_the_wrong_kind_is_refused(model, scorer):
         seergate.attach(tiny_model("qwen3", hidden_size=96), retains)
     with pytest.raises(SeergateError, match="evicts tokens, and a paged cache keeps all"):
         seergate.attach(model, retains, storage=seergate.Paging())
-    with pytest.raises(SeergateError, match="evicts, and lossless decoding needs all tokens"):
-        seergate.attach(model, retains, correction=seergate.Lossless())
+    with pytest.raises(SeergateError, match="evicts, and rectification needs all tokens"):
+        seergate.attach(model, retains, correction=seergate.Rectify())
 
 
 @EACH

@@ -94,14 +94,6 @@ def test_mistakes_are_told(model, mask, start, said):
         seergate.score(model, prompt(8), None if mask is None else torch.tensor([mask]), start=start)
 
 
-def test_lossless_mode_is_refused(model):
-    with (
-        seergate.attached(model, "quest", token_budget=128, correction=seergate.Lossless()),
-        pytest.raises(SeergateError, match="lossless decoding gives what dense attention gives"),
-    ):
-        seergate.score(model, prompt(20), start=4)
-
-
 @torch.no_grad()
 def test_rectified_text_is_scored_token_by_token(model):
     ids = prompt(LENGTH, 5)

@@ -27,7 +27,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"{name}, paging": (name, {"storage": seergate.Paging()}) for name in SELECTING},
     "gate, offload": ("gate", {"storage": seergate.Offload(memory_bytes=25_000)}),
     "gate, offload to the host": ("gate", {"storage": seergate.Offload(memory_bytes=25_000, store="host")}),
-    "gate, lossless": ("gate", {"correction": seergate.Lossless()}),
     "gate, rectified": ("gate", {"correction": seergate.Rectify(8)}),
     "gate, recall": ("gate", {"measure_recall": True}),
 }
@@ -41,11 +40,6 @@ READS: dict[str, dict[str, str]] = {
     "and gate": {
         "seergate/methods/gate_on_evictor.py attend: item": "the width of an index of what is read",
         "seergate/methods/gate_on_evictor.py attend: tolist": "how much was read, for the statistics",
-    },
-    "lossless": {
-        "seergate/decode/lossless.py __call__: item": "whether all rows have ended",
-        "seergate/decode/lossless.py _draft_and_verify: tolist": "how much of a draft is right",
-        "seergate/decode/lossless.py _emit: item": "whether the rows have ended",
     },
     "rectified": {
         "seergate/models/hooks.py valid_tokens: item": "the mask of the pass that rectifies",
@@ -76,7 +70,7 @@ def decode(
 def test_decoding(case: str) -> None:
     name, options = CASES[case]
     model = tiny_model("qwen3")
-    rows = [prompt(45, 1)] if "lossless" in case or "rectified" in case else [prompt(45, 1), prompt(31, 2)]
+    rows = [prompt(45, 1)] if "rectified" in case else [prompt(45, 1), prompt(31, 2)]
     inputs = left_padded(rows)
     want = decode(model, name, inputs, **options)
     passes: list[Counter[str]] = []

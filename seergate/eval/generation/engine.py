@@ -326,11 +326,6 @@ class Engine:
         on_finished: Callable[[Generation], None],
         sharing: int = 1,
     ) -> None:
-        if handle.passes.phase == "verify":
-            raise SeergateError(
-                f"lossless {handle.method.name!r} gives the dense model's tokens, and drafts within generate only; "
-                "evaluate 'dense' instead"
-            )
         if job.batch_size is None:
             each = sample_bytes(handle.model, job.prompt, job.longest)
             self.batch_size = estimated_batch(handle.model.device, each, sharing)
