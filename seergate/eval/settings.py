@@ -162,12 +162,12 @@ def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
     for name in banks:
         if not re.fullmatch(r"\w[\w.-]*", str(name)):
             raise SeergateError(f"gates are named {name!r}; a name must be of letters, digits and _ . -")
-    found = list[MethodSpec]()
+    expanded = list[MethodSpec]()
     for spec in specs:
         names = [name for name, gates in banks.items() if spec.has_gates and spec.takes(gates)]
         named = len(names) > 1 or any(isinstance(name, str) for name in names)
-        found += [replace(spec, gates=str(name)) for name in names] if named else [spec]
-    return found
+        expanded += [replace(spec, gates=str(name)) for name in names] if named else [spec]
+    return expanded
 
 
 def limits_of(name: str) -> set[str]:

@@ -99,7 +99,7 @@ def _answers_of_sglang(
         )
     sampling |= {"top_k": sampling["top_k"] or -1, "stop_token_ids": ends}
     room = job.longest + 3 * (page or 1)  # a prompt takes whole pages, and SGLang keeps a page and a token free
-    asked = {
+    payload = {
         "engine": {
             "model_path": str(model.config.name_or_path),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -128,7 +128,7 @@ def _answers_of_sglang(
     assert process.stdin is not None and process.stdout is not None
     try:
         with process.stdin as file:
-            json.dump(asked, file)
+            json.dump(payload, file)
         for line in process.stdout:
             number, tokens, seconds = json.loads(line)
             yield number, tokens, seconds

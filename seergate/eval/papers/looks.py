@@ -55,7 +55,7 @@ Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
 
 
-class Look(NamedTuple):
+class PlotStyle(NamedTuple):
     """Presentation of a figure or table.
 
     Attributes:
@@ -140,29 +140,29 @@ def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float,
     return {(key + 0.5) * width: sum(values) / len(values) for key, values in sorted(groups.items())}
 
 
-def _held(sweep: Sweep, path: Path) -> Path:
+def _plot_own_bytes(sweep: Sweep, path: Path) -> Path:
     """Plot the bytes held by a growing sequence, one line per setting."""
     figure, axis = _panel(f"Memory while an answer grows\n{conditions(sweep)}")
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
         curve = read_curve(s, column=2)
         how = {"linestyle": line_style(s.series, names), **style(s.series)}
-        axis.plot(list(curve), [held / 1e6 for held in curve.values()], label=s.label, alpha=0.8, **how)
+        axis.plot(list(curve), [own_bytes / 1e6 for own_bytes in curve.values()], label=s.label, alpha=0.8, **how)
     axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
     axis.legend(**LEGEND)
     tidy(axis)
     return save(figure, path)
 
 
-def _read_held(sweep: Sweep) -> list[str]:
+def _read_own_bytes(sweep: Sweep) -> list[str]:
     lines = []
     for s in sweep.settings:
         curve = list(read_curve(s, column=2).items())
         if curve:
-            length, held = curve[-1]
+            length, own_bytes = curve[-1]
             speed = s.metrics["tokens_per_second"]
             lines.append(
-                f"{s.label}: {held / 1e6:.2f} MB near a context of {length:.0f}; {speed:.0f} tokens per second."
+                f"{s.label}: {own_bytes / 1e6:.2f} MB near a context of {length:.0f}; {speed:.0f} tokens per second."
             )
     return lines or ["no answer is long enough: bytes are recorded every 32 steps."]
 
@@ -181,23 +181,23 @@ def ngram_entropy(words: Sequence[str], n: int = 3) -> float:
 
 def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
     """Prefix length in words -> number of answers at least as long, and the mean 3-gram entropy of their prefixes."""
-    texts, found = [text.split() for text in _texts(sweep)], {}
+    texts, by_length = [text.split() for text in _texts(sweep)], {}
     for length in (2**k for k in range(5, 16)):
         long = [ngram_entropy(words[:length]) for words in texts if len(words) >= length]
         if long:
-            found[length] = len(long), sum(long) / len(long)
-    if not found:
+            by_length[length] = len(long), sum(long) / len(long)
+    if not by_length:
         raise SeergateError("no answer has 32 words, so there is no entropy to compare; let answers be longer")
-    return found
+    return by_length
 
 
 def _entropy(sweep: Sweep, path: Path) -> Path:
     figure, axis = _panel(f"How much answers repeat themselves\n{conditions(sweep)}")
-    found = entropies(sweep)
-    axis.plot(list(found), [entropy for _, entropy in found.values()], marker="o", label="answers")
-    most = [math.log2(length - 2) for length in found]
-    axis.plot(list(found), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
-    powers_of_two(axis, list(found))
+    by_length = entropies(sweep)
+    axis.plot(list(by_length), [entropy for _, entropy in by_length.values()], marker="o", label="answers")
+    most = [math.log2(length - 2) for length in by_length]
+    axis.plot(list(by_length), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
+    powers_of_two(axis, list(by_length))
     axis.set(xlabel="first words of an answer", ylabel="3-gram entropy (bits)")
     axis.legend(frameon=False, fontsize=9)
     tidy(axis)
@@ -266,14 +266,14 @@ def _lengths_table(sweep: Sweep) -> str:
 
 def length_table(sweep: Sweep) -> str:
     """Table 1: accuracy and mean generation length, with the paper's numbers for settings that it also ran."""
-    found = {s.directory: table_1(s.config) if s.complete else None for s in sweep.settings}
+    paper = {s.directory: table_1(s.config) if s.complete else None for s in sweep.settings}
     columns: Columns = {
         **SETTING,
         "accuracy %": figure_of("accuracy", 100),
         "mean length": figure_of("mean_tokens"),
-        "published %": lambda _, s: f"{theirs[0]:.1f}" if (theirs := found[s.directory]) else NONE,
-        "published length": lambda _, s: f"{theirs[1]:.1f}k" if (theirs := found[s.directory]) else NONE,
-        "unlike the paper": lambda _, s: "; ".join(deviations(s.config) if found[s.directory] else ()) or NONE,
+        "published %": lambda _, s: f"{theirs[0]:.1f}" if (theirs := paper[s.directory]) else NONE,
+        "published length": lambda _, s: f"{theirs[1]:.1f}k" if (theirs := paper[s.directory]) else NONE,
+        "unlike the paper": lambda _, s: "; ".join(deviations(s.config) if paper[s.directory] else ()) or NONE,
     }
     return table(sweep, columns)
 
@@ -427,31 +427,31 @@ def _trained(sweep: Sweep, path: Path) -> Path:
     return save(figure, path)
 
 
-LOOKS = {
-    "by_budget": Look(accuracy_plot, accuracy_table, findings),
-    "spread": Look(accuracy_plot, accuracy_table, _read_spread),
-    "by_block_size": Look(_block_sizes, accuracy_table, _read_spread),
-    "by_threshold": Look(_threshold_and_budget, accuracy_table, _read_thresholds),
-    "costs": Look(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
-    "lengths": Look(length_plot, length_table, _read_lengths),
-    "length_table": Look(None, length_table, _read_lengths),
-    "length_statistics": Look(None, _lengths_table, _read_limit),
-    "held": Look(_held, cost_table, _read_held),
-    "entropy": Look(_entropy, _entropy_table, _read_entropy),
-    "repeats": Look(
+STYLES = {
+    "by_budget": PlotStyle(accuracy_plot, accuracy_table, findings),
+    "spread": PlotStyle(accuracy_plot, accuracy_table, _read_spread),
+    "by_block_size": PlotStyle(_block_sizes, accuracy_table, _read_spread),
+    "by_threshold": PlotStyle(_threshold_and_budget, accuracy_table, _read_thresholds),
+    "costs": PlotStyle(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
+    "lengths": PlotStyle(length_plot, length_table, _read_lengths),
+    "length_table": PlotStyle(None, length_table, _read_lengths),
+    "length_statistics": PlotStyle(None, _lengths_table, _read_limit),
+    "held": PlotStyle(_plot_own_bytes, cost_table, _read_own_bytes),
+    "entropy": PlotStyle(_entropy, _entropy_table, _read_entropy),
+    "repeats": PlotStyle(
         None,
         _repeats_table,
         lambda _: [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."],
     ),
-    "trained": Look(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
-    "proxies": Look(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
+    "trained": PlotStyle(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
+    "proxies": PlotStyle(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
 """Task -> number of its problems."""
 
 
-def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], asked: Mapping[str, Any]) -> str:
+def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], paper: Mapping[str, Any]) -> str:
     """A Markdown table of our and a paper's accuracy, for finished runs of the paper's settings; empty without any.
 
     A run counts if it has the paper's model, all problems of its task, and the method with the options under which the
@@ -468,11 +468,11 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
         return ""
 
     def unlike(s: Setting) -> list[str]:
-        made = {name: s.config["generation"].get(name) for name in asked if name in s.config["generation"]}
+        options = {name: s.config["generation"].get(name) for name in paper if name in s.config["generation"]}
         return [
-            f"{name.replace('_', '-')} {value} instead of {asked[name]}"
-            for name, value in made.items()
-            if value != asked[name]
+            f"{name.replace('_', '-')} {value} instead of {paper[name]}"
+            for name, value in options.items()
+            if value != paper[name]
         ]
 
     return table_beside(sweep, lambda s: numbers.get(s.directory.name), unlike)

@@ -55,18 +55,18 @@ def findings(sweep: Sweep) -> list[str]:
 
 
 def _of_texts(s: Setting) -> str:
-    found, dense = s.metrics, s.metrics["dense_perplexity"]
+    metrics, dense = s.metrics, s.metrics["dense_perplexity"]
     return (
-        f"{s.label}: KL to dense attention {with_ends(found, 'kl')} nats per token, its 99th percentile "
-        f"{with_ends(found, 'kl_p99')}; perplexity {found['perplexity']:.2f} ({dense:.2f} in one dense pass); the "
-        f"most probable token is the same at {_percent(found['agreement'])} of tokens."
+        f"{s.label}: KL to dense attention {with_interval(metrics, 'kl')} nats per token, 99th percentile "
+        f"{with_interval(metrics, 'kl_p99')}; perplexity {metrics['perplexity']:.2f} ({dense:.2f} in one dense pass); "
+        f"the most probable token is the same at {_percent(metrics['agreement'])} of tokens."
     )
 
 
-def with_ends(found: dict[str, Any], name: str) -> str:
+def with_interval(metrics: dict[str, Any], name: str) -> str:
     """A non-negative metric as text, with its 95 % interval if it has one."""
-    low, high = found[f"{name}_low"], found[f"{name}_high"]
-    return f"{found[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    return f"{metrics[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
 
 
 def at_chance(dense: Setting) -> bool:
@@ -85,12 +85,12 @@ def idle(sweep: Sweep) -> list[str]:
         density = s.metrics.get("density") or 0.0
         if limited and density > 1 - 1e-6:
             lines.append(f"{s.label} read everything at every step, so it shows nothing of sparsity.")
-        elif sweep.dense is not None and (said := _said(s)) and said == _said(sweep.dense):
+        elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):
             lines.append(f"{s.label} gave dense attention's logits bit for bit: what it sets does nothing.")
     return lines
 
 
-def _said(s: Setting) -> list[Any]:
+def _logit_measures(s: Setting) -> list[Any]:
     """What was measured on the decoded logits: KL on texts, log-probabilities of replies, or the proxies."""
     each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
@@ -109,26 +109,26 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
         read = "" if density is None else f", and reads {_percent(density)} of the context"
         return f"{setting.label} is {in_points(difference)} points from dense{read}."
     start = f"{setting.label} ({setting.nominal}) is {in_points(difference)} points from dense"
-    held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
-    if not held or not everything:
+    own_bytes, dense_bytes = (s.metrics["own_bytes_mean"] for s in (setting, dense))
+    if not own_bytes or not dense_bytes:
         return f"{start}."
-    return f"{start}, and holds {_percent(held / everything)} of its bytes."
+    return f"{start}, and holds {_percent(own_bytes / dense_bytes)} of its bytes."
 
 
 def _by_budget(sweep: Sweep, ours: str, other: str) -> dict[int, Difference]:
     """Budget -> paired difference of two series, for the budgets at which they share problems."""
     pairs = {budget: (sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets}
-    found = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
-    return {budget: difference for budget, difference in found.items() if difference.n}
+    diffs = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
+    return {budget: difference for budget, difference in diffs.items() if difference.n}
 
 
 def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
     """Count the budgets at which one series is ahead of, and behind, each of several others."""
     parts = []
     for other in others:
-        if found := _by_budget(sweep, ours, other).values():
-            ahead, behind = sum(d.positive for d in found), sum((-d).positive for d in found)
-            parts.append(f"{other} {ahead}, {behind} of {len(found)}")
+        if diffs := _by_budget(sweep, ours, other).values():
+            ahead, behind = sum(d.positive for d in diffs), sum((-d).positive for d in diffs)
+            parts.append(f"{other} {ahead}, {behind} of {len(diffs)}")
     if not parts:
         return f"{start} at no budget that the others were run at."
     return (
@@ -156,9 +156,9 @@ def verdict(sweep: Sweep) -> str:
         )
     enough, short, open_ = list[str](), list[str](), list[str]()
     for method in sweep.methods:
-        if (found := _enough(sweep, method, sweep.dense)) is None:
+        if (smallest := _smallest_lossless(sweep, method, sweep.dense)) is None:
             continue
-        setting, difference = found
+        setting, difference = smallest
         if _not_worse(difference):
             enough.append(f"{method} {setting.budget} tokens ({_share_of_context(sweep, setting)})")
         else:
@@ -169,7 +169,7 @@ def verdict(sweep: Sweep) -> str:
     return (start + needs + lost + (f"Too few problems to tell for {', '.join(open_)}." if open_ else "")).strip()
 
 
-def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
+def _smallest_lossless(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
     """The setting with the smallest budget from which on no loss is shown (if there is none, with the largest budget)
     and its difference from dense; ``None`` if they share no problem.
     """
@@ -191,9 +191,9 @@ def _share_of_context(sweep: Sweep, setting: Setting) -> str:
 
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     """Compare a method to dense at the budget that it needs; ``None`` if they share no problem."""
-    if (found := _enough(sweep, method, dense)) is None:
+    if (smallest := _smallest_lossless(sweep, method, dense)) is None:
         return None
-    setting, difference = found
+    setting, difference = smallest
     points = f"is {in_points(difference)} points from dense"
     if not _not_worse(difference):
         lost = (-difference).positive
@@ -209,11 +209,11 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
 
 
 def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
-    found = _by_budget(sweep, gate, other)
-    if not found:
+    diffs = _by_budget(sweep, gate, other)
+    if not diffs:
         return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
-    points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in found.items())
-    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in found.values())} of {len(found)} budgets"
+    points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in diffs.items())
+    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in diffs.values())} of {len(diffs)} budgets"
     return f"{gate} minus {other}, points on the same problems: {points} ({wins})."
 
 
@@ -293,7 +293,7 @@ def cautions(sweep: Sweep) -> list[str]:
     if len({str(environment.get("hardware")) for environment in environments}) > 1:
         lines.append("the settings ran on different machines; do not compare their tokens per second.")
     versions = {name: sorted({str(each.get(name) or "unknown") for each in environments}) for name in SOFTWARE}
-    if unlike := "; ".join(f"{name} {', '.join(found)}" for name, found in versions.items() if len(found) > 1):
+    if unlike := "; ".join(f"{name} {', '.join(values)}" for name, values in versions.items() if len(values) > 1):
         lines.append(f"the settings were made with different software: {unlike}; differences may come from that.")
     return lines
 

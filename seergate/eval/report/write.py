@@ -66,18 +66,18 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
     sweeps = load_sweeps(root, *others)
     out = out or root
     out.mkdir(parents=True, exist_ok=True)
-    parts, plots, said = [], [], []
+    parts, plots, sentences = [], [], []
     for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):
         suffix = f"-{i + 1}" if len(sweeps) > 1 else ""
         text, images = _section(sweep, out, suffix, why)
         parts.append(text)
         plots += images
-        said += findings(sweep)
+        sentences += findings(sweep)
     title = f"Decoding with a token budget: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}"
     markdown = "\n".join([f"# {markdown_text(title)}\n", *parts])
     write_text(out / "report.md", markdown)
     write_text(out / "report.html", to_html(title, markdown, out))
-    return Report(out / "report.md", out / "report.html", plots, said)
+    return Report(out / "report.md", out / "report.html", plots, sentences)
 
 
 def _name(sweep: Sweep) -> str:
@@ -167,7 +167,7 @@ def _sample_answers(sweep: Sweep) -> list[str]:
         for sample in s.samples:
             first.setdefault(str(sample["problem_id"]), {}).setdefault(s.label, sample)
     shared = [answers for answers in first.values() if len(answers) == max(map(len, first.values()))]
-    answers = min(shared, key=lambda found: abs(sum(bool(a["correct"]) for a in found.values()) - len(found) / 2))
+    answers = min(shared, key=lambda each: abs(sum(bool(a["correct"]) for a in each.values()) - len(each) / 2))
     some = next(iter(answers.values()))
     problem = f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of what each wrote."
     blocks = [markdown_text(problem)]
