@@ -41,14 +41,14 @@ def _info(options: argparse.Namespace) -> None:
     bank = _read_gates(options.source, options)
     facts = _facts_of(bank)
     if options.diff is not None:
-        found = bank.diff(_read_gates(options.diff, options))
-        changed = {name: vars(entry) for name, entry in found.tensors.items()}
+        difference = bank.diff(_read_gates(options.diff, options))
+        changed = {name: vars(entry) for name, entry in difference.tensors.items()}
         facts["difference"] = {
-            "fields": found.fields,
+            "fields": difference.fields,
             "tensors": changed,
-            "compared": len(bank.state_dict()) - len(found.only_first),
-            "only here": found.only_first,
-            "only there": found.only_second,
+            "compared": len(bank.state_dict()) - len(difference.only_first),
+            "only here": difference.only_first,
+            "only there": difference.only_second,
         }
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -113,22 +113,22 @@ def _table(values: dict[str, Any]) -> None:
             print(f"  {name.replace('_', ' '):20} {shown}")
 
 
-def _say_difference(found: dict[str, Any]) -> None:
+def _say_difference(difference: dict[str, Any]) -> None:
     print("difference")
-    for line in found["fields"]:
+    for line in difference["fields"]:
         print(f"  {line}")
     for place in ("only here", "only there"):
-        if found[place]:
-            print(f"  tensors {place}: {', '.join(found[place])}")
-    for name, entry in found["tensors"].items():
+        if difference[place]:
+            print(f"  tensors {place}: {', '.join(difference[place])}")
+    for name, entry in difference["tensors"].items():
         print(f"  {name}: {100 * entry['relative']:.3g} % of its norm, cosine {entry['cosine']:.6f}")
-    if found["tensors"]:
-        name, most = max(found["tensors"].items(), key=lambda item: item[1]["relative"])
+    if difference["tensors"]:
+        name, most = max(difference["tensors"].items(), key=lambda item: item[1]["relative"])
         print(
-            f"  in all: {len(found['tensors'])} of {found['compared']} tensors differ, "
+            f"  in all: {len(difference['tensors'])} of {difference['compared']} tensors differ, "
             f"at most by {100 * most['relative']:.3g} % of their norm ({name})"
         )
-    if not any(found[part] for part in ("fields", "tensors", "only here", "only there")):
+    if not any(difference[part] for part in ("fields", "tensors", "only here", "only there")):
         print("  none")
 
 

@@ -65,12 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-steps", type=int, metavar="N", help="of distillation, where it is needed [the preset's]"
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
-    kept = parser.add_argument_group("kept and recurrence")
-    kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
-    kept.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
-    kept.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
-    kept.add_argument("--head", type=int, metavar="N", help="KV head that is drawn [0]")
-    kept.add_argument(
+    args = parser.add_argument_group("kept and recurrence")
+    args.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
+    args.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
+    args.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
+    args.add_argument("--head", type=int, metavar="N", help="KV head that is drawn [0]")
+    args.add_argument(
         "--alpha",
         type=float,
         help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
@@ -222,22 +222,22 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     directory = out / f"gates-b{block_size}"
     if (directory / CONFIG_FILE).is_file():
         return directory
-    asked = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
-    config = load_train_config(options.model, asked)
+    overrides = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
+    config = load_train_config(options.model, overrides)
     print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 
 
 def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     """Write the page of a figure, with the sections ``more`` after its tables, and return its path."""
-    from seergate.eval.papers.looks import LOOKS, beside
+    from seergate.eval.papers.looks import STYLES, beside
     from seergate.eval.report import load_sweeps, write_report
     from seergate.eval.report.load import apart
     from seergate.eval.report.tables import equal_bytes
     from seergate.eval.store import write_text
 
     figure = FIGURES[name]
-    draw, table, read = LOOKS[figure.look]
+    draw, table, read = STYLES[figure.look]
     sweep, *others = sweeps = load_sweeps(out / "eval")
     if others:
         one, other, *_ = apart(sweeps)
@@ -249,8 +249,8 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     parts = [f"# {figure.source} on our runs: {figure.title}" if figure.source else f"# {figure.title}"]
     if draw is not None:
         parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
-    said = read(sweep)
-    parts += ["\n".join(f"- {line}" for line in said), table(sweep)]
+    lines = read(sweep)
+    parts += ["\n".join(f"- {line}" for line in lines), table(sweep)]
     parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
     parts += more
     if compared := beside(sweep, figure.published, figure.real):
@@ -258,7 +258,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")
     write_text(out / f"{label}.md", "\n\n".join(parts) + "\n")
     write_report(out / "eval", out)
-    for line in said:
+    for line in lines:
         print(f"- {line}")
     return out / f"{label}.md"
 

@@ -119,12 +119,12 @@ def run(options: argparse.Namespace) -> None:
                 **sampling,
             )[0].tolist()
         seconds, stats = time.monotonic() - began, handle.stats()
-        said = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"
+        summary = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"
         if stats["density"] is not None:
-            said += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
+            summary += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
         if problem.gold:
-            said += f"; the right answer is {problem.gold}"
-        print(said, file=Terminal(sys.stderr))
+            summary += f"; the right answer is {problem.gold}"
+        print(summary, file=Terminal(sys.stderr))
         if options.trace is not None and len(output) > len(ids) + 1:
             page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)

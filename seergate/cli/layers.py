@@ -25,7 +25,7 @@ def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) 
     run_args(parser)
 
 
-def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
+def _prepared(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
     from seergate.cli.generate import TINY_BUDGET
     from seergate.cli.models import bank_for, check_writable, is_tiny, model_path
@@ -78,7 +78,7 @@ def _anchors(options: argparse.Namespace) -> None:
     from seergate.models.loading import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
-    bank, method, path, out = _asked(options, "anchors")
+    bank, method, path, out = _prepared(options, "anchors")
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
     config = load_train_config(options.model, data | given(options, "data"))
     samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
@@ -89,14 +89,14 @@ def _anchors(options: argparse.Namespace) -> None:
 
     texts = [torch.from_numpy(samples[int(i)]) for i in longest]
     print(f"{len(texts)} texts of {config.data}, {sum(map(len, texts)):,} tokens; {method.nominal} tokens per step")
-    found = shared_recall(model, method, texts, options.rows)
-    anchors = found.anchors(options.count)
-    for count in sorted({options.count, *(-(-len(found.layers) // part) for part in (1, 2, 4, 8))}, reverse=True):
-        plan = found.anchors(count)
-        print(f"{count:4} anchors  recall {found.mean(plan):.4f}  {'+'.join(map(str, plan))}")
-    figures = {"anchor_recall": found.mean(anchors), "own_recall": found.mean(found.layers)}
-    made = {**figures, "recall_measured_on": f"{config.data}, {found.rows} rows at {method.nominal}"}
-    bank.with_anchors(anchors, **made).save_pretrained(out)
+    recall = shared_recall(model, method, texts, options.rows)
+    anchors = recall.anchors(options.count)
+    for count in sorted({options.count, *(-(-len(recall.layers) // part) for part in (1, 2, 4, 8))}, reverse=True):
+        plan = recall.anchors(count)
+        print(f"{count:4} anchors  recall {recall.mean(plan):.4f}  {'+'.join(map(str, plan))}")
+    figures = {"anchor_recall": recall.mean(anchors), "own_recall": recall.mean(recall.layers)}
+    record = {**figures, "recall_measured_on": f"{config.data}, {recall.rows} rows at {method.nominal}"}
+    bank.with_anchors(anchors, **record).save_pretrained(out)
     print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers read what they choose)")
 
 
@@ -133,7 +133,7 @@ def _dense_layers(options: argparse.Namespace) -> None:
 
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)
     task = make_task(named)
-    bank, method, path, out = _asked(options, "dense-layers")
+    bank, method, path, out = _prepared(options, "dense-layers")
     texts = answered(load_tokenizer(path), task)
     model = load_model(path, options.dtype, options.device)
 
@@ -143,9 +143,9 @@ def _dense_layers(options: argparse.Namespace) -> None:
 
     print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens")
     layers = find_dense_layers(model, method, texts, options.count, report)
-    made = {**bank.training_record, "dense_layers_found_on": f"{named}, at {method.nominal}"}
+    record = {**bank.training_record, "dense_layers_found_on": f"{named}, at {method.nominal}"}
     defaults = {**bank.decode_defaults, "dense_layers": list(layers)}
-    bank.derived(decode_defaults=defaults, training=made, results=()).save_pretrained(out)
+    bank.derived(decode_defaults=defaults, training=record, results=()).save_pretrained(out)
     print(f"written: {out} (dense layers {', '.join(map(str, layers))})")
 
 

@@ -110,24 +110,24 @@ def _show(options: argparse.Namespace) -> None:
     samples = store.read_samples(options.run_dir)
     if samples and "completion" not in samples[0]:
         raise SeergateError(f"{options.run_dir} holds texts that were scored, and no answers; see its report")
-    found = [s for s in samples if str(s["problem_id"]) == options.problem]
-    if not found:
+    shown = [s for s in samples if str(s["problem_id"]) == options.problem]
+    if not shown:
         ids = sorted({str(s["problem_id"]) for s in samples})
         some = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
         raise SeergateError(
             f"{options.run_dir} has no sample of a problem {options.problem!r}; it has {some or 'none'}"
         )
     if options.sample is not None:
-        found = [s for s in found if s["sample_idx"] == options.sample]
-        if not found:
+        shown = [s for s in shown if s["sample_idx"] == options.sample]
+        if not shown:
             raise SeergateError(f"problem {options.problem!r} has no sample {options.sample} in {options.run_dir}")
-    found.sort(key=lambda s: s["sample_idx"])
-    right = sum(s["correct"] for s in found)
+    shown.sort(key=lambda s: s["sample_idx"])
+    right = sum(s["correct"] for s in shown)
     print(f"task {config['task']['name']}, problem {options.problem}, grader {config['task']['grader']}")
-    print(f"gold answer: {found[0]['gold']}")
-    print(f"right: {right} of {len(found)} samples\n")
-    print(f"--- prompt ({found[0]['n_prompt_tokens']} tokens)\n{_shortened(found[0]['prompt'], options.full)}")
-    for s in found:
+    print(f"gold answer: {shown[0]['gold']}")
+    print(f"right: {right} of {len(shown)} samples\n")
+    print(f"--- prompt ({shown[0]['n_prompt_tokens']} tokens)\n{_shortened(shown[0]['prompt'], options.full)}")
+    for s in shown:
         verdict = "right" if s["correct"] else "wrong"
         answer = "no answer" if s["pred"] is None else f"answer {s['pred']!r}"
         print(f"\n--- sample {s['sample_idx']} (seed {s['seed']}): {verdict}")

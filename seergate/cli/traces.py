@@ -61,12 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check the options, load the model, and write its answers."""
-    with ExitStack() as held:
-        _answer(options, held)
+    with ExitStack() as stack:
+        _answer(options, stack)
 
 
-def _answer(options: argparse.Namespace, held: ExitStack) -> None:
-    """Do the work of `run`; ``held`` keeps the file of the rows."""
+def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
+    """Do the work of `run`; ``stack`` keeps the file of the rows open."""
     from seergate.cli.models import check_file_served, gates_for, load_model, model_path, say_gates
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
@@ -105,8 +105,8 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         check_length(shape.get_text_config(), options.max_length, "a text of --max-length")
     config = within_positions(config, shape)
     tokenizer, limit = load_tokenizer(path), Limit(options.max_new_tokens, config.max_length)
-    file = held.enter_context(_locked(options.out))
-    made = _rows(options.out, file)
+    file = stack.enter_context(_locked(options.out))
+    answered = _rows(options.out, file)
     record: dict[str, Any] = {
         "model": config.model,
         "dtype": options.dtype,
@@ -120,14 +120,14 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         "prompts": config.data,
         "revision": config.data_revision,
     }
-    record["commit"] = _made_with(options.out, record, unknown=LOADED) if made else data_commit(config)
-    asked, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
-    if any(row in asked and turns[:-1] != asked[row] for row, turns in made.items()):
+    record["commit"] = recorded_commit(options.out, record, unknown=LOADED) if answered else data_commit(config)
+    conversations, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
+    if any(row in conversations and turns[:-1] != conversations[row] for row, turns in answered.items()):
         raise SeergateError(f"{options.out} has answers to other questions than {config.data} asks; name another file")
     prompts = {
         row: prompt_text(tokenizer, Problem(str(row), "", messages=tuple(turns)))
-        for row, turns in asked.items()
-        if row not in made
+        for row, turns in conversations.items()
+        if row not in answered
     }
     encoded = [
         Request(row, text, tuple(encode(tokenizer, text)), sample_seed(options.seed, str(row), 0))
@@ -140,7 +140,7 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         for what, count in (*unusable.items(), ("too long to be answered", len(prompts) - len(fitting)))
         if count
     ]
-    if not made and not requests:
+    if not answered and not requests:
         raise SeergateError(
             f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); it "
             f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
@@ -148,13 +148,13 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         )
     if bank is not None:
         print(say_gates(options.model, options.gates))
-    print(f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes))
+    print(f"{len(requests):,} questions, {len(answered):,} answered already" + "".join(f"; {n}" for n in notes))
     model = load_model(path, options.dtype, options.device)
     record |= {"weights": fingerprint(model), "rope": rope_of(model)}
-    if made:
-        _made_with(options.out, record)
+    if answered:
+        recorded_commit(options.out, record)
     else:
-        write_yaml(_beside(options.out), record)
+        write_yaml(record_path(options.out), record)
     cut = 0
     if requests:
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
@@ -166,7 +166,7 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
                 cut += 1
                 if not options.keep_cut:
                     return
-            turns = [*asked[done.request.key], {"role": "assistant", "content": done.completion}]
+            turns = [*conversations[done.request.key], {"role": "assistant", "content": done.completion}]
             append_line(file, {"row": done.request.key, "messages": turns})
 
         if served:
@@ -174,9 +174,9 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         else:
             with attached(model, method, correction=spec.correction) as handle:
                 Engine(handle, tokenizer, job, take).run(requests)
-    written = len(made) + len(requests) - (0 if options.keep_cut else cut)
-    kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
-    print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))
+    written = len(answered) + len(requests) - (0 if options.keep_cut else cut)
+    cut_answers = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
+    print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {cut_answers}" if cut else ""))
 
 
 @contextmanager
@@ -198,24 +198,24 @@ def _locked(path: Path) -> Iterator[FileIO]:
             raise
 
 
-def _beside(path: Path) -> Path:
+def record_path(path: Path) -> Path:
     """Path of the file that records how the rows were generated."""
     return path.with_name(f"{path.name}.yaml")
 
 
-def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
+def recorded_commit(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
     """Refuse to append rows generated with other settings than the existing rows. ``now`` is the record of the new
     rows; its ``unknown`` fields are not compared. Returns the prompts' commit; ``None`` if they are not on the Hub.
     """
     from seergate.eval.store import differences
     from seergate.yaml_file import read_yaml
 
-    found = read_yaml(_beside(path))
-    if "commit" not in found:
-        raise SeergateError(f"{_beside(path)} names no commit: an earlier seergate wrote it; name another --out")
-    if different := differences(found, now, ("commit", *unknown)):
+    record = read_yaml(record_path(path))
+    if "commit" not in record:
+        raise SeergateError(f"{record_path(path)} names no commit: an earlier seergate wrote it; name another --out")
+    if different := differences(record, now, ("commit", *unknown)):
         raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
-    return found["commit"]
+    return record["commit"]
 
 
 def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
@@ -227,11 +227,11 @@ def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
         lines: list[Any] = [read_json_text(line) for line in whole.split("\n") if line]
-        found = {int(line["row"]): line["messages"] for line in lines}
+        rows = {int(line["row"]): line["messages"] for line in lines}
         if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
         raise SeergateError(f"--out is {path}, which holds something else than traces; name another file") from error
     if rest:
         file.truncate(len(f"{whole}\n".encode()) if whole else 0)
-    return found
+    return rows

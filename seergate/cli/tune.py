@@ -97,12 +97,12 @@ def run(options: argparse.Namespace) -> None:
     job = _checked(options)
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}
-    asked = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
-    asked |= {"max_length": job.context, "budget": job.budgets}
+    requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
+    requested |= {"max_length": job.context, "budget": job.budgets}
     for name, before in state.get("asked", {}).items():
-        if asked[name] != before:
+        if requested[name] != before:
             raise SeergateError(
-                f"{name} is {asked[name]}, but {job.out} was begun with {before}; give that again, or another --out"
+                f"{name} is {requested[name]}, but {job.out} was begun with {before}; give that again or another --out"
             )
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
@@ -113,11 +113,11 @@ def run(options: argparse.Namespace) -> None:
         store.write_json(job.out / STATE, state)
 
     if "decision" not in state:
-        note(asked={name: asked[name] for name in ("model", "data", "dtype", "max_length")})
+        note(asked={name: requested[name] for name in ("model", "data", "dtype", "max_length")})
         held_out = job.write_texts()
         packs, times = job.prepare(), job.measure()
-        found = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
-        note(asked=asked, times=asdict(times), decision=asdict(found))
+        choice = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
+        note(asked=requested, times=asdict(times), decision=asdict(choice))
     decision = Decision(**state["decision"])
     print(job.said(decision, Times(**state["times"])))
     if "trained" not in state:

@@ -76,9 +76,9 @@ def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: P
     from datasets.exceptions import DatasetGenerationError
 
     columns = Features(dict.fromkeys(RAW, Value("string")))
-    made = {"source": source, "read": read, "arguments": arguments}
+    inputs = {"source": source, "read": read, "arguments": arguments}
     try:
-        return Dataset.from_generator(_not_empty, features=columns, cache_dir=str(cache), gen_kwargs=made)
+        return Dataset.from_generator(_not_empty, features=columns, cache_dir=str(cache), gen_kwargs=inputs)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
 
@@ -184,17 +184,17 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
 
     with hub_call(unloadable(config)):
         builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
-        found, wanted = str(builder.hash), config.data_revision
-        if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
+        commit, wanted = str(builder.hash), config.data_revision
+        if wanted is not None and COMMIT.fullmatch(wanted) and commit != wanted:
             # If the Hub does not answer, `datasets` uses the newest downloaded commit, which may be another one.
             raise SeergateError(
                 f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and the "
-                f"commit that was downloaded last is {found}; try again later, or set data_revision to that"
+                f"commit that was downloaded last is {commit}; try again later, or set data_revision to that"
             )
         if not config.streaming:
             builder.download_and_prepare()
             return _limited(builder.as_dataset(split=config.data_split), config.data_limit)
-        place = {"name": config.data, "part": config.data_config, "split": config.data_split, "revision": found}
+        place = {"name": config.data, "part": config.data_config, "split": config.data_split, "revision": commit}
         return _copied(config.data, _streamed_rows, cache, **place, limit=config.data_limit)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seergate import SeergateError
-from seergate.cli.traces import _made_with
+from seergate.cli.traces import recorded_commit
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
@@ -133,15 +133,15 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
 def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
     out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
     write_yaml(tmp_path / "traces.jsonl.yaml", early | {"weights": "w", "commit": "a"})
-    assert _made_with(out, early, unknown=("weights",)) == "a" == _made_with(out, early | {"weights": "w"})
+    assert recorded_commit(out, early, unknown=("weights",)) == "a" == recorded_commit(out, early | {"weights": "w"})
     with pytest.raises(SeergateError, match=r"made with other settings: weights was 'w' and is 'v'"):
-        _made_with(out, early | {"weights": "v"})
+        recorded_commit(out, early | {"weights": "v"})
     with pytest.raises(SeergateError, match=r"method\.name was 'dense' and is 'gate'"):
-        _made_with(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
+        recorded_commit(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
     with pytest.raises(SeergateError, match=r"prompts was 'org/rows' and is None"):
-        _made_with(out, {"method": {"name": "dense"}}, unknown=("weights",))
+        recorded_commit(out, {"method": {"name": "dense"}}, unknown=("weights",))
     with pytest.raises(SeergateError, match=r"traces.jsonl was made with other settings: rope was None and is 'r'"):
-        _made_with(out, early | {"weights": "w", "rope": "r"})
+        recorded_commit(out, early | {"weights": "w", "rope": "r"})
 
 
 def test_the_prompts_stay_at_the_commit_that_they_began_with(
