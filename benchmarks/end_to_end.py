@@ -337,10 +337,10 @@ def main() -> None:
     even = {name: break_even(rows, name) for name in ("gate", "quest", "gate_offloaded")}
     print("break-even length:", {name: length and round(length) for name, length in even.items()})
     device, dtype = torch.device(options.device), str(options.dtype).removeprefix("torch.")
-    said = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds, "break_even": even}
-    said |= {"transformers": version("transformers")}
+    settings = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds, "break_even": even}
+    settings |= {"transformers": version("transformers")}
     name = f"end_to_end-{device.type}-{dtype}" + f"-{options.threads}t" * (device.type == "cpu")
-    print("saved", save(name, said, rows, options.output, device))
+    print("saved", save(name, settings, rows, options.output, device))
 
 
 if __name__ == "__main__":

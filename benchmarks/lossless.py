@@ -47,8 +47,8 @@ def kept_share(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     draw = random.Random(0)
     prompts = []
     for _ in range(options.problems):
-        asked = make_problem(options.variables, draw).messages[:1]
-        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        messages = make_problem(options.variables, draw).messages[:1]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         prompts.append(tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"])
     new = {"max_new_tokens": options.new_tokens}
     dense = [model.generate(ids, **new) for ids in prompts]

@@ -61,12 +61,12 @@ class GateOnEvictorState(EvictingState):
         if self.evicting.attend(step) is not None:
             name = self.method.evictor.name
             raise SeergateError(f"the gate cannot work on what {name!r} leaves: {OWN_ATTENTION}")
-        gate, whole, held = self.method.gate, self._whole(step), step.max_length
+        gate, whole, resident = self.method.gate, self._whole(step), step.max_length
         dense = self.spec.layer in gate.dense_layers or whole.max_length <= gate.covered_tokens
         if dense or not isinstance(self.gating, GateState):
             return None
-        blocks_BKT = self.rows["index"][:, :, :held].long() // gate.block_size
-        real_B1T = torch.arange(held, device=blocks_BKT.device) < step.lengths[:, None, None]
+        blocks_BKT = self.rows["index"][:, :, :resident].long() // gate.block_size
+        real_B1T = torch.arange(resident, device=blocks_BKT.device) < step.lengths[:, None, None]
         scores_BKN = self.gating.scores(whole)
         left_BKN = torch.zeros_like(scores_BKN).scatter_add(
             2, blocks_BKT, real_B1T.to(scores_BKN).expand(blocks_BKT.shape)
@@ -78,9 +78,9 @@ class GateOnEvictorState(EvictingState):
         wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding (-1) goes last
         read_BKT = wanted_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
         counts_BK = read_BKT.sum(2)
-        slots = torch.arange(held, device=read_BKT.device)
-        index = torch.where(read_BKT, slots, held).sort(-1).values[..., : int(counts_BK.max())]
-        cache, indices = (step.keys_BKCD, step.values_BKCD), torch.where(index == held, -1, index)
+        slots = torch.arange(resident, device=read_BKT.device)
+        index = torch.where(read_BKT, slots, resident).sort(-1).values[..., : int(counts_BK.max())]
+        cache, indices = (step.keys_BKCD, step.values_BKCD), torch.where(index == resident, -1, index)
         output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, 1, **step.softmax_options)
         return AttentionOutput(output, counts_BK.double().mean(1).tolist())
 

@@ -33,13 +33,13 @@ class _Registry(UserDict[str, Any]):
     """Name -> class, or "module:Class", which is imported on first access."""
 
     def __getitem__(self, name: str) -> type[Method]:
-        found = self.data[name]
-        if isinstance(found, str):
-            module, _, attribute = found.partition(":")
-            found = getattr(importlib.import_module(module), attribute, None)
-            _check(found)
-            self.data[name] = found
-        return found  # type: ignore[no-any-return]
+        method = self.data[name]
+        if isinstance(method, str):
+            module, _, attribute = method.partition(":")
+            method = getattr(importlib.import_module(module), attribute, None)
+            _check(method)
+            self.data[name] = method
+        return method  # type: ignore[no-any-return]
 
 
 METHODS: MutableMapping[str, type[Method]] = _Registry()

@@ -75,19 +75,19 @@ class Centres:
         """Read what `save` wrote. Raises `SeergateError` if the file does not exist or holds something else."""
         if not Path(path).is_file():
             raise SeergateError(f"{path} is no file; TriAttention needs what seergate calibrate wrote")
-        found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
+        tensors: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
         try:
             with safe_open(path, framework="pt") as file:
                 covers = json.loads((file.metadata() or {})["tri_attention"])
-                tokens, made = int(covers["tokens"]), dict(covers["made"])
+                tokens, origin = int(covers["tokens"]), dict(covers["made"])
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
                     _, layer, kind = name.split(".")
-                    found[kind][int(layer)] = file.get_tensor(name)
+                    tensors[kind][int(layer)] = file.get_tensor(name)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise SeergateError(
                 f"{path} does not hold TriAttention's centres; seergate calibrate makes them"
             ) from error
-        return cls(found["mean"], found["modulus"], tokens, found["rope"], made)
+        return cls(tensors["mean"], tensors["modulus"], tokens, tensors["rope"], origin)
 
 
 class TriAttentionState(BudgetedState):

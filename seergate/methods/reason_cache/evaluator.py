@@ -165,9 +165,9 @@ class Evaluator:
         """Earlier steps that pass both parts of stage 1, the most similar first."""
         step = steps[index]
         with self._timed("lexical"):
-            found = [similarity(step, earlier) for earlier in steps[:index]]
-            threshold = adaptive_threshold(found, self.method.strict, self.method.soft)
-            similar = sorted((i for i in range(index) if found[i] > threshold), key=lambda i: (-found[i], -i))
+            scores = [similarity(step, earlier) for earlier in steps[:index]]
+            threshold = adaptive_threshold(scores, self.method.strict, self.method.soft)
+            similar = sorted((i for i in range(index) if scores[i] > threshold), key=lambda i: (-scores[i], -i))
         self.counts["similar_steps"] += len(similar)
         self._give_way()
         if self.method.structural_check and similar:
