@@ -21,7 +21,7 @@ HELP = (
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
-    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
+    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.\n"
     "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
@@ -54,28 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
-    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="of gates; or NAME=DIR, several with commas")
+    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
-    parser.add_argument(
-        "--max-steps", type=int, metavar="N", help="of distillation, where it is needed [the preset's]"
-    )
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer at most [the task's]")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
     args = parser.add_argument_group("kept and recurrence")
     args.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
-    args.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
-    args.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
-    args.add_argument("--head", type=int, metavar="N", help="KV head that is drawn [0]")
+    args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
+    args.add_argument("--layer", type=int, metavar="N", help="layer to draw [the first from 1 on that can be gated]")
+    args.add_argument("--head", type=int, metavar="N", help="KV head to draw [0]")
     args.add_argument(
         "--alpha",
         type=float,
         help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
     )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="that generate, by Ray [in this process]")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="generating processes, by Ray [this one]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 
@@ -87,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     if options.name not in NAMES:
         raise SeergateError(
             f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
-            "what is not made again, and why)"
+            "what is not reproduced, and why)"
         )
     options.name = ALIASES.get(options.name, options.name)
     if options.name != "table2":

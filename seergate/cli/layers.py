@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
     model_args(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
-    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the choices [the gates'; tiny: 64]")
+    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the selection [the gates'; tiny: 64]")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
     run_args(parser)
 
@@ -97,7 +97,7 @@ def _anchors(options: argparse.Namespace) -> None:
     figures = {"anchor_recall": recall.mean(anchors), "own_recall": recall.mean(recall.layers)}
     record = {**figures, "recall_measured_on": f"{config.data}, {recall.rows} rows at {method.nominal}"}
     bank.with_anchors(anchors, **record).save_pretrained(out)
-    print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers read what they choose)")
+    print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers reuse their selections)")
 
 
 ANCHORS = Command(ANCHORS_HELP, _anchors_arguments, _anchors)
@@ -121,7 +121,7 @@ TINY_TASK = "variable_tracking:length=2048:problems=8:seed=1"
 
 def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser, "dense layers", "dense-layers")
-    parser.add_argument("--task", help=f"whose answers are compared [{TASK}; tiny: {TINY_TASK}]")
+    parser.add_argument("--task", help=f"task whose answers are compared [{TASK}; tiny: {TINY_TASK}]")
 
 
 def _dense_layers(options: argparse.Namespace) -> None:

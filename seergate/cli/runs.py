@@ -23,9 +23,9 @@ REPORT_HELP = (
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="what `seergate eval --out` wrote; several are compared"
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of `seergate eval`; several are compared"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [the first RUN_DIR]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the report [the first RUN_DIR]")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -42,17 +42,15 @@ REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True, RE
 REGRADE_HELP = (
     "grade stored samples again",
     "Grade the samples of one run directory, or of all run directories in a directory, with the present graders, and\n"
-    "derive metrics.json anew. The completions stay as they are; what changes is told.",
+    "recompute metrics.json. The completions do not change; changed grades are printed.",
     ["seergate regrade runs/eval-tiny-reasoner-chain_sum", "seergate regrade RUN --dry-run"],
 )
 
 
 def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
-    parser.add_argument(
-        "--grader", help="another grader than the run's, which has it from then on: math, exact, letter or digit"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only tell what would change")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of `seergate eval`")
+    parser.add_argument("--grader", help="new grader of the run: math, exact, letter or digit")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would change")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
 
 

@@ -17,9 +17,9 @@ from seergate.errors import SeergateError
 HELP = (
     "a model's own answers, as data for seergate train",
     "Let a model answer the questions of a dataset, and write its answers as rows for `seergate train --data`. With\n"
-    "--method gate they are decoded sparsely, so that gates learn from contexts to which their own choices have led.\n"
-    "The same command after an interruption makes what is missing; FILE.yaml tells if it is the same. Answers that\n"
-    "are cut at the limit are left out unless --keep-cut is given.",
+    "--method gate they are decoded sparsely, so that gates learn from contexts that follow from their selections.\n"
+    "The same command continues after an interruption; FILE.yaml records its settings. Answers that are cut at the\n"
+    "limit are left out unless --keep-cut is given.",
     [
         "seergate traces --model tiny-reasoner --prompts chain_sum --limit 100 --out traces.jsonl",
         "seergate traces --model Qwen3-8B --prompts open-r1/OpenR1-Math-220k --engine vllm --out own.jsonl",
@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
     decoding_args(parser, "dense", "")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of question and answer [as of `seergate train`]"
+        "--max-length", type=int, metavar="N", help="tokens of question and answer [as in `seergate train`]"
     )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [what is left]")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [rest of --max-length]")
     parser.add_argument("--keep-cut", action="store_true", help="keep answers that are cut at the limit")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="answers per batch [what fits into memory]")
     parser.add_argument(
         "--engine", choices=("transformers", "vllm", "sglang"), default="transformers", help="[%(default)s]"
     )
@@ -142,7 +142,7 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     ]
     if not answered and not requests:
         raise SeergateError(
-            f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); it "
+            f"--prompts is {options.prompts!r}, in which no row is usable ({', '.join(notes) or 'no rows'}); it "
             f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
             f"({config.max_length:,})"
         )
@@ -231,7 +231,7 @@ def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
         if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
-        raise SeergateError(f"--out is {path}, which holds something else than traces; name another file") from error
+        raise SeergateError(f"--out is {path}, which is not a file of traces; name another file") from error
     if rest:
         file.truncate(len(f"{whole}\n".encode()) if whole else 0)
     return rows

@@ -192,10 +192,10 @@ PREPARE = Command(
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
-    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")
+    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will train [this machine's]")
     group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
-    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [all of a pack]")
-    group.add_argument("--tflops", type=float, help="what one device sustains, in TFLOP/s; instead of measuring")
+    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, to estimate the time [a pack's]")
+    group.add_argument("--tflops", type=float, help="speed of a device in TFLOP/s, instead of measuring it")
     group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
 
 
@@ -211,8 +211,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 PLAN = Command(
     (
-        "say what a training run needs: memory, time, disk",
-        "Say what a training run needs: memory, time, disk. Takes all options of seergate train, and:",
+        "estimate the memory, time and disk space of a training run",
+        "Estimate the memory, time and disk space of a training run. Takes all options of seergate train, and:",
         ["seergate plan --model Qwen3-8B --memory-gb 24", "seergate plan --model tiny-reasoner"],
     ),
     _plan_arguments,

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 HELP = (
     "train gates in a given time and recommend a budget",
     "Train gates for a model by the recommended recipe in two thirds of the time given, evaluate them in the rest on\n"
-    "needles and held-out texts, and say in three sentences at which budget they lose nothing that could be seen.\n"
-    "The same command after an interruption goes on with what is missing.",
+    "needles and held-out texts, and name the smallest budget with no measurable loss, in three sentences.\n"
+    "The same command continues after an interruption.",
     [
         "seergate tune ORG/NAME --hours 2",
         "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine",
@@ -63,7 +63,7 @@ GATES, TIMING = "gates", "timing"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("model", metavar="MODEL", help="directory, GGUF file, preset or Hub id (org/name)")
-    parser.add_argument("--hours", type=float, required=True, metavar="H", help="time for all of it, about")
+    parser.add_argument("--hours", type=float, required=True, metavar="H", help="approximate total time in hours")
     parser.add_argument(
         "--data",
         metavar="PATH",
@@ -80,10 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, metavar="N", help=f"tokens of a text [{CONTEXT}, or the model's positions]"
     )
     parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model [auto]"
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="dtype of the model [auto]"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
-    parser.add_argument("--out", metavar="DIR", help="directory of everything [runs/tune-MODEL]")
+    parser.add_argument("--out", metavar="DIR", help="output directory [runs/tune-MODEL]")
 
 
 def run(options: argparse.Namespace) -> None:

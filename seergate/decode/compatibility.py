@@ -21,7 +21,7 @@ _READS_ALL = "lossless decoding and rectification read the whole cache in dense 
 _NEEDS_ORDINARY = "lossless decoding and rectification need an ordinary cache; leave storage= out"
 _NOTHING_LEFT = "{0} evicts, and {1} needs all tokens; leave the correction out"
 _NOTHING_TO_CORRECT = "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out"
-_ONE_WAY = "{0} takes tokens back, which {1} cannot do; decode this model without it"
+_ONE_WAY = "{0} removes cached tokens, which {1} does not support; decode this model without it"
 
 REFUSED: dict[tuple[str, str], str] = {
     ("paged", "static"): _GROWS,
@@ -40,10 +40,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("dense", "rectified"): _NOTHING_TO_CORRECT,
     ("lossless", "one-way layers"): _ONE_WAY,
     ("rectified", "one-way layers"): _ONE_WAY,
-    ("rectified", "one-way cache"): "{0} takes tokens back, which {1} cannot do; use a dynamic cache",
+    ("rectified", "one-way cache"): "{0} removes cached tokens, which {1} does not support; use a dynamic cache",
     ("lossless", "changing angles"): (
-        "{0} verifies several tokens in one pass, and {1} turns a token by how far a pass reaches; decode this model "
-        "without it"
+        "{0} verifies several tokens in one pass, and {1} rotates a token by the length of the pass; decode this "
+        "model without it"
     ),
     ("moves keys", "own rope"): (
         "the method {0} re-positions keys, which {1} models do not allow: their RoPE has a form of its own"

@@ -54,8 +54,8 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
         for name in ("data_config", "data_revision"):
             if getattr(config, name) is not None:
                 raise SeergateError(
-                    f"{name} is {getattr(config, name)!r}, but {config.data!r} lies on this machine, where there is "
-                    f"nothing to choose; name the files themselves and leave out {name}"
+                    f"{name} is {getattr(config, name)!r}, but {config.data!r} lies on this machine, where no part "
+                    f"can be chosen; name the files themselves and leave out {name}"
                 )
         return _local(path, config, cache)
     if not may_be_on_hub(config):
@@ -127,7 +127,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
     known = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
     if not files or files[0].suffix not in known:
-        raise SeergateError(f"{path} is no data: it must be a file, or hold files, of type {', '.join(known)}")
+        raise SeergateError(f"{path} holds no data: it must be a file, or hold files, of type {', '.join(known)}")
     aside = [file for file in files if HELD_OUT_NAMES.search(str(file.relative_to(path)))] if path.is_dir() else []
     if aside:
         raise SeergateError(
@@ -155,7 +155,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, str]]:
             try:
                 rows = read_json_text(stream.read().decode())
             except ValueError as error:
-                raise SeergateError(f"{file} begins like a JSON list but is none: {error}") from error
+                raise SeergateError(f"{file} begins like a JSON list but is not valid JSON: {error}") from error
             yield from map(_as_json, rows)
             return
         for line in stream:

@@ -100,7 +100,7 @@ def method_class(name: str) -> type[Method]:
             return inner
         if name.count("+") > 1 or not issubclass(inner, EvictingMethod):
             raise SeergateError(
-                f"{name!r} is no method: only one that evicts or shares blocks can have the gate on what it keeps"
+                f"{name!r} is no method: only a method that evicts or shares blocks can be combined with the gate"
             )
         if inner.from_gates:
             raise SeergateError(f"{name!r} takes two kinds of gates; make a GateOnEvictor of both methods in Python")

@@ -230,7 +230,7 @@ class Pairs:
         self.frequencies = rotary.frequencies().float().to(device) if len(self.real) else torch.zeros(0, device=device)
         sines = crossed[self.real, self.imaginary] / self.scale[: len(self.real)]
         if not torch.allclose(sines, self.frequencies.sin(), rtol=1e-2, atol=1e-4):
-            raise SeergateError("this model's RoPE is laid out in a way that TriAttention does not know")
+            raise SeergateError("this model's RoPE is laid out in a way that TriAttention does not support")
 
     @property
     def rope(self) -> Tensor:
@@ -289,9 +289,9 @@ class QueryCentres(Method):
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def centres(self) -> Centres:
-        """Return the means so far. Raises `SeergateError` if no query has passed."""
+        """Return the means so far. Raises `SeergateError` if no query was recorded."""
         if not self.sums:
-            raise SeergateError("no query has passed, so there is nothing to average")
+            raise SeergateError("no query was recorded, so there is nothing to average")
         mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}
         modulus = {layer: (total / count).float() for layer, (_, total, count) in self.sums.items()}
         return Centres(mean, modulus, min(count for _, _, count in self.sums.values()), dict(self.rope))

@@ -124,7 +124,7 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
-    assert done.returncode == 2 and f"--prompts is {prompts!r}, in which nothing can be asked {why}" in done.stderr
+    assert done.returncode == 2 and f"--prompts is {prompts!r}, in which no row is usable {why}" in done.stderr
     assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "4097")
     assert "a text of --max-length has 4,097 tokens; the model has 4,096 positions" in done.stderr
@@ -207,7 +207,7 @@ def test_a_file_of_something_else_is_not_written_to(asked: list[str], tmp_path: 
     out = tmp_path / "notes.txt"
     out.write_text(text)
     done = run_seergate("traces", *asked, "--out", str(out))
-    assert done.returncode == 2 and "holds something else than traces" in done.stderr
+    assert done.returncode == 2 and "is not a file of traces" in done.stderr
     assert out.read_text() == text
 
 

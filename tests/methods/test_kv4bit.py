@@ -98,7 +98,7 @@ def test_what_the_gate_cannot_work_on():
         (methods.StreamingLLM(positions="original"), "the place of that method's own"),
         (methods.KV4Bit(), "evicts nothing"),
         (methods.RaaS(prompt_budget=32), "the place of that method's own"),
-        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "one gate on another"),
+        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "has a gate already"),
     ):
         with pytest.raises(ValueError, match=said):
             methods.GateOnEvictor(evictor=evictor, gate=gate)

@@ -72,7 +72,7 @@ class SharedRecall:
             )
         if best[count][size][0] == -torch.inf:
             raise SeergateError(
-                f"count is {count}; so few anchors cannot choose for all of the layers {list(self.layers)}, some of "
+                f"count is {count}; so few anchors cannot select for all of the layers {list(self.layers)}, some of "
                 "which have no gate or another number of KV heads"
             )
         chosen, end = list[int](), size

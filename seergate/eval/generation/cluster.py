@@ -147,7 +147,7 @@ class Cluster:
         except ray.exceptions.RayError as error:
             self.actors.remove(actor)
             if not self.actors:
-                raise SeergateError("all workers are lost; the same command makes what is missing") from error
+                raise SeergateError("all workers are lost; repeat the command to continue") from error
             return None
 
     def __enter__(self) -> Cluster:

@@ -192,7 +192,7 @@ def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
 
 
 def _entropy(sweep: Sweep, path: Path) -> Path:
-    figure, axis = _panel(f"How much answers repeat themselves\n{conditions(sweep)}")
+    figure, axis = _panel(f"Repetition in answers\n{conditions(sweep)}")
     by_length = entropies(sweep)
     axis.plot(list(by_length), [entropy for _, entropy in by_length.values()], marker="o", label="answers")
     most = [math.log2(length - 2) for length in by_length]
@@ -217,7 +217,7 @@ def _read_entropy(sweep: Sweep) -> list[str]:
     most = math.log2(length - 2)
     return [
         f"in {length} words, which {count} answers have, the 3-gram entropy is {entropy:.2f} bits on average, of "
-        f"{most:.2f} if no 3-gram came twice; words are what white space separates."
+        f"{most:.2f} without repeated 3-grams; words are separated by white space."
     ]
 
 
@@ -242,7 +242,7 @@ def _cosine(a: Counter[str], b: Counter[str]) -> float:
 
 def _repeats_table(sweep: Sweep) -> str:
     repeated, steps = map(sum, zip(*map(repeated_steps, _texts(sweep)), strict=True))
-    header = ["model", "task", "answers", "steps", "alike to an earlier one %"]
+    header = ["model", "task", "answers", "steps", "similar to an earlier one %"]
     share = f"{100 * repeated / steps:.1f}" if steps else NONE
     return markdown(header, [[sweep.model, sweep.task, str(len(_texts(sweep))), str(steps), share]])
 
@@ -280,7 +280,7 @@ def length_table(sweep: Sweep) -> str:
 
 def _read_lengths(sweep: Sweep) -> list[str]:
     if sweep.dense is None:
-        return ["without a dense run there is no length to compare with."]
+        return ["there is no dense run, so lengths cannot be compared."]
     dense = sweep.dense.metrics["mean_tokens"]
     longest = max((s for s in sweep.settings if s is not sweep.dense), key=lambda s: s.metrics["mean_tokens"])
     ratio = longest.metrics["mean_tokens"] / dense
@@ -348,7 +348,7 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
     shown = [proxy for proxy in PREDICTORS if len(_measured(sweep, proxy)) > 1]
     if not shown:
         raise SeergateError(
-            "the proxies were not measured; they need measure_recall: true, and answers of some forty tokens or more"
+            "the proxies were not measured; they need measure_recall: true, and answers of about forty tokens or more"
         )
     figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 4.2), sharey=True, squeeze=False)
     for axis, proxy in zip(axes[0], shown, strict=True):
@@ -369,7 +369,7 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
         tidy(axis)
     axes[0, 0].set_ylabel("accuracy (%)")
     axes[0, -1].legend(**LEGEND)
-    figure.suptitle(f"Do cheap figures predict accuracy?\n{conditions(sweep)}", fontsize=10, y=1.04)
+    figure.suptitle(f"Accuracy against cheap proxies\n{conditions(sweep)}", fontsize=10, y=1.04)
     return save(figure, path)
 
 
@@ -381,7 +381,7 @@ def _rank_correlation(sweep: Sweep, proxy: str) -> float:
 
 def _read_proxies(sweep: Sweep) -> list[str]:
     if sweep.proxies_on is None:
-        return ["the settings are not known to have been measured on the same contexts, so nothing is said of them."]
+        return ["the settings are not known to have been measured on the same contexts, so they are not compared."]
     lines = []
     for proxy, (label, sign) in PREDICTORS.items():
         points = _measured(sweep, proxy)
@@ -391,12 +391,10 @@ def _read_proxies(sweep: Sweep) -> list[str]:
         over = f"{len(points)} settings ({', '.join(dict.fromkeys(s.series for s in points))})"
         wanted = "high" if sign > 0 else "low"
         if math.isnan(rank):
-            lines.append(f"{wanted} {label}: it or the accuracy is the same in all {over}, so there is no order.")
+            lines.append(f"{wanted} {label}: it or the accuracy is the same in all {over}, so there is no ranking.")
         else:
             lines.append(f"{wanted} {label}: rank correlation {rank:.2f} with accuracy over {over}.")
-    lines.append(
-        "1 would be perfect prediction of the order, 0 none. Settings are not independent samples of anything."
-    )
+    lines.append("1 would be a perfect ranking, 0 none. Settings are not independent samples.")
     return lines
 
 
@@ -441,7 +439,7 @@ STYLES = {
     "repeats": PlotStyle(
         None,
         _repeats_table,
-        lambda _: [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."],
+        lambda _: [f"a step is similar to an earlier one if the cosine of their word counts is over {ALIKE}."],
     ),
     "trained": PlotStyle(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
     "proxies": PlotStyle(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
@@ -460,7 +458,7 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
     Args:
         sweep: the runs.
         published: (model, task) -> directory of a run -> right answers in percent.
-        asked: the paper's settings; only those in a run's record of its generation are compared.
+        paper: the paper's settings; only those in a run's record of its generation are compared.
     """
     task = sweep.config["task"]
     numbers = published.get((model_key(sweep.config), str(task["name"])), {})

@@ -84,9 +84,9 @@ def idle(sweep: Sweep) -> list[str]:
         limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
         density = s.metrics.get("density") or 0.0
         if limited and density > 1 - 1e-6:
-            lines.append(f"{s.label} read everything at every step, so it shows nothing of sparsity.")
+            lines.append(f"{s.label} read the whole context at every step, so it does not measure sparsity.")
         elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):
-            lines.append(f"{s.label} gave dense attention's logits bit for bit: what it sets does nothing.")
+            lines.append(f"{s.label} reproduced dense attention's logits bit for bit: its options have no effect.")
     return lines
 
 
@@ -128,12 +128,10 @@ def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
     for other in others:
         if diffs := _by_budget(sweep, ours, other).values():
             ahead, behind = sum(d.positive for d in diffs), sum((-d).positive for d in diffs)
-            parts.append(f"{other} {ahead}, {behind} of {len(diffs)}")
+            parts.append(f"{other} {ahead} ({behind}) of {len(diffs)}")
     if not parts:
-        return f"{start} at no budget that the others were run at."
-    return (
-        f"{start} ahead of, and behind, beyond the 95 % interval, at how many equal token budgets: {'; '.join(parts)}."
-    )
+        return f"{start} at no budget of the others."
+    return f"{start} ahead (behind), beyond the 95 % interval, at so many equal token budgets: {', '.join(parts)}."
 
 
 def _dense(sweep: Sweep, dense: Setting) -> str:
@@ -141,18 +139,18 @@ def _dense(sweep: Sweep, dense: Setting) -> str:
     problems = Sweep([dense]).problems
     return (
         f"dense answers {_percent(dense.accuracy.mean)} of {problems} right (95 % interval "
-        f"{_percent(low)} to {_percent(high)}); prompt and answer together take {sweep.context:.0f} tokens on average."
+        f"{_percent(low)} to {_percent(high)}); prompt and answer have {sweep.context:.0f} tokens on average."
     )
 
 
 def verdict(sweep: Sweep) -> str:
     """State the budget that each method needs to match dense."""
     if sweep.dense is None:
-        return "No dense run is among these, so nothing says what sparsity costs."
+        return "There is no dense run, so the cost of sparsity is not known."
     if at_chance(sweep.dense):
         return (
             f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, which is not clearly better than guessing: "
-            "nothing here says what sparsity costs."
+            "the cost of sparsity cannot be measured."
         )
     enough, short, open_ = list[str](), list[str](), list[str]()
     for method in sweep.methods:
@@ -164,7 +162,7 @@ def verdict(sweep: Sweep) -> str:
         else:
             (short if (-difference).positive else open_).append(method)
     start = f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, with {sweep.context:.0f} tokens of context. "
-    needs = f"No loss against it could be shown from these budgets on: {', '.join(enough)}. " if enough else ""
+    needs = f"No measurable loss from these budgets on: {', '.join(enough)}. " if enough else ""
     lost = f"No tested budget was enough for {', '.join(short)}. " if short else ""
     return (start + needs + lost + (f"Too few problems to tell for {', '.join(open_)}." if open_ else "")).strip()
 
@@ -203,9 +201,9 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     if difference.low >= -CLOSE and difference.high <= CLOSE:
         return f"{start}: level with dense."
     if difference.positive:
-        return f"{start}, more than chance explains: leaving tokens out repairs something that dense gets wrong."
+        return f"{start}, beyond the 95 % interval: better than dense."
     reach = -100 * difference.low if difference.n > 1 else 100
-    return f"{start}: no loss could be shown, but one of up to {reach:.0f} points could go unseen here."
+    return f"{start}: no measurable loss, but one of up to {reach:.0f} points is possible."
 
 
 def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
@@ -244,14 +242,14 @@ def cautions(sweep: Sweep) -> list[str]:
         ]
     most = max(s.accuracy.n for s in sweep.settings)
     if sweep.dense is None:
-        lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
+        lines.append("there is no dense run, so the cost of sparsity is not known.")
     elif most > 1:
         compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
         if known := [d for d in compared if not math.isnan(d.se)]:
             least = max(d.margin for d in known)
             lines.append(f"with {sweep.problems}, differences to dense below {100 * least:.0f} points may be chance.")
     if most == 1:
-        lines.append("a single problem gives no interval; no difference here can be told from chance.")
+        lines.append("a single problem gives no interval; any difference may be chance.")
     greedy = sweep.config["generation"]["temperature"] == 0
     if greedy:
         lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
@@ -259,7 +257,7 @@ def cautions(sweep: Sweep) -> list[str]:
     for setting in sweep.settings:
         if setting.metrics["unanswered_rate"] > UNANSWERED:
             lines.append(
-                f"in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers none was found."
+                f"no result was found in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers."
             )
         if setting.metrics["truncation_rate"] > TRUNCATED:
             truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
@@ -270,16 +268,16 @@ def cautions(sweep: Sweep) -> list[str]:
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
     if sweep.dense is not None and at_chance(sweep.dense):
-        lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
+        lines.insert(0, "dense itself is not clearly better than guessing, so differences from it are not meaningful.")
     if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
-        lines.append("in this file the right option is A in every problem; a model that likes A gains from that.")
+        lines.append("in this file the right option is A in every problem; a model that prefers A gains from that.")
     if {s.evicts for s in sweep.settings if s.method != "dense"} == {True, False}:
         lines.append(
-            "at equal token budgets an evicting method holds what a selecting one reads, and the selecting one holds "
-            "everything: compare the two by bytes."
+            "at equal token budgets, an evicting method stores only the budget, and a selecting method stores all "
+            "tokens and reads only the budget: compare the two by bytes."
         )
     lines += [
-        f"{s.label} shared no block in any answer, so it says nothing about sharing (no step ended or was like "
+        f"{s.label} shared no block in any answer, so it does not measure sharing (no step ended or was like "
         "an earlier one, or the answers were too short for its warm-up and block size)."
         for s in sweep.settings
         if s.metrics["amsr"] == 0

@@ -47,7 +47,7 @@ def _of_answers(sweep: Sweep) -> _Conclusion:
     of = f"{dense.accuracy.n} problems of the task {task['name']}"
     if at_chance(dense):
         return _Conclusion(
-            f"Answers cannot tell what a budget loses: dense attention itself answers {_right(dense)} of {of} right.",
+            f"Answers cannot measure a budget's loss: dense attention itself answers {_right(dense)} of {of} right.",
             False,
             None,
         )
@@ -77,36 +77,36 @@ def _of_texts(sweep: Sweep) -> _Conclusion:
 def _conclude(
     text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, tells: bool = True
 ) -> _Conclusion:
-    """Complete a sentence with the budget from which on no loss was seen, and how large a loss could go unseen."""
+    """Complete a sentence with the budget from which on no loss was seen, and how large an unseen loss may be."""
     first = enough_from(compared)
     if first is None:
         largest = _tokens(settings[-1].budget)
         seen = (-compared[-1]).positive
-        loss = f"a loss could be seen even at {largest}" if seen else f"too few to tell if {largest} lose something"
+        loss = f"a measurable loss even at {largest}" if seen else f"too few to tell if {largest} cause a loss"
         return _Conclusion(f"{text}: {loss}.", tells, None)
-    loss = "no loss could be seen " + ("at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on")
+    loss = "no measurable loss " + ("at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on")
     if compared[first].n == 1:
-        loss += ", but a single one shows nothing"
+        loss += ", but a single one proves nothing"
     else:
-        loss += f", where one of up to {max(0.0, -100 * compared[first].low):.1f} {unit} could go unseen"
+        loss += f", but one of up to {max(0.0, -100 * compared[first].low):.1f} {unit} is possible"
     return _Conclusion(f"{text}: {loss}.", tells, settings[first].budget)
 
 
 def _combine(answers: _Conclusion, texts: _Conclusion, sweep: Sweep) -> str:
     telling = [result for result in (answers, texts) if result.tells]
     if not telling:
-        return "So nothing here says which budget to take: give more problems or texts, or an easier task."
+        return "So no budget can be recommended: give more problems or texts, or an easier task."
     alone = "" if len(telling) == 2 else f", by {'texts' if texts.tells else 'answers'} alone"
     budgets = [result.budget for result in telling if result.budget is not None]
     if len(budgets) < len(telling):
         return (
-            f"So at no budget up to {_tokens(max(sweep.budgets))} is it clear that nothing is lost{alone}: train for "
+            f"So no budget up to {_tokens(max(sweep.budgets))} is clearly without loss{alone}: train for "
             "longer, or give larger budgets."
         )
     budget = max(budgets)
     return (
         f"So {_tokens(budget)}, {100 * budget / sweep.context:.0f} % of a context of {sweep.context:,.0f}, is the "
-        f"smallest budget that loses nothing that could be seen{alone}."
+        f"smallest budget with no measurable loss{alone}."
     )
 
 

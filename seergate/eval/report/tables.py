@@ -215,9 +215,9 @@ def table_beside(
 BYTES_WORDS = {"resident": "resident bytes", "read": "bytes read per step"}
 EQUAL_BYTES_NOTE = (
     "A target of *n tokens* is the bytes that n tokens of the dense cache take; other targets are what a method "
-    "without a budget was measured to take. Each method got the setting that comes nearest on a replayed answer; *kB* "
-    "and *off by* are what its own answers then took. Methods that hold everything cannot hold less; those named "
-    "below the table could not come within 10 % of a target and were not run for it."
+    "without a budget was measured to take. Each method got the nearest setting on a replayed answer; *kB* and *off "
+    "by* were measured on its own answers. Methods that keep all tokens cannot hold less. Those named below the table "
+    "could not come within 10 % of a target and were not run for it."
 )
 
 

@@ -312,7 +312,7 @@ def _largest_count(tokenizer: PreTrainedTokenizerBase, build: Callable[[int], Pr
         return len(encode(tokenizer, prompt_text(tokenizer, build(count))))
 
     if (least := size(0)) > tokens:
-        raise SeergateError(f"{what}; the question, what is to be found and the answer alone take more ({least})")
+        raise SeergateError(f"{what}; the question, the facts asked for and the answer alone take more ({least})")
     low, high = 0, 1
     while size(high) <= tokens:
         low, high = high, 2 * high
