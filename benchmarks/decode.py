@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import TOLERANCE, arguments, exact_decode, parsed, read_bandwidth, relative, save, timed_rotated
-from dense_baselines import Attention, available, said
+from dense_baselines import Attention, available, first_line_of
 from torch import Tensor
 
 from seergate import GateConfig, ops
@@ -148,7 +148,7 @@ def measure_dense(
             runs = [build(caches.q, k, v) for k, v in enough]
             times[name] = timed_rotated(runs, options.repeats, device, options.seconds)
         except Exception as problem:  # any error of a third-party package at these sizes
-            failed[name] = said(problem)
+            failed[name] = first_line_of(problem)
         runs = []
         torch.cuda.empty_cache()  # so that after a failure the next attempt has enough memory
     return times, failed
@@ -227,7 +227,7 @@ def cells(
         caches = Caches(batch, length, min(budgets.values()), options)
         dense_times, failed = measure_dense(caches, dense, options)
     except Exception as problem:  # out of memory for these caches
-        failed = {"cell": said(problem)}
+        failed = {"cell": first_line_of(problem)}
     for series, budget in budgets.items():
         row = {"batch": batch, "length": length, "budget": budget, "series": series}
         row |= {"sparsity": round(max(0.0, 1 - budget / length), 3), "failed": dict(failed)}
@@ -235,7 +235,7 @@ def cells(
             try:
                 row |= measure(Case(caches, budget, options.block_size), dense_times, bandwidth, options)
             except Exception as problem:
-                row["failed"]["cell"] = said(problem)
+                row["failed"]["cell"] = first_line_of(problem)
         yield row
 
 

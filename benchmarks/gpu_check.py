@@ -697,7 +697,7 @@ def serving_times() -> Iterator[Row]:
             start = time.perf_counter()
             way = VLLMWay(directory, options, budget, **engine)
             yield {"kernel": "vLLM", "case": f"{name}, start", "ms": 1e3 * (time.perf_counter() - start)}
-            texts[name] = way.said(way.prompts(min(lengths), 2), sizes(64, 8))
+            texts[name] = way.answers(way.prompts(min(lengths), 2), sizes(64, 8))
             for length, batch in itertools.product(lengths, batches) if name != "covering" else ():
                 way.turn(length, batch, 1)  # prefill
                 steps[name, length, batch] = ms = statistics.median(way.turn(length, batch, sizes(30, 3)))

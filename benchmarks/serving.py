@@ -122,7 +122,7 @@ class VLLMWay:
         sizes = row_lengths(length, batch, self.options)
         return [torch.randint(1, self.options.vocabulary, (size,), generator=draw).tolist() for size in sizes]
 
-    def said(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    def answers(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations."""
         sampling = self.sampling(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
@@ -260,7 +260,7 @@ def main() -> None:
         for name in dict.fromkeys((*timed, "vllm_covering")):
             pipes[name], releases[name] = start(name, directory, options)
         text = [torch.randint(1, options.vocabulary, (min(1500, *options.lengths),)).tolist()]
-        if ask(pipes["vllm_dense"], "said", text, 16) != ask(pipes["vllm_covering"], "said", text, 16):
+        if ask(pipes["vllm_dense"], "answers", text, 16) != ask(pipes["vllm_covering"], "answers", text, 16):
             sys.exit("a budget for everything gives other tokens than vLLM without seergate")
         if "vllm_covering" not in timed:
             pipes.pop("vllm_covering").send(None)

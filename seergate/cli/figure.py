@@ -235,7 +235,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     from seergate.eval.store import write_text
 
     figure = FIGURES[name]
-    draw, table, read = STYLES[figure.look]
+    draw, table, read = STYLES[figure.style]
     sweep, *others = sweeps = load_sweeps(out / "eval")
     if others:
         one, other, *_ = apart(sweeps)

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
         choice = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
         note(asked=requested, times=asdict(times), decision=asdict(choice))
     decision = Decision(**state["decision"])
-    print(job.said(decision, Times(**state["times"])))
+    print(job.describe(decision, Times(**state["times"])))
     if "trained" not in state:
         job.train(decision.steps)
         note(trained=True)
@@ -321,7 +321,7 @@ class _Job:
         store.write_text(self.out / DONE, "\n".join(lines) + "\n")
         print("", *lines, sep="\n")
 
-    def said(self, decision: Decision, times: Times) -> str:
+    def describe(self, decision: Decision, times: Times) -> str:
         """The decision as a sentence for the user."""
         budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
         return (

@@ -14,12 +14,12 @@ METHOD = "gate"
 
 @dataclass(frozen=True)
 class _Conclusion:
-    """The result of one kind of measurement: a sentence; ``tells``, whether the data could have shown a loss; and the
-    smallest budget from which on no loss was seen, or ``None``.
+    """The result of one kind of measurement: a sentence; ``conclusive``, whether the data could have shown a loss; and
+    the smallest budget from which on no loss was seen, or ``None``.
     """
 
     sentence: str
-    tells: bool
+    conclusive: bool
     budget: int | None
 
 
@@ -71,11 +71,11 @@ def _of_texts(sweep: Sweep) -> _Conclusion:
         f"On {count} held-out text{'s' * (count != 1)} of {length:,} tokens dense attention has a perplexity of "
         f"{first['dense_perplexity']:.2f}; the gates {parts}"
     )
-    return _conclude(text, settings, compared, "% of perplexity", tells=count > 1)
+    return _conclude(text, settings, compared, "% of perplexity", conclusive=count > 1)
 
 
 def _conclude(
-    text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, tells: bool = True
+    text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, conclusive: bool = True
 ) -> _Conclusion:
     """Complete a sentence with the budget from which on no loss was seen, and how large an unseen loss may be."""
     first = enough_from(compared)
@@ -83,22 +83,22 @@ def _conclude(
         largest = _tokens(settings[-1].budget)
         seen = (-compared[-1]).positive
         loss = f"a measurable loss even at {largest}" if seen else f"too few to tell if {largest} cause a loss"
-        return _Conclusion(f"{text}: {loss}.", tells, None)
+        return _Conclusion(f"{text}: {loss}.", conclusive, None)
     loss = "no measurable loss " + ("at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on")
     if compared[first].n == 1:
         loss += ", but a single one proves nothing"
     else:
         loss += f", but one of up to {max(0.0, -100 * compared[first].low):.1f} {unit} is possible"
-    return _Conclusion(f"{text}: {loss}.", tells, settings[first].budget)
+    return _Conclusion(f"{text}: {loss}.", conclusive, settings[first].budget)
 
 
 def _combine(answers: _Conclusion, texts: _Conclusion, sweep: Sweep) -> str:
-    telling = [result for result in (answers, texts) if result.tells]
-    if not telling:
+    conclusive = [result for result in (answers, texts) if result.conclusive]
+    if not conclusive:
         return "So no budget can be recommended: give more problems or texts, or an easier task."
-    alone = "" if len(telling) == 2 else f", by {'texts' if texts.tells else 'answers'} alone"
-    budgets = [result.budget for result in telling if result.budget is not None]
-    if len(budgets) < len(telling):
+    alone = "" if len(conclusive) == 2 else f", by {'texts' if texts.conclusive else 'answers'} alone"
+    budgets = [result.budget for result in conclusive if result.budget is not None]
+    if len(budgets) < len(conclusive):
         return (
             f"So no budget up to {_tokens(max(sweep.budgets))} is clearly without loss{alone}: train for "
             "longer, or give larger budgets."

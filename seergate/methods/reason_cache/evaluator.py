@@ -144,7 +144,7 @@ class Evaluator:
         pages = None if row.pages is None else row.pages()
         if not index or pages is None or not (layers := pages.buffers()):
             return
-        candidates = self._similar_steps(row, steps, index)
+        candidates = self._similar_steps(steps, index)
         if not candidates:
             return
         steps[index].repeats = candidates[0]
@@ -161,7 +161,7 @@ class Evaluator:
             row.blocks[newer] = row.blocks[older]
             pages.decisions.append(Decision(uid, newer, older, *serials, kind))
 
-    def _similar_steps(self, row: _Row, steps: list[ReasoningStep], index: int) -> list[int]:
+    def _similar_steps(self, steps: list[ReasoningStep], index: int) -> list[int]:
         """Earlier steps that pass both parts of stage 1, the most similar first."""
         step = steps[index]
         with self._timed("lexical"):

@@ -74,7 +74,7 @@ def runs_of(name: str, root: Path, bank) -> Path:
 def test_figures_have_the_numbers_that_are_known(name, drawn, tmp_path, bank):
     """Figure 8, for one, whose series are named "gate, all sparse" and "gate, layers 0,1 dense"."""
     (sweep,) = load_sweeps(runs_of(name, tmp_path, bank))
-    draw = STYLES[FIGURES[name].look].draw
+    draw = STYLES[FIGURES[name].style].draw
     assert draw is not None
     text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
     assert set(re.findall(r"<!-- (\w+), published -->", text)) == drawn
