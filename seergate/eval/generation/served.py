@@ -167,7 +167,7 @@ def served_from(bank: Gates) -> str:
     """The directory or Hub id from which a server reads gates; a `SeergateError` if it holds others than ``bank``."""
     if not bank.source or fingerprint(GateBank.from_pretrained(bank.source)) != fingerprint(bank):
         raise SeergateError(
-            "a server reads gates anew, from their directory or the Hub's newest commit, and would get others than "
+            "a server loads gates from their directory or the Hub's newest commit, and would get others than "
             "these; save these with save_pretrained and load them from there"
         )
     return bank.source
