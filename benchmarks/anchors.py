@@ -55,8 +55,8 @@ FIGURES = ("bytes_read_per_step", "bytes_scored_per_step", "state_bytes", "token
 
 def solved(count: int, variables: int, seed: int) -> list[str]:
     """Problems of chain_sum with their solutions."""
-    made = (make_problem(variables, random.Random(f"{seed}/{number}")) for number in range(count))
-    return [f"{problem.question} {problem.solution}" for problem in made]
+    problems = (make_problem(variables, random.Random(f"{seed}/{number}")) for number in range(count))
+    return [f"{problem.question} {problem.solution}" for problem in problems]
 
 
 class Bench:
@@ -76,15 +76,15 @@ class Bench:
     def _texts(self, data: str | None, seed: int, lengths: Sequence[int]) -> list[Tensor]:
         """Token ids ``[1, S]`` of different texts; text n is cut to ``lengths[n]``."""
         every = solved(4 * len(lengths), 75, seed) if data is None else texts_of(data)
-        found = list[Tensor]()
+        texts = list[Tensor]()
         for text in every:
-            if len(found) == len(lengths):
+            if len(texts) == len(lengths):
                 break
             ids = self.tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
-            if ids.shape[1] >= lengths[len(found)]:
-                found.append(ids[:, : lengths[len(found)]])
-        assert len(found) == len(lengths), f"{len(found)} texts are long enough; {len(lengths)} are needed"
-        return found
+            if ids.shape[1] >= lengths[len(texts)]:
+                texts.append(ids[:, : lengths[len(texts)]])
+        assert len(texts) == len(lengths), f"{len(texts)} texts are long enough; {len(lengths)} are needed"
+        return texts
 
     def _log_probs(self, ids: Tensor) -> Tensor:
         """Log-probabilities ``[N, V]`` at the scored tokens, with the method that is attached."""
@@ -143,8 +143,8 @@ def times(bench: Bench, plans: Plans) -> Iterator[Row]:
         steps(name, 1, ids)
         steps(name, 1, ids[:, :1])
     runs = {name: partial(steps, name, bench.options.steps, ids[:, :1]) for name in settings}
-    found = timed_in_turns(runs, bench.options.rounds, CPU)
-    for setting, taken in found.items():
+    seconds = timed_in_turns(runs, bench.options.rounds, CPU)
+    for setting, taken in seconds.items():
         name, _, count = setting.partition(" ")
         shared = {"anchors": int(count)} if count else {}
         step_ms = {key: value / bench.options.steps for key, value in taken.items()}
@@ -157,7 +157,7 @@ def plan(bench: Bench, _: Plans) -> Iterator[Row]:
     gates = recalls["gate"]
     for count in dict.fromkeys(-(-len(gates.layers) // part) for part in (1, 2, 4, 8)):
         layers = gates.anchors(count)
-        recall = {f"{name}_recall": found.mean(layers) for name, found in recalls.items()}
+        recall = {f"{name}_recall": recall_of.mean(layers) for name, recall_of in recalls.items()}
         yield {"part": "plan", "anchors": count, "layers": list(layers), **recall}
 
 
@@ -182,8 +182,8 @@ def rules(bench: Bench, _: Plans) -> Iterator[Row]:
         # without the ends of the range, which take as long as dense attention; nearest tries only a few values
         middle = values and values[len(values) // 50 : len(values) * 2 // 3]
         value = nearest(middle, bytes_of, target) if middle else bench.options.budget
-        found = bench.measured(bench.method("gate", {option: value}))
-        yield {"part": "rules", "rule": option, "value": value, **found}
+        metrics = bench.measured(bench.method("gate", {option: value}))
+        yield {"part": "rules", "rule": option, "value": value, **metrics}
 
 
 def trained(bench: Bench, _: Plans) -> Iterator[Row]:
@@ -199,8 +199,8 @@ def trained(bench: Bench, _: Plans) -> Iterator[Row]:
 def needles(bench: Bench, _: Plans) -> Iterator[Row]:
     """Right answers in runs of `seergate eval`."""
     for directory in bench.options.needles:
-        (found,) = load_sweeps(Path(directory))
-        for setting, row in zip(found.settings, rows_of(found), strict=True):
+        (sweep,) = load_sweeps(Path(directory))
+        for setting, row in zip(sweep.settings, rows_of(sweep), strict=True):
             yield {"part": "needles", "anchors": len(setting.config["method"].get("anchors", ())), **row}
 
 
@@ -227,13 +227,13 @@ def main() -> None:
     parser.add_argument("--needles", nargs="+", default=[], metavar="DIR", help="runs for the part of this name")
     parser.add_argument("--name", default="anchors", help="of the file of results")
     options = parsed(parser)
-    asked = described(options, "name", "parts", "trained", "needles")
+    settings = described(options, "name", "parts", "trained", "needles")
     for key in ("model", "gates", "data", "calibration"):
-        asked[key] = asked[key] and Path(asked[key]).name
+        settings[key] = settings[key] and Path(settings[key]).name
     file = options.output / f"{options.name}.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "options": asked}
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "options": settings}
     rows = [row for row in known["rows"] if row["part"] not in options.parts]
-    if rows and known["options"] != asked:
+    if rows and known["options"] != settings:
         parser.error(f"{file} was made with {known['options']}; use the same, or another --name")
     if not any(row["part"] == "plan" for row in rows) and "plan" not in options.parts:
         parser.error(f"{file} has no plan; name it among --parts")
@@ -244,7 +244,7 @@ def main() -> None:
             for row in PARTS[part](bench, plans):
                 rows.append(row)
                 print(row, flush=True)
-            print("saved", save(options.name, asked, rows, options.output), flush=True)
+            print("saved", save(options.name, settings, rows, options.output), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,15 @@ KEPT = (
 )
 
 
-def rows_of(found: Sweep) -> list[dict[str, Any]]:
+def rows_of(sweep: Sweep) -> list[dict[str, Any]]:
     """One row per setting. ``gate_minus_this`` is the paired difference in accuracy to the gate at the same budget, or
     ``gate_BUDGET_minus_this`` at each of the gate's budgets if there is none the same; of several gates, the first by
     name. For scored texts, ``kl_texts`` has the mean KL of each text instead.
     """
-    ours = min((setting.series for setting in found.settings if setting.method == "gate"), default=None)
-    gates = {setting.budget: setting for setting in found.settings if setting.series == ours}
+    ours = min((setting.series for setting in sweep.settings if setting.method == "gate"), default=None)
+    gates = {setting.budget: setting for setting in sweep.settings if setting.series == ours}
     rows: list[dict[str, Any]] = []
-    for setting in found.settings:
+    for setting in sweep.settings:
         row = {"method": setting.series, "budget": setting.budget, "nominal": setting.nominal}
         row |= {key: setting.metrics[key] for key in KEPT if setting.metrics.get(key) is not None}
         if "kl" in row:
@@ -46,7 +46,7 @@ def rows_of(found: Sweep) -> list[dict[str, Any]]:
             row |= {key: training[key] for key in ("tokens_seen", "kl_held_out_best") if key in training}
         for budget, gate in gates.items():
             if setting.series != ours and (setting.budget == budget or setting.budget not in gates):
-                difference = found.difference(gate, setting)
+                difference = sweep.difference(gate, setting)
                 if not difference.n:
                     continue
                 name = "gate_minus_this" if setting.budget == budget else f"gate_{budget}_minus_this"
@@ -62,14 +62,14 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the file")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
-    (found,) = load_sweeps(options.runs)
-    task = found.config["task"]
+    (sweep,) = load_sweeps(options.runs)
+    task = sweep.config["task"]
     described = {
         "task": {**task, "file": Path(task["file"]).name} if "file" in task else task,
-        "generation": found.config["generation"],
-        "environment": found.config["environment"],
+        "generation": sweep.config["generation"],
+        "environment": sweep.config["environment"],
     }
-    print("saved", save(options.name, described, rows_of(found), options.output))
+    print("saved", save(options.name, described, rows_of(sweep), options.output))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import TOLERANCE, arguments, exact_decode, parsed, read_bandwidth, relative, save, timed_rotated
-from dense_baselines import Attention, available, said
+from dense_baselines import Attention, available, first_line_of
 from torch import Tensor
 
 from seergate import GateConfig, ops
@@ -84,8 +84,8 @@ class Case:
         self.indices = self.select().indices
         # Keys and values, queries and outputs, and the block indices.
         batch, kv_heads, length, dim = caches.copies[0][0].shape
-        held = min(self.indices.shape[-1] * block_size, length)
-        self.bytes = 2 * batch * kv_heads * held * dim * caches.q.element_size()
+        resident = min(self.indices.shape[-1] * block_size, length)
+        self.bytes = 2 * batch * kv_heads * resident * dim * caches.q.element_size()
         self.bytes += 2 * caches.q.nbytes + 4 * self.indices.numel()
 
     def sparse(self, k: Tensor, v: Tensor) -> Tensor:
@@ -109,18 +109,18 @@ def gate(options: argparse.Namespace) -> None:
     device, dtype = torch.device(options.device), options.dtype
     heads, dim, block = options.kv_heads, options.head_dim, options.block_size
     lengths = torch.tensor([1, 5 * block + 3, 9 * block])
-    capacity, kept = 10 * block, 4 * block
+    capacity, budget = 10 * block, 4 * block
     q = torch.randn(3, heads * options.group, dim).to(dtype)
     k, v = (torch.randn(3, heads, capacity, dim).to(dtype) for _ in "kv")
     scores = torch.randn(3, heads, 10)
-    for rule in ({"token_budget": kept}, {"threshold": 0.1}, {"top_p": 0.5}):
+    for rule in ({"token_budget": budget}, {"threshold": 0.1}, {"top_p": 0.5}):
         got = ops.select_blocks(scores.to(device), lengths.to(device), block_size=block, **rule)
         want = reference.select_blocks(scores, lengths, block_size=block, **rule)
         width = want.indices.shape[-1]
         same = torch.equal(got.indices[..., :width].cpu(), want.indices) and torch.equal(got.counts.cpu(), want.counts)
         if not same:
             sys.exit(f"select_blocks with {rule} is wrong on {device}: nothing is timed")
-    indices = reference.select_blocks(scores, lengths, block_size=block, token_budget=kept).indices
+    indices = reference.select_blocks(scores, lengths, block_size=block, token_budget=budget).indices
     exact = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block)
     token = torch.arange(capacity)
     read = (token // block == indices[..., None]).any(2) & (token < lengths[:, None, None])
@@ -148,7 +148,7 @@ def measure_dense(
             runs = [build(caches.q, k, v) for k, v in enough]
             times[name] = timed_rotated(runs, options.repeats, device, options.seconds)
         except Exception as problem:  # any error of a third-party package at these sizes
-            failed[name] = said(problem)
+            failed[name] = first_line_of(problem)
         runs = []
         torch.cuda.empty_cache()  # so that after a failure the next attempt has enough memory
     return times, failed
@@ -227,7 +227,7 @@ def cells(
         caches = Caches(batch, length, min(budgets.values()), options)
         dense_times, failed = measure_dense(caches, dense, options)
     except Exception as problem:  # out of memory for these caches
-        failed = {"cell": said(problem)}
+        failed = {"cell": first_line_of(problem)}
     for series, budget in budgets.items():
         row = {"batch": batch, "length": length, "budget": budget, "series": series}
         row |= {"sparsity": round(max(0.0, 1 - budget / length), 3), "failed": dict(failed)}
@@ -235,7 +235,7 @@ def cells(
             try:
                 row |= measure(Case(caches, budget, options.block_size), dense_times, bandwidth, options)
             except Exception as problem:
-                row["failed"]["cell"] = said(problem)
+                row["failed"]["cell"] = first_line_of(problem)
         yield row
 
 

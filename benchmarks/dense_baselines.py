@@ -106,7 +106,7 @@ ON_GPU: dict[str, Attention] = ON_CPU | {
 }
 
 
-def said(problem: Exception) -> str:
+def first_line_of(problem: Exception) -> str:
     """Class and first line of an error."""
     return f"{type(problem).__name__}: {str(problem).splitlines()[0] if str(problem) else ''}"
 
@@ -120,7 +120,7 @@ def available(q: Tensor, k: Tensor, v: Tensor, tolerance: float) -> tuple[dict[s
         try:
             error = float((build(q, k, v)().double() - want).norm() / want.norm())
         except Exception as problem:  # any error of a third-party package on this machine
-            left_out[name] = said(problem)
+            left_out[name] = first_line_of(problem)
             continue
         if error < tolerance:
             usable[name] = build

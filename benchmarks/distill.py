@@ -118,23 +118,23 @@ def prove(block: int, options: argparse.Namespace) -> None:
     for x in (here["qg"], here["kg"], exact["qg"], exact["kg"]):
         x.requires_grad_()
     rules = {"row_start": 0.25, "recall_budgets": (2 * block, 3 * block)}
-    found: dict[str, tuple[Tensor, Tensor]] = {}
+    compared: dict[str, tuple[Tensor, Tensor]] = {}
     attention = ops.attention_with_block_targets(here["q"], here["k"], here["v"], cu, block)
     want_attention = reference.attention_with_block_targets(exact["q"], exact["k"], exact["v"], cu, block)
     past = want_attention.log_targets > -math.inf
-    found["output"] = attention.output.cpu(), want_attention.output
-    found["lse"] = attention.lse.cpu(), want_attention.lse
-    found["log_targets"] = attention.log_targets.cpu()[past], want_attention.log_targets[past]
+    compared["output"] = attention.output.cpu(), want_attention.output
+    compared["lse"] = attention.lse.cpu(), want_attention.lse
+    compared["log_targets"] = attention.log_targets.cpu()[past], want_attention.log_targets[past]
     for name, lse in (("", None), (" with lse", attention.lse)):
         loss, stats = ops.gate_kl(*(here[x] for x in ("q", "k", "qg", "kg")), cu, block, lse=lse, **rules)
         want_loss, want_stats = reference.gate_kl(*(exact[x] for x in ("q", "k", "qg", "kg")), cu, block, **rules)
         grads = torch.autograd.grad(loss, (here["qg"], here["kg"]))
         want_grads = torch.autograd.grad(want_loss, (exact["qg"], exact["kg"]))
-        found[f"loss{name}"] = loss.detach().cpu(), want_loss
-        found[f"recall{name}"] = stats.recall.cpu(), want_stats.recall
+        compared[f"loss{name}"] = loss.detach().cpu(), want_loss
+        compared[f"recall{name}"] = stats.recall.cpu(), want_stats.recall
         for which, got, want in zip(("dqg", "dkg"), grads, want_grads, strict=True):
-            found[f"{which}{name}"] = got.cpu(), want
-    for name, (got, want) in found.items():
+            compared[f"{which}{name}"] = got.cpu(), want
+    for name, (got, want) in compared.items():
         error = relative(got, want)
         if not error < TOLERANCE[dtype]:
             sys.exit(f"{name} has a relative error of {error:.1e} on {device}: nothing is timed")
@@ -273,8 +273,8 @@ def main() -> None:
     device = torch.device(options.device)
     name = f"distill-{device.type}-{str(options.dtype).removeprefix('torch.')}"
     name += f"-{options.threads}t" * (device.type == "cpu")
-    asked = described(options, "only_prove") | {"dtype": str(options.dtype), "backend": choose(device)}
-    print("saved", save(name, asked, rows, options.output, device))
+    settings = described(options, "only_prove") | {"dtype": str(options.dtype), "backend": choose(device)}
+    print("saved", save(name, settings, rows, options.output, device))
 
 
 if __name__ == "__main__":

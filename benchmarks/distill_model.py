@@ -288,7 +288,7 @@ def main() -> None:
     prove(options.block_size, SimpleNamespace(device="cpu", dtype=getattr(torch, options.dtype), **shape))
     print("proven", flush=True)
     longest = {"frozen": options.frozen_up_to, "materialised": options.materialised_up_to}
-    asked = described(options)
+    settings = described(options)
     name, rows = f"distill_model-cpu-{options.dtype}-{options.threads}t", []
     if options.add:
         table = json.loads((options.output / f"{name}.json").read_text(encoding="utf-8"))["rows"]
@@ -305,8 +305,8 @@ def main() -> None:
                         folder = Path(scratch) / str(layers)
                         rows.append(pool.submit(measure, way, layers, length, folder, options).result())
                         print(shown(rows[-1]), flush=True)
-                        asked["loaded"] = any(row["loaded"] for row in rows)
-                        path = save(name, asked, rows + compare(rows, options), options.output)
+                        settings["loaded"] = any(row["loaded"] for row in rows)
+                        path = save(name, settings, rows + compare(rows, options), options.output)
     print(*map(shown, compare(rows, options)), sep="\n")
     print("saved", path)
 

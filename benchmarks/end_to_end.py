@@ -206,7 +206,7 @@ def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int)
     way.milliseconds.append(times[1:])  # the first time includes the set-up of `generate`
 
 
-def held(way: Way) -> dict[str, float]:
+def bytes_of(way: Way) -> dict[str, float]:
     """Bytes held by the cache (mean and peak) and bytes read per step."""
     if way.stats:
         names = ("resident_bytes_mean", "resident_bytes_peak", "state_bytes", "bytes_read_per_step", "density")
@@ -236,7 +236,7 @@ def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.N
             "token_min_ms": min(times),
             "tokens_per_second": 1e3 * batch / median,
             "process_growth_bytes": way.growth,
-            **held(way),
+            **bytes_of(way),
         }
     ms = {name: way["token_median_ms"] for name, way in row["ways"].items()}
     row["best_dense"] = min(("hf_dynamic", "hf_static"), key=ms.__getitem__)
@@ -337,10 +337,10 @@ def main() -> None:
     even = {name: break_even(rows, name) for name in ("gate", "quest", "gate_offloaded")}
     print("break-even length:", {name: length and round(length) for name, length in even.items()})
     device, dtype = torch.device(options.device), str(options.dtype).removeprefix("torch.")
-    said = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds, "break_even": even}
-    said |= {"transformers": version("transformers")}
+    settings = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds, "break_even": even}
+    settings |= {"transformers": version("transformers")}
     name = f"end_to_end-{device.type}-{dtype}" + f"-{options.threads}t" * (device.type == "cpu")
-    print("saved", save(name, said, rows, options.output, device))
+    print("saved", save(name, settings, rows, options.output, device))
 
 
 if __name__ == "__main__":

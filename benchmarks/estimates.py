@@ -137,8 +137,8 @@ def decode_table(shape: Shape) -> list[str]:
             most = most_rows(shape, gpu, context)
             for many in sorted({1, *(n for n in (8, 32) if n < most), most}):
                 dense, sparse = (decode_seconds(shape, gpu, many, context, gate=gate) for gate in (False, True))
-                said = (f"{1e3 * x:.1f} ms, {many / x:,.0f} tokens/s" for x in (dense, sparse))
-                rows.append((name, f"{context // 1024}k", f"{many}", *said, f"{dense / sparse:.1f}x"))
+                cells = (f"{1e3 * x:.1f} ms, {many / x:,.0f} tokens/s" for x in (dense, sparse))
+                rows.append((name, f"{context // 1024}k", f"{many}", *cells, f"{dense / sparse:.1f}x"))
     return table(("GPU", "context", "rows", "dense", f"budget {BUDGET:,}", ""), rows)
 
 
@@ -146,7 +146,7 @@ def break_even_table(shape: Shape) -> list[str]:
     """Table of the context lengths above which a step with a gate is faster."""
     counts, rows = (1, 4, 8, 16, 32), []
     for name, gpu in GPUS.items():
-        found = (
+        lengths = (
             next(
                 context
                 for context in range(BLOCK, 1 << 20, BLOCK)
@@ -155,7 +155,7 @@ def break_even_table(shape: Shape) -> list[str]:
             )
             for many in counts
         )
-        rows.append((name, *(f"{context:,}" for context in found)))
+        rows.append((name, *(f"{context:,}" for context in lengths)))
     return table(("rows", *map(str, counts)), rows)
 
 
@@ -175,14 +175,14 @@ def pack_seconds(shape: Shape, samples: Sequence[int], block: int, row_start: fl
     outputs = counted * shape.keys
     branch = counted * shape.queries * (WIDTH + 2 * FLOAT32) + 4 * QUERY_COPIES * outputs * FLOAT32
     maps = 2 * 2 * outputs * shape.queries / shape.kv_heads
-    found = BUDGETS * counted * shape.kv_heads * (tokens // block) * 2 * BITS
+    recall = BUDGETS * counted * shape.kv_heads * (tokens // block) * 2 * BITS
     per_layer = {
         "linear layers": 2 * shape.linear / layers * tokens / RATES["products in bfloat16, FLOP/s"],
         "norms, activations, residuals, RoPE": elementwise / RATES["elementwise operations, bytes/s"],
         "attention": 4 * shape.queries * seen / RATES["causal attention, FLOP/s"],
         "the teacher's block maxima": 2 * shape.queries * compared / RATES["block maxima, FLOP/s"],
         "the gate's logits and gradients": 4 * product,
-        "recall at three budgets": found / RATES["integer operations, 1/s"],
+        "recall at three budgets": recall / RATES["integer operations, 1/s"],
         "the gate's queries": branch / RATES["elementwise operations, bytes/s"]
         + maps / RATES["products in float32, FLOP/s"],
     }
@@ -249,9 +249,9 @@ def filled(page: str) -> str:
     for name, make in TABLES.items():
         begin = f"<!-- estimate: {name} -->"
         text = "\n".join([begin, "", *make(shape), "", "<!-- end -->"])
-        page, found = re.subn(rf"{begin}.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
-        if found != 1:
-            raise ValueError(f"the page has {found} places for {begin!r}; it must have one")
+        page, places = re.subn(rf"{begin}.*?<!-- end -->", lambda _, text=text: text, page, flags=re.DOTALL)
+        if places != 1:
+            raise ValueError(f"the page has {places} places for {begin!r}; it must have one")
     return page
 
 

@@ -227,8 +227,8 @@ def right_teacher() -> Iterator[Row]:
         past = want.log_targets > -math.inf
         yield compared("attention_with_block_targets", f"{name}, output", got.output, want.output, NARROW_LIMIT)
         yield compared("attention_with_block_targets", f"{name}, lse", got.lse, want.lse, 1e-5)
-        found = got.log_targets.cpu()[past]
-        yield compared("attention_with_block_targets", f"{name}, targets", found, want.log_targets[past], 2e-5)
+        targets = got.log_targets.cpu()[past]
+        yield compared("attention_with_block_targets", f"{name}, targets", targets, want.log_targets[past], 2e-5)
         sides = [x.double().cpu().requires_grad_() for x in (qg, kg)]
         wide = gate_dtype == torch.float32 and dim <= 128
         limit = 1e-4 if wide else 2e-2
@@ -338,12 +338,12 @@ def generation() -> Iterator[Row]:
         yield {"kernel": "generate", "case": "compiled without graph breaks", "right": right, "breaks": breaks}
     model = small_model(**sizes(EIGHT_B | {"layers": 2}, {"dtype": NARROW}))
     bank, ids = gates_of(model), torch.randint(1, 100, (2, sizes(300, 50)), device=DEVICE)
-    asked = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
-    asked["prefix_allowed_tokens_fn"] = lambda *_: [1]  # forced, as rounding could change the choice
-    want = model.generate(input_ids=ids, **asked).logits[1]
+    arguments = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True}
+    arguments["prefix_allowed_tokens_fn"] = lambda *_: [1]  # forced, as rounding could change the choice
+    want = model.generate(input_ids=ids, **arguments).logits[1]
     for name, options in ways.items():
         with seergate.attached(model, bank, token_budget=16 * 64):
-            got = model.generate(input_ids=ids, **asked, **options).logits[1]
+            got = model.generate(input_ids=ids, **arguments, **options).logits[1]
         yield compared("generate", f"{name} cache, logits of 8B's shape in 16 bits", got, want, 3e-2)
 
 
@@ -579,14 +579,14 @@ def train() -> Iterator[Row]:
         case = f"{recipe} recipe, {layers} layers" + ", norms and MLPs compiled" * compiled
         for borders in packs.values():
             step(borders)
-        found = waits(partial(learn, packs[f"1 x {tokens}"]))
-        yield {"kernel": "train", "case": f"{case}, nothing waits", **found}
+        times = waits(partial(learn, packs[f"1 x {tokens}"]))
+        yield {"kernel": "train", "case": f"{case}, nothing waits", **times}
         planned = estimate_memory(model, bank, config, DEVICE, 1)
         for name, borders in packs.items():
             frozen(borders)
             ms, alone = (timed(partial(run, borders), sizes(3, 1), DEVICE, warm=True)["min"] for run in (step, frozen))
-            held = torch.cuda.memory_allocated() if ON_GPU else 0
-            peak = held + distill.peak_bytes(partial(step, borders), DEVICE)
+            allocated = torch.cuda.memory_allocated() if ON_GPU else 0
+            peak = allocated + distill.peak_bytes(partial(step, borders), DEVICE)
             fact = {"case": f"{case}, samples {name}", "ms": ms, "frozen_ms": alone, "peak_bytes": peak}
             fact |= {"planned_bytes": planned.total}
             if ON_GPU:
@@ -604,15 +604,15 @@ def train_command() -> Iterator[Row]:
         launchers["deepspeed"] = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1"]
     with tempfile.TemporaryDirectory() as folder:
         on_cpu = {"CUDA_VISIBLE_DEVICES": "", "SEERGATE_BACKEND": "reference", "TRITON_INTERPRET": "0"}
-        want, said = kl_of_steps([], f"{folder}/cpu", on_cpu)
+        want, output = kl_of_steps([], f"{folder}/cpu", on_cpu)
         if want.isnan().any():
-            yield {"kernel": "train", "case": "train.py on the CPU", "right": False, "said": said}
+            yield {"kernel": "train", "case": "train.py on the CPU", "right": False, "said": output}
             return
         for name, launcher in launchers.items():
-            found, said = kl_of_steps(launcher, f"{folder}/{name}", {})
+            kl, output = kl_of_steps(launcher, f"{folder}/{name}", {})
             for step in range(3):
-                row = compared("train", f"{name} train.py, KL of step {step + 1}", found[step], want[step], KL_LIMIT)
-                yield row | ({} if row["right"] else {"said": said})
+                row = compared("train", f"{name} train.py, KL of step {step + 1}", kl[step], want[step], KL_LIMIT)
+                yield row | ({} if row["right"] else {"said": output})
 
 
 def kl_of_steps(launcher: list[str], folder: str, environment: dict[str, str]) -> tuple[Tensor, str]:
@@ -623,9 +623,9 @@ def kl_of_steps(launcher: list[str], folder: str, environment: dict[str, str]) -
     command = [sys.executable, *launcher, "train.py", *(f"--{name}={value}" for name, value in options.items())]
     place, given = Path(__file__).resolve().parent.parent, os.environ | environment
     done = subprocess.run(command, cwd=place, env=given, capture_output=True, text=True, check=False)
-    found = [float(kl) for kl in re.findall(r"step \d/3  KL ([\d.]+)", done.stdout + done.stderr)]
-    whole = done.returncode == 0 and len(found) == 3
-    return torch.tensor(found if whole else 3 * [math.nan]), (done.stdout + done.stderr)[-1500:]
+    kls = [float(kl) for kl in re.findall(r"step \d/3  KL ([\d.]+)", done.stdout + done.stderr)]
+    whole = done.returncode == 0 and len(kls) == 3
+    return torch.tensor(kls if whole else 3 * [math.nan]), (done.stdout + done.stderr)[-1500:]
 
 
 def waits(run: Callable[[], Any]) -> Row:
@@ -686,7 +686,7 @@ def serving_times() -> Iterator[Row]:
     options = argparse.Namespace(lengths=lengths, block_size=sizes(64, 32), budget=0, vocabulary=1024)
     engine = {"dtype": "bfloat16", "enforce_eager": False, "gpu_memory_utilization": 0.8} if ON_GPU else {}
     steps: dict[tuple[str, int, int], float] = {}
-    said = {}
+    texts = {}
     with tempfile.TemporaryDirectory() as directory:
         model = small_model(**sizes(EIGHT_B | {"layers": 4}, tiny_shape))
         config = seergate.GateConfig(block_size=options.block_size, gate_dim=sizes(128, 32))
@@ -697,7 +697,7 @@ def serving_times() -> Iterator[Row]:
             start = time.perf_counter()
             way = VLLMWay(directory, options, budget, **engine)
             yield {"kernel": "vLLM", "case": f"{name}, start", "ms": 1e3 * (time.perf_counter() - start)}
-            said[name] = way.said(way.prompts(min(lengths), 2), sizes(64, 8))
+            texts[name] = way.answers(way.prompts(min(lengths), 2), sizes(64, 8))
             for length, batch in itertools.product(lengths, batches) if name != "covering" else ():
                 way.turn(length, batch, 1)  # prefill
                 steps[name, length, batch] = ms = statistics.median(way.turn(length, batch, sizes(30, 3)))
@@ -708,7 +708,7 @@ def serving_times() -> Iterator[Row]:
                 yield {"kernel": "vLLM", **fact}
             del way
             cleanup_dist_env_and_memory()
-    yield {"kernel": "vLLM", "case": "a budget for everything", "right": said["covering"] == said["dense"]}
+    yield {"kernel": "vLLM", "case": "a budget for everything", "right": texts["covering"] == texts["dense"]}
     for length, batch in itertools.product(lengths, batches):
         speedup = steps["dense", length, batch] / steps["gate", length, batch]
         yield {"kernel": "vLLM", "case": f"batch {batch}, {length} tokens", "peer": "dense", "speedup": speedup}
@@ -754,8 +754,8 @@ def child(name: str, path: Path) -> None:
                 file.write(json.dumps(row, default=str) + "\n")
                 file.flush()
         except BaseException as problem:
-            said = traceback.format_exception(problem)[-3:]
-            file.write(json.dumps({"failed": f"{type(problem).__name__}: {problem}", "where": "".join(said)}) + "\n")
+            lines = traceback.format_exception(problem)[-3:]
+            file.write(json.dumps({"failed": f"{type(problem).__name__}: {problem}", "where": "".join(lines)}) + "\n")
             raise
 
 
@@ -784,17 +784,17 @@ def verdict(steps: dict[str, Row]) -> dict[str, str]:
         own = [row for row in rows if row.get("kernel") == kernel]
         checks = [row["right"] for row in own if "right" in row]
         wrong = [row["case"] for row in own if row.get("right") is False]
-        said = [f"right in {len(checks)} checks" if checks else "timed only"]
+        parts = [f"right in {len(checks)} checks" if checks else "timed only"]
         if wrong:
-            said = [f"WRONG in {len(wrong)} of {len(checks)}: {wrong[0]}"]
+            parts = [f"WRONG in {len(wrong)} of {len(checks)}: {wrong[0]}"]
         if shares := sorted(row["roofline_fraction"] for row in own if row.get("roofline_fraction") and ON_GPU):
-            said.append(f"roofline {shares[len(shares) // 2]:.2f} (median of {len(shares)})")
+            parts.append(f"roofline {shares[len(shares) // 2]:.2f} (median of {len(shares)})")
         for row in own:
             if row.get("tflops") and ON_GPU:
-                said.append(f"{row['tflops']:.0f} TFLOP/s ({row['case']})")
+                parts.append(f"{row['tflops']:.0f} TFLOP/s ({row['case']})")
             if row.get("speedup") and ON_GPU:
-                said.append(f"{row['speedup']:.2f}x {row['peer']} ({row['case']})")
-        lines[kernel] = "; ".join(said)
+                parts.append(f"{row['speedup']:.2f}x {row['peer']} ({row['case']})")
+        lines[kernel] = "; ".join(parts)
     for name, step in steps.items():
         failed = [row["failed"] for row in step["rows"] if isinstance(row.get("failed"), str)]
         if step["ended"] != "well":

@@ -27,8 +27,8 @@ LOSSES = [percent / 100 for percent in range(2, 21)]
 
 
 def _interval(n: int, lost: int) -> tuple[float, float]:
-    found = paired({str(i): [float(i >= lost)] for i in range(n)}, {str(i): [1.0] for i in range(n)})
-    return found.low, found.high
+    difference = paired({str(i): [float(i >= lost)] for i in range(n)}, {str(i): [1.0] for i in range(n)})
+    return difference.low, difference.high
 
 
 def _plain(n: int, lost: int) -> tuple[float, float]:
@@ -64,8 +64,8 @@ def two_sided(n: int, lost: float, won: float, repeats: int, rng: np.random.Gene
     for _ in range(repeats):
         draw = rng.random(n)
         ours = {str(i): [float(x >= lost)] for i, x in enumerate(draw)}
-        found = paired(ours, {str(i): [float(x < 1 - won)] for i, x in enumerate(draw)})
-        inside += found.low <= won - lost <= found.high
+        difference = paired(ours, {str(i): [float(x < 1 - won)] for i, x in enumerate(draw)})
+        inside += difference.low <= won - lost <= difference.high
     return {"case": "two-sided", "problems": n, "lost": lost, "won": won, "coverage": round(inside / repeats, 4)}
 
 
@@ -78,8 +78,8 @@ def several(n: int, samples: int, loss: float, repeats: int, rng: np.random.Gene
             {str(i): (rng.random(samples) < c).astype(float).tolist() for i, c in enumerate(chance * factor)}
             for factor in (1, 1 - 2 * loss)
         )
-        found = paired(ours, dense)
-        inside += found.low <= -loss <= found.high
+        difference = paired(ours, dense)
+        inside += difference.low <= -loss <= difference.high
         low, high = wilson(clustered(dense), n * samples)
         accurate += low <= 0.5 <= high
     shares = {"coverage": round(inside / repeats, 4), "accuracy_coverage": round(accurate / repeats, 4)}

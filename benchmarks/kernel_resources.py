@@ -89,18 +89,18 @@ def main() -> None:
         for example, launch in shipped(gpu):
             if options.only not in example.name:
                 continue
-            found = row(example, launch, gpu, done)
-            rows.append(found)
+            entry = row(example, launch, gpu, done)
+            rows.append(entry)
             print(
                 "{registers:4} {spills:5} {shared:6} {matrix:6} {wide_loads:4}/{loads:<5} {ahead:5} {waits:5} "
-                "{instructions:5} {loop:5} ".format(**found)
-                + "{kernel}: {example} ".format(**found)
-                + "; ".join(found["faults"]),
+                "{instructions:5} {loop:5} ".format(**entry)
+                + "{kernel}: {example} ".format(**entry)
+                + "; ".join(entry["faults"]),
                 flush=True,
             )
         if not options.only:
             write(rows)
-        bad += sum(bool(found["faults"]) for found in rows)
+        bad += sum(bool(entry["faults"]) for entry in rows)
         count += len(rows)
     print(f"\n{count} kernels, {bad} with faults, {time.perf_counter() - start:.0f} s")
     sys.exit(bool(bad))

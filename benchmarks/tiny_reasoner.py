@@ -40,8 +40,8 @@ def measure(
     out = options.runs / f"{part}-{variables}"
     how = RunOptions(batch_size=options.batch_size, model_name=TINY)
     sweep(model, tokenizer, task, specs, out, how, gates=bank)
-    (found,) = load_sweeps(out)
-    rows = [{"part": part, "variables": variables, **row} for row in rows_of(found)]
+    (loaded,) = load_sweeps(out)
+    rows = [{"part": part, "variables": variables, **row} for row in rows_of(loaded)]
     for row in rows:
         print(shown(row), flush=True)
     return rows

@@ -43,11 +43,11 @@ def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
     """Method -> per budget, bytes read in percent of dense attention's, mean KL from it, standard error."""
     rows = json.loads((results / "smollm2_texts.json").read_text(encoding="utf-8"))["rows"]
     (dense,) = (row["bytes_read_per_step"] for row in rows if row["method"] == "dense")
-    found: dict[str, list[tuple[float, float, float]]] = {}
+    points: dict[str, list[tuple[float, float, float]]] = {}
     for row in sorted((row for row in rows if row["method"] in DRAWN), key=lambda row: row["budget"]):
         point = 100 * row["bytes_read_per_step"] / dense, row["kl"], row["kl_se"]
-        found.setdefault(row["method"], []).append(point)
-    return {method: found[method] for method in DRAWN}
+        points.setdefault(row["method"], []).append(point)
+    return {method: points[method] for method in DRAWN}
 
 
 def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
@@ -55,10 +55,10 @@ def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
     (path,) = results.glob("serving_model-*.json")
     record = json.loads(path.read_text(encoding="utf-8"))
     longest = [row for row in record["rows"] if row["length"] == max(record["options"]["lengths"])]
-    found = {
+    times = {
         label: {row["batch"]: row["step_median_ms"][name] for row in longest} for label, (name, *_) in STEPS.items()
     }
-    return found, record["options"]
+    return times, record["options"]
 
 
 def draw(results: Path) -> Any:

@@ -24,7 +24,7 @@ _HINTS = {
     409: _CHANGED,
     412: _CHANGED,
     429: "too many requests; try again later",
-    500: "the Hub is not well; try again later",
+    500: "Hub server error 500; try again later",
 }
 
 

@@ -87,14 +87,14 @@ def fingerprint(launch: Launch) -> str:
 
 def _text(kernel: JITFunction) -> str:
     """The source of a kernel and of what it calls. (Triton's own hash also has line numbers, which change nothing.)"""
-    found = kernel.src
+    text = kernel.src
     for name in sorted(kernel.fn.__code__.co_names):
         value = kernel.fn.__globals__.get(name)
         if isinstance(value, JITFunction):
-            found += _text(value)
+            text += _text(value)
         elif isinstance(value, tl.constexpr):
-            found += f"{name}={value.value}"
-    return found
+            text += f"{name}={value.value}"
+    return text
 
 
 def specialisation(launch: Launch) -> tuple[Any, ...]:

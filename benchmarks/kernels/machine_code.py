@@ -111,19 +111,19 @@ def _output(*command: str | Path) -> str:
 
 def _number(pattern: str, text: str) -> int:
     """The last number that matches: a cubin is described after the code that it is linked with."""
-    found = re.findall(pattern, text)
-    if not found:
+    numbers = re.findall(pattern, text)
+    if not numbers:
         raise ValueError(f"the compiler's output has no {pattern}")
-    return int(found[-1])
+    return int(numbers[-1])
 
 
 def _instructions(text: str, line: re.Pattern[str]) -> list[str]:
     """Labels and instructions, in order."""
-    found = []
+    instructions = []
     for raw in text.splitlines():
         if match := LABEL.match(raw) or line.match(raw):
-            found.append(match[0] if raw.startswith(".") else match[1])
-    return found
+            instructions.append(match[0] if raw.startswith(".") else match[1])
+    return instructions
 
 
 def _main_loop(lines: list[str]) -> list[str]:
@@ -159,19 +159,19 @@ def faults(used: Resources, gpu: KnownGpu, *, products: bool, wide: bool, ahead:
         wide: it must load 16 bytes at a time.
         ahead: its main loop must load ahead while it multiplies. (Visible only in NVIDIA's code.)
     """
-    found = []
+    problems = []
     if used.spills or used.stack:
-        found.append(f"{used.spills} spills, {used.stack} bytes of local memory")
+        problems.append(f"{used.spills} spills, {used.stack} bytes of local memory")
     if used.shared > gpu.shared_memory:
-        found.append(f"{used.shared} bytes of shared memory; {gpu.name} has {gpu.shared_memory}")
+        problems.append(f"{used.shared} bytes of shared memory; {gpu.name} has {gpu.shared_memory}")
     if products and not used.matrix:
-        found.append("no instruction for tensor cores")
+        problems.append("no instruction for tensor cores")
     if wide and not used.wide_loads:
-        found.append("no 16-byte loads")
+        problems.append("no 16-byte loads")
     if used.ahead and used.waits == 0:
-        found.append("the main loop waits for all loads, also those of its next turn")
+        problems.append("the main loop waits for all loads, also those of its next turn")
     if ahead and gpu.backend == "cuda" and used.waits < 0:
-        found.append("the main loop has products and loads nothing ahead of them")
+        problems.append("the main loop has products and loads nothing ahead of them")
     if used.serialised:
-        found.append(f"{used.serialised} products of warp groups wait for each other")
-    return found
+        problems.append(f"{used.serialised} products of warp groups wait for each other")
+    return problems

@@ -31,8 +31,8 @@ INFO_HELP = (
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="GATES", help="directory or Hub id")
-    parser.add_argument("--diff", metavar="OTHER", help="also the differences from other gates")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--diff", metavar="OTHER", help="also print the differences from these gates")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     _add_source_options(parser)
 
 
@@ -41,14 +41,14 @@ def _info(options: argparse.Namespace) -> None:
     bank = _read_gates(options.source, options)
     facts = _facts_of(bank)
     if options.diff is not None:
-        found = bank.diff(_read_gates(options.diff, options))
-        changed = {name: vars(entry) for name, entry in found.tensors.items()}
+        difference = bank.diff(_read_gates(options.diff, options))
+        changed = {name: vars(entry) for name, entry in difference.tensors.items()}
         facts["difference"] = {
-            "fields": found.fields,
+            "fields": difference.fields,
             "tensors": changed,
-            "compared": len(bank.state_dict()) - len(found.only_first),
-            "only here": found.only_first,
-            "only there": found.only_second,
+            "compared": len(bank.state_dict()) - len(difference.only_first),
+            "only here": difference.only_first,
+            "only there": difference.only_second,
         }
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -113,22 +113,22 @@ def _table(values: dict[str, Any]) -> None:
             print(f"  {name.replace('_', ' '):20} {shown}")
 
 
-def _say_difference(found: dict[str, Any]) -> None:
+def _say_difference(difference: dict[str, Any]) -> None:
     print("difference")
-    for line in found["fields"]:
+    for line in difference["fields"]:
         print(f"  {line}")
     for place in ("only here", "only there"):
-        if found[place]:
-            print(f"  tensors {place}: {', '.join(found[place])}")
-    for name, entry in found["tensors"].items():
+        if difference[place]:
+            print(f"  tensors {place}: {', '.join(difference[place])}")
+    for name, entry in difference["tensors"].items():
         print(f"  {name}: {100 * entry['relative']:.3g} % of its norm, cosine {entry['cosine']:.6f}")
-    if found["tensors"]:
-        name, most = max(found["tensors"].items(), key=lambda item: item[1]["relative"])
+    if difference["tensors"]:
+        name, most = max(difference["tensors"].items(), key=lambda item: item[1]["relative"])
         print(
-            f"  in all: {len(found['tensors'])} of {found['compared']} tensors differ, "
+            f"  in all: {len(difference['tensors'])} of {difference['compared']} tensors differ, "
             f"at most by {100 * most['relative']:.3g} % of their norm ({name})"
         )
-    if not any(found[part] for part in ("fields", "tensors", "only here", "only there")):
+    if not any(difference[part] for part in ("fields", "tensors", "only here", "only there")):
         print("  none")
 
 
@@ -149,15 +149,15 @@ PUSH_HELP = (
 
 def _push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="directory of gates")
-    parser.add_argument("repo_id", metavar="ORG/NAME", help="repository, made if need be; NAME alone is your own")
+    parser.add_argument("repo_id", metavar="ORG/NAME", help="repository, created if missing; NAME alone is your own")
     parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
-    parser.add_argument("--revision", metavar="BRANCH", help="commit to this branch; made if need be [main]")
-    parser.add_argument("--subfolder", metavar="DIR", help="where in the repository [its root]")
-    parser.add_argument("--message", default="Upload attention gates", help="of the commit [%(default)s]")
-    parser.add_argument("--description", help="of the commit or pull request")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to, created if missing [main]")
+    parser.add_argument("--subfolder", metavar="DIR", help="folder in the repository [its root]")
+    parser.add_argument("--message", default="Upload attention gates", help="commit message [%(default)s]")
+    parser.add_argument("--description", help="text of the commit or pull request")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead of committing")
     parser.add_argument("--dry-run", action="store_true", help="print the card and what would be uploaded, and stop")
-    parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
+    parser.add_argument("--token", metavar="TOKEN", help="Hub token [that of `hf auth login`]")
     _add_card_options(parser)
 
 
@@ -171,7 +171,7 @@ def _push(options: argparse.Namespace) -> None:
     if link := next((path for path in sorted(directory.iterdir()) if path.is_symlink()), None):
         raise SeergateError(
             f"{link} is a link, and what it leads to may not be for others to read; push uploads only files that are "
-            f"in {directory} themselves: copy them (cp -rL), or write the gates anew with seergate export"
+            f"in {directory} themselves: copy them (cp -rL), or write new gates with seergate export"
         )
     bank = GateBank.from_pretrained(directory)
     _describe(bank, options)
@@ -235,9 +235,9 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sources", metavar="SRC", help="directory or Hub id of gates; with commas, an average")
     parser.add_argument("out", type=Path, metavar="DST", help="new directory")
     parser.add_argument("--format", choices=["seergate", "published"], default="seergate", help="[%(default)s]")
-    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="[as they are]")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights [unchanged]")
     parser.add_argument("--layers", type=_layer_list, metavar="I,J-K", help="keep the gates of these layers [all]")
-    parser.add_argument("--weights", type=numbers, metavar="A,B", help="of an average [equal]")
+    parser.add_argument("--weights", type=numbers, metavar="A,B", help="weights of an average [equal]")
     parser.add_argument("--loaded-as", metavar="NAME", help="directory or Hub id in the card's example [DST]")
     _add_card_options(parser)
     _add_source_options(parser)
@@ -278,9 +278,9 @@ EXPORT = Command(EXPORT_HELP, _export_arguments, _export)
 def _add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options for reading from the Hub."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
-    parser.add_argument("--subfolder", metavar="DIR", help="where in it the gates lie [its root]")
-    parser.add_argument("--token", metavar="TOKEN", help="for the Hub [the one of `hf auth login`]")
-    parser.add_argument("--offline", action="store_true", help="use what was downloaded before")
+    parser.add_argument("--subfolder", metavar="DIR", help="folder of the gates in the repository [its root]")
+    parser.add_argument("--token", metavar="TOKEN", help="Hub token [that of `hf auth login`]")
+    parser.add_argument("--offline", action="store_true", help="use downloaded files only")
 
 
 def _read_gates(source: str, options: argparse.Namespace) -> GateBank:
@@ -296,8 +296,8 @@ def _add_card_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--results", type=Path, action="append", default=[], metavar="DIR", help="runs of `seergate eval` for the card"
     )
-    parser.add_argument("--base-model", metavar="ID", help="name the base model anew, such as Qwen/Qwen3-8B")
-    parser.add_argument("--licence", "--license", dest="licence", metavar="ID", help="[the base model's]")
+    parser.add_argument("--base-model", metavar="ID", help="new name of the base model, such as Qwen/Qwen3-8B")
+    parser.add_argument("--licence", "--license", dest="licence", metavar="ID", help="[the base model's licence]")
 
 
 def _describe(bank: GateBank, options: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ LINE_SECONDS = 5.0
 
 def guarded(
     run: Callable[[], int | None],
-    tell: Callable[[str, BaseException], None] = lambda said, _: print(said, file=sys.stderr),
+    tell: Callable[[str, BaseException], None] = lambda message, _: print(message, file=sys.stderr),
     interrupted: str = "interrupted; what was finished is kept",
 ) -> int:
     """Run a command and return its exit code (0 for ``None``). A user error, an interrupt, or an output that nobody
@@ -64,9 +64,9 @@ def _discard_unread() -> bool:
     unread = False
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(io.UnsupportedOperation):  # a stream without a file
-            found = select.poll()
-            found.register(number := stream.fileno(), 0)  # asks for errors only
-            if found.poll(0):
+            poller = select.poll()
+            poller.register(number := stream.fileno(), 0)  # asks for errors only
+            if poller.poll(0):
                 unread = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     return unread

@@ -24,10 +24,8 @@ VARIABLES, PROBLEMS = 12, 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where everything goes [runs/demo-DATE-TIME]")
-    parser.add_argument(
-        "--problems", type=int, default=PROBLEMS, metavar="N", help="how many problems are answered [%(default)s]"
-    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="output directory [runs/demo-DATE-TIME]")
+    parser.add_argument("--problems", type=int, default=PROBLEMS, metavar="N", help="number of problems [%(default)s]")
     parser.add_argument(
         "--variables",
         type=int,
@@ -35,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="size of a problem; prompt and answer take about 27 tokens per variable [%(default)s]",
     )
-    parser.add_argument("--max-steps", type=int, metavar="N", help="steps of distillation [those of the preset]")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="training steps [the preset's]")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -82,8 +82,8 @@ def _try_backends() -> None:
             ops.sparse_decode(q, k, k, indices, lengths, 16)
             _line(f"ops {name}", f"works on {device}")
         except Exception as error:  # this command reports any failure
-            said = " ".join(str(error).split()) or type(error).__name__
-            _line(f"ops {name}", f"not usable: {said.removeprefix(f'{ENV_VAR} is {name!r} and ')}")
+            reason = " ".join(str(error).split()) or type(error).__name__
+            _line(f"ops {name}", f"not usable: {reason.removeprefix(f'{ENV_VAR} is {name!r} and ')}")
         finally:
             os.environ.pop(ENV_VAR)
     if before is not None:

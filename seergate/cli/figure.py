@@ -20,7 +20,7 @@ HELP = (
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
-    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not made again and why.\n"
+    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.\n"
     "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took.\n"
     "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
@@ -53,28 +53,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
-    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="of gates; or NAME=DIR, several with commas")
+    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
-    parser.add_argument(
-        "--max-steps", type=int, metavar="N", help="of distillation, where it is needed [the preset's]"
-    )
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer at most [the task's]")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
     parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
-    kept = parser.add_argument_group("kept and recurrence")
-    kept.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
-    kept.add_argument("--budget", type=int, metavar="N", help="of the methods; size of a cache [128 or 1024; several]")
-    kept.add_argument("--layer", type=int, metavar="N", help="that is drawn [the first from 1 on that can be gated]")
-    kept.add_argument("--head", type=int, metavar="N", help="KV head that is drawn [0]")
-    kept.add_argument(
+    args = parser.add_argument_group("kept and recurrence")
+    args.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
+    args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
+    args.add_argument("--layer", type=int, metavar="N", help="layer to draw [the first from 1 on that can be gated]")
+    args.add_argument("--head", type=int, metavar="N", help="KV head to draw [0]")
+    args.add_argument(
         "--alpha",
         type=float,
         help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
     )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="that generate, by Ray [in this process]")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="generating processes, by Ray [this one]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 
@@ -87,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     if options.name not in NAMES:
         raise SeergateError(
             f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
-            "what is not made again, and why)"
+            "what is not reproduced, and why)"
         )
     options.name = ALIASES.get(options.name, options.name)
     if options.name != "table2":
@@ -222,22 +220,22 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     directory = out / f"gates-b{block_size}"
     if (directory / CONFIG_FILE).is_file():
         return directory
-    asked = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
-    config = load_train_config(options.model, asked)
+    overrides = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
+    config = load_train_config(options.model, overrides)
     print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 
 
 def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     """Write the page of a figure, with the sections ``more`` after its tables, and return its path."""
-    from seergate.eval.papers.looks import LOOKS, beside
+    from seergate.eval.papers.looks import STYLES, beside
     from seergate.eval.report import load_sweeps, write_report
     from seergate.eval.report.load import apart
     from seergate.eval.report.tables import equal_bytes
     from seergate.eval.store import write_text
 
     figure = FIGURES[name]
-    draw, table, read = LOOKS[figure.look]
+    draw, table, read = STYLES[figure.style]
     sweep, *others = sweeps = load_sweeps(out / "eval")
     if others:
         one, other, *_ = apart(sweeps)
@@ -249,8 +247,8 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     parts = [f"# {figure.source} on our runs: {figure.title}" if figure.source else f"# {figure.title}"]
     if draw is not None:
         parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
-    said = read(sweep)
-    parts += ["\n".join(f"- {line}" for line in said), table(sweep)]
+    lines = read(sweep)
+    parts += ["\n".join(f"- {line}" for line in lines), table(sweep)]
     parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
     parts += more
     if compared := beside(sweep, figure.published, figure.real):
@@ -258,7 +256,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")
     write_text(out / f"{label}.md", "\n\n".join(parts) + "\n")
     write_report(out / "eval", out)
-    for line in said:
+    for line in lines:
         print(f"- {line}")
     return out / f"{label}.md"
 

@@ -43,11 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_args(parser)
     decoding_args(parser, "gate", f" [{REAL_BUDGET}; tiny: {TINY_BUDGET}]")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny: a problem, as it solves]")
-    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
-    parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny model: a sample problem]")
+    prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the user's turn")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="maximum length [%(default)s]")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="HTML page of the blocks read, such as read.html")
     run_args(parser)
 
 
@@ -119,12 +119,12 @@ def run(options: argparse.Namespace) -> None:
                 **sampling,
             )[0].tolist()
         seconds, stats = time.monotonic() - began, handle.stats()
-        said = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"
+        summary = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"
         if stats["density"] is not None:
-            said += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
+            summary += f"; a step read {100 * stats['density']:.0f} % of the tokens before it"
         if problem.gold:
-            said += f"; the right answer is {problem.gold}"
-        print(said, file=Terminal(sys.stderr))
+            summary += f"; the right answer is {problem.gold}"
+        print(summary, file=Terminal(sys.stderr))
         if options.trace is not None and len(output) > len(ids) + 1:
             page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)

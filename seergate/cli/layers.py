@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
     model_args(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
-    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the choices [the gates'; tiny: 64]")
+    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the selection [the gates'; tiny: 64]")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
     run_args(parser)
 
 
-def _asked(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
+def _prepared(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
     from seergate.cli.generate import TINY_BUDGET
     from seergate.durable import check_writable
@@ -79,7 +79,7 @@ def _anchors(options: argparse.Namespace) -> None:
     from seergate.pretrained import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
-    bank, method, path, out = _asked(options, "anchors")
+    bank, method, path, out = _prepared(options, "anchors")
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
     config = load_train_config(options.model, data | given(options, "data"))
     samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
@@ -90,15 +90,15 @@ def _anchors(options: argparse.Namespace) -> None:
 
     texts = [torch.from_numpy(samples[int(i)]) for i in longest]
     print(f"{len(texts)} texts of {config.data}, {sum(map(len, texts)):,} tokens; {method.nominal} tokens per step")
-    found = shared_recall(model, method, texts, options.rows)
-    anchors = found.anchors(options.count)
-    for count in sorted({options.count, *(-(-len(found.layers) // part) for part in (1, 2, 4, 8))}, reverse=True):
-        plan = found.anchors(count)
-        print(f"{count:4} anchors  recall {found.mean(plan):.4f}  {'+'.join(map(str, plan))}")
-    figures = {"anchor_recall": found.mean(anchors), "own_recall": found.mean(found.layers)}
-    made = {**figures, "recall_measured_on": f"{config.data}, {found.rows} rows at {method.nominal}"}
-    bank.with_anchors(anchors, **made).save_pretrained(out)
-    print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers read what they choose)")
+    recall = shared_recall(model, method, texts, options.rows)
+    anchors = recall.anchors(options.count)
+    for count in sorted({options.count, *(-(-len(recall.layers) // part) for part in (1, 2, 4, 8))}, reverse=True):
+        plan = recall.anchors(count)
+        print(f"{count:4} anchors  recall {recall.mean(plan):.4f}  {'+'.join(map(str, plan))}")
+    figures = {"anchor_recall": recall.mean(anchors), "own_recall": recall.mean(recall.layers)}
+    record = {**figures, "recall_measured_on": f"{config.data}, {recall.rows} rows at {method.nominal}"}
+    bank.with_anchors(anchors, **record).save_pretrained(out)
+    print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers reuse their selections)")
 
 
 ANCHORS = Command(ANCHORS_HELP, _anchors_arguments, _anchors)
@@ -122,7 +122,7 @@ TINY_TASK = "variable_tracking:length=2048:problems=8:seed=1"
 
 def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
     _shared_arguments(parser, "dense layers", "dense-layers")
-    parser.add_argument("--task", help=f"whose answers are compared [{TASK}; tiny: {TINY_TASK}]")
+    parser.add_argument("--task", help=f"task whose answers are compared [{TASK}; tiny: {TINY_TASK}]")
 
 
 def _dense_layers(options: argparse.Namespace) -> None:
@@ -134,7 +134,7 @@ def _dense_layers(options: argparse.Namespace) -> None:
 
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)
     task = make_task(named)
-    bank, method, path, out = _asked(options, "dense-layers")
+    bank, method, path, out = _prepared(options, "dense-layers")
     texts = answered(load_tokenizer(path), task)
     model = load_model(path, options.dtype, options.device)
 
@@ -144,9 +144,9 @@ def _dense_layers(options: argparse.Namespace) -> None:
 
     print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens")
     layers = find_dense_layers(model, method, texts, options.count, report)
-    made = {**bank.training_record, "dense_layers_found_on": f"{named}, at {method.nominal}"}
+    record = {**bank.training_record, "dense_layers_found_on": f"{named}, at {method.nominal}"}
     defaults = {**bank.decode_defaults, "dense_layers": list(layers)}
-    bank.derived(decode_defaults=defaults, training=made, results=()).save_pretrained(out)
+    bank.derived(decode_defaults=defaults, training=record, results=()).save_pretrained(out)
     print(f"written: {out} (dense layers {', '.join(map(str, layers))})")
 
 

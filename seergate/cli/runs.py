@@ -23,9 +23,9 @@ REPORT_HELP = (
 
 def _report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="what `seergate eval --out` wrote; several are compared"
+        "runs", type=Path, nargs="+", metavar="RUN_DIR", help="directory of `seergate eval`; several are compared"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where the report goes [the first RUN_DIR]")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="directory of the report [the first RUN_DIR]")
 
 
 def _report(options: argparse.Namespace) -> None:
@@ -42,17 +42,15 @@ REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True, RE
 REGRADE_HELP = (
     "grade stored samples again",
     "Grade the samples of one run directory, or of all run directories in a directory, with the present graders, and\n"
-    "derive metrics.json anew. The completions stay as they are; what changes is told.",
+    "recompute metrics.json. The completions do not change; changed grades are printed.",
     ["seergate regrade runs/eval-tiny-reasoner-chain_sum", "seergate regrade RUN --dry-run"],
 )
 
 
 def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what `seergate eval --out` wrote")
-    parser.add_argument(
-        "--grader", help="another grader than the run's, which has it from then on: math, exact, letter or digit"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only tell what would change")
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of `seergate eval`")
+    parser.add_argument("--grader", help="new grader of the run: math, exact, letter or digit")
+    parser.add_argument("--dry-run", action="store_true", help="only print what would change")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
 
 
@@ -110,24 +108,24 @@ def _show(options: argparse.Namespace) -> None:
     samples = store.read_samples(options.run_dir)
     if samples and "completion" not in samples[0]:
         raise SeergateError(f"{options.run_dir} holds texts that were scored, and no answers; see its report")
-    found = [s for s in samples if str(s["problem_id"]) == options.problem]
-    if not found:
+    shown = [s for s in samples if str(s["problem_id"]) == options.problem]
+    if not shown:
         ids = sorted({str(s["problem_id"]) for s in samples})
         some = ", ".join(ids[:5]) + (", ..." if len(ids) > 5 else "")
         raise SeergateError(
             f"{options.run_dir} has no sample of a problem {options.problem!r}; it has {some or 'none'}"
         )
     if options.sample is not None:
-        found = [s for s in found if s["sample_idx"] == options.sample]
-        if not found:
+        shown = [s for s in shown if s["sample_idx"] == options.sample]
+        if not shown:
             raise SeergateError(f"problem {options.problem!r} has no sample {options.sample} in {options.run_dir}")
-    found.sort(key=lambda s: s["sample_idx"])
-    right = sum(s["correct"] for s in found)
+    shown.sort(key=lambda s: s["sample_idx"])
+    right = sum(s["correct"] for s in shown)
     print(f"task {config['task']['name']}, problem {options.problem}, grader {config['task']['grader']}")
-    print(f"gold answer: {found[0]['gold']}")
-    print(f"right: {right} of {len(found)} samples\n")
-    print(f"--- prompt ({found[0]['n_prompt_tokens']} tokens)\n{_shortened(found[0]['prompt'], options.full)}")
-    for s in found:
+    print(f"gold answer: {shown[0]['gold']}")
+    print(f"right: {right} of {len(shown)} samples\n")
+    print(f"--- prompt ({shown[0]['n_prompt_tokens']} tokens)\n{_shortened(shown[0]['prompt'], options.full)}")
+    for s in shown:
         verdict = "right" if s["correct"] else "wrong"
         answer = "no answer" if s["pred"] is None else f"answer {s['pred']!r}"
         print(f"\n--- sample {s['sample_idx']} (seed {s['seed']}): {verdict}")

@@ -17,9 +17,9 @@ from seergate.errors import SeergateError
 HELP = (
     "a model's own answers, as data for seergate train",
     "Let a model answer the questions of a dataset, and write its answers as rows for `seergate train --data`. With\n"
-    "--method gate they are decoded sparsely, so that gates learn from contexts to which their own choices have led.\n"
-    "The same command after an interruption makes what is missing; FILE.yaml tells if it is the same. Answers that\n"
-    "are cut at the limit are left out unless --keep-cut is given.",
+    "--method gate they are decoded sparsely, so that gates learn from contexts that follow from their selections.\n"
+    "The same command continues after an interruption; FILE.yaml records its settings. Answers that are cut at the\n"
+    "limit are left out unless --keep-cut is given.",
     [
         "seergate traces --model tiny-reasoner --prompts chain_sum --limit 100 --out traces.jsonl",
         "seergate traces --model Qwen3-8B --prompts open-r1/OpenR1-Math-220k --engine vllm --out own.jsonl",
@@ -48,11 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="use the first N rows [all]")
     decoding_args(parser, "dense", "")
     parser.add_argument(
-        "--max-length", type=int, metavar="N", help="tokens of question and answer [as of `seergate train`]"
+        "--max-length", type=int, metavar="N", help="tokens of question and answer [as in `seergate train`]"
     )
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [what is left]")
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [rest of --max-length]")
     parser.add_argument("--keep-cut", action="store_true", help="keep answers that are cut at the limit")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="answers made together [what fits into memory]")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="answers per batch [what fits into memory]")
     parser.add_argument(
         "--engine", choices=("transformers", "vllm", "sglang"), default="transformers", help="[%(default)s]"
     )
@@ -61,12 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check the options, load the model, and write its answers."""
-    with ExitStack() as held:
-        _answer(options, held)
+    with ExitStack() as stack:
+        _answer(options, stack)
 
 
-def _answer(options: argparse.Namespace, held: ExitStack) -> None:
-    """Do the work of `run`; ``held`` keeps the file of the rows."""
+def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
+    """Do the work of `run`; ``stack`` keeps the file of the rows open."""
     from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
@@ -106,8 +106,8 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         check_length(shape.get_text_config(), options.max_length, "a text of --max-length")
     config = within_positions(config, shape)
     tokenizer, limit = load_tokenizer(path), Limit(options.max_new_tokens, config.max_length)
-    file = held.enter_context(_locked(options.out))
-    made = _rows(options.out, file)
+    file = stack.enter_context(_locked(options.out))
+    answered = _rows(options.out, file)
     record: dict[str, Any] = {
         "model": config.model,
         "dtype": options.dtype,
@@ -121,14 +121,14 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         "prompts": config.data,
         "revision": config.data_revision,
     }
-    record["commit"] = _made_with(options.out, record, unknown=LOADED) if made else data_commit(config)
-    asked, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
-    if any(row in asked and turns[:-1] != asked[row] for row, turns in made.items()):
+    record["commit"] = recorded_commit(options.out, record, unknown=LOADED) if answered else data_commit(config)
+    conversations, unusable = questions(replace(config, data_revision=record["commit"] or config.data_revision))
+    if any(row in conversations and turns[:-1] != conversations[row] for row, turns in answered.items()):
         raise SeergateError(f"{options.out} has answers to other questions than {config.data} asks; name another file")
     prompts = {
         row: prompt_text(tokenizer, Problem(str(row), "", messages=tuple(turns)))
-        for row, turns in asked.items()
-        if row not in made
+        for row, turns in conversations.items()
+        if row not in answered
     }
     encoded = [
         Request(row, text, tuple(encode(tokenizer, text)), sample_seed(options.seed, str(row), 0))
@@ -141,21 +141,21 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         for what, count in (*unusable.items(), ("too long to be answered", len(prompts) - len(fitting)))
         if count
     ]
-    if not made and not requests:
+    if not answered and not requests:
         raise SeergateError(
-            f"--prompts is {options.prompts!r}, in which nothing can be asked ({', '.join(notes) or 'no rows'}); it "
+            f"--prompts is {options.prompts!r}, in which no row is usable ({', '.join(notes) or 'no rows'}); it "
             f"must have rows with messages, a prompt or a question, of fewer tokens than --max-length "
             f"({config.max_length:,})"
         )
     if bank is not None:
         print(say_gates(options.model, options.gates))
-    print(f"{len(requests):,} questions, {len(made):,} answered already" + "".join(f"; {n}" for n in notes))
+    print(f"{len(requests):,} questions, {len(answered):,} answered already" + "".join(f"; {n}" for n in notes))
     model = load_model(path, options.dtype, options.device)
     record |= {"weights": fingerprint(model), "rope": rope_of(model)}
-    if made:
-        _made_with(options.out, record)
+    if answered:
+        recorded_commit(options.out, record)
     else:
-        write_yaml(_beside(options.out), record)
+        write_yaml(record_path(options.out), record)
     cut = 0
     if requests:
         chosen = Sampling.of_model(model) if options.temperature is None else Sampling(options.temperature)
@@ -167,7 +167,7 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
                 cut += 1
                 if not options.keep_cut:
                     return
-            turns = [*asked[done.request.key], {"role": "assistant", "content": done.completion}]
+            turns = [*conversations[done.request.key], {"role": "assistant", "content": done.completion}]
             append_line(file, {"row": done.request.key, "messages": turns})
 
         if served:
@@ -175,9 +175,9 @@ def _answer(options: argparse.Namespace, held: ExitStack) -> None:
         else:
             with attached(model, method, correction=spec.correction) as handle:
                 Engine(handle, tokenizer, job, take).run(requests)
-    written = len(made) + len(requests) - (0 if options.keep_cut else cut)
-    kept = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
-    print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {kept}" if cut else ""))
+    written = len(answered) + len(requests) - (0 if options.keep_cut else cut)
+    cut_answers = "kept" if options.keep_cut else "left out (--keep-cut keeps them)"
+    print(f"{written:,} answers in {options.out}" + (f"; {cut:,} were cut ({limit}) and {cut_answers}" if cut else ""))
 
 
 @contextmanager
@@ -199,24 +199,24 @@ def _locked(path: Path) -> Iterator[FileIO]:
             raise
 
 
-def _beside(path: Path) -> Path:
+def record_path(path: Path) -> Path:
     """Path of the file that records how the rows were generated."""
     return path.with_name(f"{path.name}.yaml")
 
 
-def _made_with(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
+def recorded_commit(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = ()) -> str | None:
     """Refuse to append rows generated with other settings than the existing rows. ``now`` is the record of the new
     rows; its ``unknown`` fields are not compared. Returns the prompts' commit; ``None`` if they are not on the Hub.
     """
     from seergate.eval.store import differences
     from seergate.yaml_file import read_yaml
 
-    found = read_yaml(_beside(path))
-    if "commit" not in found:
-        raise SeergateError(f"{_beside(path)} names no commit: an earlier seergate wrote it; name another --out")
-    if different := differences(found, now, ("commit", *unknown)):
+    record = read_yaml(record_path(path))
+    if "commit" not in record:
+        raise SeergateError(f"{record_path(path)} names no commit: an earlier seergate wrote it; name another --out")
+    if different := differences(record, now, ("commit", *unknown)):
         raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
-    return found["commit"]
+    return record["commit"]
 
 
 def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
@@ -228,11 +228,11 @@ def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
     try:
         whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
         lines: list[Any] = [read_json_text(line) for line in whole.split("\n") if line]
-        found = {int(line["row"]): line["messages"] for line in lines}
+        rows = {int(line["row"]): line["messages"] for line in lines}
         if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):
             raise ValueError
     except (KeyError, TypeError, ValueError) as error:
-        raise SeergateError(f"--out is {path}, which holds something else than traces; name another file") from error
+        raise SeergateError(f"--out is {path}, which is not a file of traces; name another file") from error
     if rest:
         file.truncate(len(f"{whole}\n".encode()) if whole else 0)
-    return found
+    return rows

@@ -82,11 +82,11 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command given by ``argv``, by default the process's arguments, and return the exit code (`guarded`)."""
     work: list[Callable[[], None]] = []
     # All processes of a machine find the same error in the options, before they can communicate: one reports it.
-    tell = partial(_tell, tells=_number("LOCAL_RANK") == 0)
-    return guarded(lambda: work.append(_asked(argv, prog)), tell, INTERRUPT) or _worked(work[0])
+    tell = partial(print_error, is_reporter=_number("LOCAL_RANK") == 0)
+    return guarded(lambda: work.append(parse_command(argv, prog)), tell, INTERRUPT) or exit_code_of(work[0])
 
 
-def _asked(argv: Sequence[str] | None, prog: str | None) -> Callable[[], None]:
+def parse_command(argv: Sequence[str] | None, prog: str | None) -> Callable[[], None]:
     """Parse and check the options, and return the function that does the work."""
     parser = train_parser(prog, *HELP[1:])
     options = vars(parser.parse_args(argv))
@@ -130,35 +130,35 @@ def print_plan(config: TrainConfig) -> None:
     print("\n".join(f"# {line}" for line in plan.text().splitlines()))
 
 
-def _worked(run: Callable[[], None]) -> int:
+def exit_code_of(run: Callable[[], None]) -> int:
     """Run the work by `guarded`; after an error, end this process at once if it is one of several."""
     code = 1
     try:
-        code = guarded(run, _tell, INTERRUPT)
+        code = guarded(run, print_error, INTERRUPT)
     except Exception:
         if _number("WORLD_SIZE") <= 1:
             raise
         traceback.print_exc()
     if code:
-        from seergate.distill.distributed import end_in_company  # late import: `run` sets the environment
+        from seergate.distill.distributed import exit_without_barrier  # late import: `run` sets the environment
 
-        end_in_company(code)
+        exit_without_barrier(code)
     return code
 
 
-def _tell(said: str, error: BaseException, tells: bool = True) -> None:
+def print_error(message: str, error: BaseException, is_reporter: bool = True) -> None:
     """Print an error message, with the rank of the process unless it is rank 0.
 
-    Only rank 0 reports an interrupt or an error common to all processes; ``tells`` is false if another process reports
-    the error. A process that does not report an error waits, because a launcher ends all processes when one exits.
+    Only rank 0 reports an interrupt or an error common to all processes; ``is_reporter`` is false if another process
+    reports the error. A process that does not report it waits, because a launcher ends all processes when one exits.
     """
     rank = _number("RANK")
     if isinstance(error, KeyboardInterrupt):
-        tells = rank == 0
+        is_reporter = rank == 0
     elif rank and getattr(error, "is_common", False):
-        tells = False
-    if tells:
-        print(f"[rank {rank}] {said}" if rank else said, file=sys.stderr)
+        is_reporter = False
+    if is_reporter:
+        print(f"[rank {rank}] {message}" if rank else message, file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         time.sleep(SILENT_SECONDS)
 
@@ -193,10 +193,10 @@ PREPARE = Command(
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("plan")
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
-    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will do it [this machine's]")
+    group.add_argument("--memory-gb", type=float, help="memory of the GPU that will train [this machine's]")
     group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
-    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, for the time [all of a pack]")
-    group.add_argument("--tflops", type=float, help="what one device sustains, in TFLOP/s; instead of measuring")
+    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, to estimate the time [a pack's]")
+    group.add_argument("--tflops", type=float, help="speed of a device in TFLOP/s, instead of measuring it")
     group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
 
 
@@ -212,8 +212,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 PLAN = Command(
     (
-        "say what a training run needs: memory, time, disk",
-        "Say what a training run needs: memory, time, disk. Takes all options of seergate train, and:",
+        "estimate the memory, time and disk space of a training run",
+        "Estimate the memory, time and disk space of a training run. Takes all options of seergate train, and:",
         ["seergate plan --model Qwen3-8B --memory-gb 24", "seergate plan --model tiny-reasoner"],
     ),
     _plan_arguments,

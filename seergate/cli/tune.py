@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 HELP = (
     "train gates in a given time and recommend a budget",
     "Train gates for a model by the recommended recipe in two thirds of the time given, evaluate them in the rest on\n"
-    "needles and held-out texts, and say in three sentences at which budget they lose nothing that could be seen.\n"
-    "The same command after an interruption goes on with what is missing.",
+    "needles and held-out texts, and name the smallest budget with no measurable loss, in three sentences.\n"
+    "The same command continues after an interruption.",
     [
         "seergate tune ORG/NAME --hours 2",
         "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine",
@@ -63,7 +63,7 @@ GATES, TIMING = "gates", "timing"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("model", metavar="MODEL", help="directory, GGUF file, preset or Hub id (org/name)")
-    parser.add_argument("--hours", type=float, required=True, metavar="H", help="time for all of it, about")
+    parser.add_argument("--hours", type=float, required=True, metavar="H", help="approximate total time in hours")
     parser.add_argument(
         "--data",
         metavar="PATH",
@@ -80,10 +80,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-length", type=int, metavar="N", help=f"tokens of a text [{CONTEXT}, or the model's positions]"
     )
     parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="of the model [auto]"
+        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="dtype of the model [auto]"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
-    parser.add_argument("--out", metavar="DIR", help="directory of everything [runs/tune-MODEL]")
+    parser.add_argument("--out", metavar="DIR", help="output directory [runs/tune-MODEL]")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -97,12 +97,12 @@ def run(options: argparse.Namespace) -> None:
     job = _checked(options)
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}
-    asked = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
-    asked |= {"max_length": job.context, "budget": job.budgets}
+    requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
+    requested |= {"max_length": job.context, "budget": job.budgets}
     for name, before in state.get("asked", {}).items():
-        if asked[name] != before:
+        if requested[name] != before:
             raise SeergateError(
-                f"{name} is {asked[name]}, but {job.out} was begun with {before}; give that again, or another --out"
+                f"{name} is {requested[name]}, but {job.out} was begun with {before}; give that again or another --out"
             )
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
@@ -113,13 +113,13 @@ def run(options: argparse.Namespace) -> None:
         store.write_json(job.out / STATE, state)
 
     if "decision" not in state:
-        note(asked={name: asked[name] for name in ("model", "data", "dtype", "max_length")})
+        note(asked={name: requested[name] for name in ("model", "data", "dtype", "max_length")})
         held_out = job.write_texts()
         packs, times = job.prepare(), job.measure()
-        found = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
-        note(asked=asked, times=asdict(times), decision=asdict(found))
+        choice = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
+        note(asked=requested, times=asdict(times), decision=asdict(choice))
     decision = Decision(**state["decision"])
-    print(job.said(decision, Times(**state["times"])))
+    print(job.describe(decision, Times(**state["times"])))
     if "trained" not in state:
         job.train(decision.steps)
         note(trained=True)
@@ -321,7 +321,7 @@ class _Job:
         store.write_text(self.out / DONE, "\n".join(lines) + "\n")
         print("", *lines, sep="\n")
 
-    def said(self, decision: Decision, times: Times) -> str:
+    def describe(self, decision: Decision, times: Times) -> str:
         """The decision as a sentence for the user."""
         budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
         return (

@@ -28,8 +28,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("paged", "rectified"): "{1} needs an ordinary cache; leave storage= out",
     ("evicting", "rectified"): "{0} evicts, and {1} needs all tokens; leave the correction out",
     ("dense", "rectified"): "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out",
-    ("rectified", "one-way layers"): "{0} takes tokens back, which {1} cannot do; decode this model without it",
-    ("rectified", "one-way cache"): "{0} takes tokens back, which {1} cannot do; use a dynamic cache",
+    (
+        "rectified",
+        "one-way layers",
+    ): "{0} removes cached tokens, which {1} does not support; decode this model without it",
+    ("rectified", "one-way cache"): "{0} removes cached tokens, which {1} does not support; use a dynamic cache",
     ("moves keys", "own rope"): (
         "the method {0} re-positions keys, which {1} models do not allow: their RoPE has a form of its own"
     ),

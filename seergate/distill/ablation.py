@@ -150,11 +150,11 @@ def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return dict(configs)
     pinned = {}
-    for number, (variant, asked) in enumerate(configs.items()):
+    for number, (variant, given) in enumerate(configs.items()):
         # Only the first variant may look up the newest commits; the others use the commits that it found.
-        config, entries = commits.pin(replace(asked, resume=asked.resume or number > 0), asked.run_dir.parent)
-        commits.keep(entries, asked.run_dir.parent)
-        pinned[variant] = replace(config, resume=asked.resume)
+        config, entries = commits.pin(replace(given, resume=given.resume or number > 0), given.run_dir.parent)
+        commits.keep(entries, given.run_dir.parent)
+        pinned[variant] = replace(config, resume=given.resume)
     return pinned
 
 
@@ -235,13 +235,13 @@ def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
     from safetensors import safe_open
 
     try:
-        found = json.loads((config.run_dir / RESULT).read_text(encoding="utf-8"))
+        saved = json.loads((config.run_dir / RESULT).read_text(encoding="utf-8"))
         tokens = json.loads((config.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["training"]["tokens_seen"]
         with safe_open(config.run_dir / "gate_model.safetensors", "pt") as gates:
             parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
     except (OSError, ValueError):
         return None
-    if {**LEGACY_DEFAULTS, **found["config"]} != {**LEGACY_DEFAULTS, **json.loads(json.dumps(config.to_dict()))}:
+    if {**LEGACY_DEFAULTS, **saved["config"]} != {**LEGACY_DEFAULTS, **json.loads(json.dumps(config.to_dict()))}:
         return None
-    kl, shares, seconds = (found["outcome"][name] for name in ("kl", "recall", "seconds"))
+    kl, shares, seconds = (saved["outcome"][name] for name in ("kl", "recall", "seconds"))
     return Outcome(variant, parameters, tokens, kl, {int(budget): share for budget, share in shares.items()}, seconds)

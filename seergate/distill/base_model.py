@@ -83,10 +83,10 @@ def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
 
 def frozen_config(path: str, config: TrainConfig) -> Any:
     """Return the frozen model's configuration with the run's RoPE; ``path`` is a directory, GGUF file or Hub id."""
-    return as_asked(base_config(path, revision=config.revision), config)
+    return with_run_rope(base_config(path, revision=config.revision), config)
 
 
-def as_asked(shape: Any, config: TrainConfig) -> Any:
+def with_run_rope(shape: Any, config: TrainConfig) -> Any:
     """Set the run's RoPE in a model's configuration; raises `SeergateError` if the model does not suit the run."""
     if is_gguf(config):
         quantized, memory = config.quantize != "none", config.base_memory_gb
@@ -105,8 +105,8 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
         if "rope_theta" not in own:
             raise SeergateError(f"rope_scaling is given, but the layers of a {text.model_type} have no RoPE in common")
         kind, factor = config.rope_parameters["rope_type"], config.rope_parameters.get("factor", 1)
-        kept = {name: own[name] for name in NOT_SCALING if name in own}
-        text.rope_parameters = kept | config.rope_parameters
+        unscaled = {name: own[name] for name in NOT_SCALING if name in own}
+        text.rope_parameters = unscaled | config.rope_parameters
         try:
             if kind not in ROPE_INIT_FUNCTIONS:
                 raise ValueError(did_you_mean(str(kind), ROPE_INIT_FUNCTIONS))
@@ -126,7 +126,7 @@ def as_asked(shape: Any, config: TrainConfig) -> Any:
 
 
 def within_positions(config: TrainConfig, shape: Any) -> TrainConfig:
-    """Limit ``max_length`` to the model's `usable_positions`; ``shape`` is the configuration from `as_asked`."""
+    """Limit ``max_length`` to the model's `usable_positions`; ``shape`` is the configuration from `with_run_rope`."""
     positions = usable_positions(shape.get_text_config())
     return config if positions is None else replace(config, max_length=min(config.max_length, positions))
 
@@ -198,7 +198,7 @@ def compile_elementwise(model: PreTrainedModel, backend: str | Callable[..., Any
             module.forward = torch.compile(module.forward, dynamic=True, backend=backend)
 
 
-def accompany(model: PreTrainedModel) -> None:
+def join_all_gathers(model: PreTrainedModel) -> None:
     """If the model is sharded, run one token while other processes run a pack: all must join its all-gathers."""
     decoder = decoder_of(model)
     if isinstance(decoder, FSDPModule):
@@ -284,9 +284,9 @@ def _fingerprint(path: Path) -> str | None:
     if not is_local_model(path):
         return None
     file = gguf_file(path)
-    found = [p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")] if file is None else [file]
+    files = [p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")] if file is None else [file]
     digest = hashlib.blake2b(digest_size=8)
-    for file in sorted(found):
+    for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}/{size}/".encode())
         with file.open("rb") as stream:

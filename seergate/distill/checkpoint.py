@@ -99,8 +99,8 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 def newest_checkpoint(root: Path) -> Path | None:
     """Return the newest checkpoint, or ``None`` if there is none."""
-    found = _finished(root)
-    return found[-1] if found else None
+    checkpoints = _finished(root)
+    return checkpoints[-1] if checkpoints else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -130,15 +130,15 @@ def _damage(path: Path) -> Iterator[None]:
         raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
 
 
-def check_same_run(path: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_same_run(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise `SeergateError` if a checkpoint was made with other options or fingerprints than the run that resumes."""
-    for name in sorted(found.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
-        if name in REVISIONS and not COMMIT.fullmatch(str(found.get(name))):
+    for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
+        if name in REVISIONS and not COMMIT.fullmatch(str(recorded.get(name))):
             continue  # the commit was unknown; the fingerprints are compared instead
-        made_with, asked = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (found, wanted))
-        if made_with != asked:
+        made_with, requested = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (recorded, wanted))
+        if made_with != requested:
             raise SeergateError(
-                f"{path} was made with {name}={made_with!r} and this run has {asked!r}; use the same, another "
+                f"{path} was made with {name}={made_with!r} and this run has {requested!r}; use the same, another "
                 "output_dir, or --no-resume to start over"
             )
 

@@ -37,23 +37,23 @@ def pin(config: TrainConfig, directory: Path) -> tuple[TrainConfig, dict[str, An
     Returns:
         The configuration with commits as its revisions, where they are known, and the entries to pass to `keep`.
     """
-    kept = _read(directory / FILE) if config.resume else {}
-    found: dict[str, Any] = {}
+    recorded = _read(directory / FILE) if config.resume else {}
+    resolved: dict[str, Any] = {}
 
     def commit(
-        kind: str, run: TrainConfig, asked: str | None, look_up: Callable[[TrainConfig], str | None]
+        kind: str, run: TrainConfig, revision: str | None, look_up: Callable[[TrainConfig], str | None]
     ) -> str | None:
         place = f"{kind} {getattr(run, kind)}"
-        entry = kept.get(place, {})
-        if not entry.get("commit") or asked not in (None, entry["asked"], entry["commit"]):
-            entry = {"asked": asked, "commit": look_up(run)}
+        entry = recorded.get(place, {})
+        if not entry.get("commit") or revision not in (None, entry["asked"], entry["commit"]):
+            entry = {"asked": revision, "commit": look_up(run)}
         if entry["commit"]:
-            found[place] = entry
-        return entry["commit"] or asked
+            resolved[place] = entry
+        return entry["commit"] or revision
 
     config = replace(config, revision=commit("model", config, config.revision, model_commit))
     revisions = [commit("data", one, one.data_revision, data_commit) for one, _ in config.sources]
-    return config.with_data_revisions(revisions), kept | found
+    return config.with_data_revisions(revisions), recorded | resolved
 
 
 def keep(entries: dict[str, Any], directory: Path) -> None:
@@ -76,10 +76,10 @@ def _read(path: Path) -> dict[str, Any]:
 def model_commit(config: TrainConfig) -> str | None:
     """Return the commit of the run's model; ``None`` for a local model, or if transformers does not record it."""
     path = locate_model(config).model
-    found = base_config(path, revision=config.revision)  # reports a damaged model before the Hub is asked for data
+    base = base_config(path, revision=config.revision)  # reports a damaged model before the Hub is asked for data
     if is_local_model(path):
         return None
-    return cached_commit(path, config.revision) or base_commit(found)  # newer releases of transformers
+    return cached_commit(path, config.revision) or base_commit(base)  # newer releases of transformers
 
 
 def data_commit(config: TrainConfig) -> str | None:

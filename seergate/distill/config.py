@@ -313,8 +313,8 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         self._must("max_length", self.max_length > unread, f"larger than {unread}: the sink blocks and one block more")
         peak = self.learning_rate
         self._must("min_lr", 0 <= self.min_lr <= peak, f"between 0 and learning_rate ({peak})")
-        shares = [found.share if found else 0.0 for found in self._shares()]
-        names = [found.name for found in self._shares() if found]
+        shares = [part.share if part else 0.0 for part in self._shares()]
+        names = [part.name for part in self._shares() if part]
         mixed = all(shares) and len(set(names)) == len(names)
         one = not names and ("," not in self.data or exists(self.data))
         self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
@@ -372,9 +372,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def sources(self) -> list[tuple[TrainConfig, float]]:
         """(configuration with this source alone, share) for each source of ``data``; (self, 1.0) without a mixture."""
         return [
-            (replace(self, data=found.name, data_revision=found.revision), found.share)
-            for found in self._shares()
-            if found
+            (replace(self, data=part.name, data_revision=part.revision), part.share) for part in self._shares() if part
         ] or [(self, 1.0)]
 
     def with_data_revisions(self, revisions: Sequence[str | None]) -> TrainConfig:
@@ -390,10 +388,10 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     def rope_parameters(self) -> dict[str, Any]:
         """``rope_scaling`` as a mapping; empty if it is not given or is not a JSON object."""
         try:
-            found = json.loads(self.rope_scaling or "{}")
+            parameters = json.loads(self.rope_scaling or "{}")
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return parameters if isinstance(parameters, dict) else {}
 
     def in_processes(self, number: int) -> TrainConfig:
         """Replace ``gradient_accumulation_steps`` by the equivalent ``packs_per_step`` for ``number`` processes."""
@@ -452,12 +450,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments; the error for an unknown option suggests the most similar known one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         for text in unknown:
             name = text.partition("=")[0]
             known = [option for action in self._actions for option in action.option_strings]
             self.error(f"{name!r} is not an option{f'; {did_you_mean(name, known)}' if name.startswith('-') else ''}")
-        return found
+        return parsed
 
     def list_only(self, *names: str) -> None:
         """List only these options in the help."""

@@ -167,8 +167,8 @@ def prepare_data(
                 counts["truncated" if config.over_length == "truncate" else "dropped"] += 1
     counts |= {"malformed": dict(malformed), **{note: notes[note] for note in NOTES}}
     long = config.max_length if config.over_length == "drop" else float("inf")
-    kept = {digest: place for digest, place in first.items() if place[1] <= long}
-    samples = Samples(tokens, [r for r, _ in kept.values()], [min(n, config.max_length) for _, n in kept.values()])
+    unique = {digest: place for digest, place in first.items() if place[1] <= long}
+    samples = Samples(tokens, [r for r, _ in unique.values()], [min(n, config.max_length) for _, n in unique.values()])
     # A gate distributes a row's attention over its past blocks; with fewer than two, there is nothing to learn.
     usable = np.flatnonzero(samples.lengths > 2 * config.block_size)
     too_short = len(samples) - len(usable)
@@ -180,23 +180,23 @@ def prepare_data(
     chosen_together = [[i] for i in range(len(usable))] if one_sample else pack(lengths, config.max_length)
     packs = [usable[chosen].tolist() for chosen in chosen_together]
     # At most a tenth of the packs is held out, so that a small dataset can still be trained on.
-    held = set(
+    held_out = set(
         random.Random(f"held-out/{config.seed}").sample(range(len(packs)), min(config.eval_packs, len(packs) // 10))
     )
-    train = [chosen for i, chosen in enumerate(packs) if i not in held]
+    train = [chosen for i, chosen in enumerate(packs) if i not in held_out]
     report = DataReport(
         samples=len(usable),
         tokens=int(lengths.sum()),
         longest=int(lengths.max()),
         too_short=too_short,
         packs=len(train),
-        held_out=len(held),
+        held_out=len(held_out),
         efficiency=int(lengths.sum()) / (len(packs) * config.max_length),
         mixed=mixed,
         **counts,
     )
-    contents = hashlib.sha256(f"{config.seed}/{len(held)}/{''.join(kept)}".encode() + lengths.tobytes())
-    return TrainingData(samples, train, [packs[i] for i in sorted(held)], report, contents.hexdigest()[:16])
+    contents = hashlib.sha256(f"{config.seed}/{len(held_out)}/{''.join(unique)}".encode() + lengths.tobytes())
+    return TrainingData(samples, train, [packs[i] for i in sorted(held_out)], report, contents.hexdigest()[:16])
 
 
 def token_files(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[str]]:
@@ -278,12 +278,12 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
     for is_chat in (True, False):
-        some = {number: made.text for number, made in texts.items() if made.is_chat is is_chat}
+        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_chat is is_chat}
         if some:
             encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_chat, verbose=False)
-            for number, found in zip(some, encoded["input_ids"], strict=True):
-                ids[number] = found
-                problems[number] = "" if found else "no tokens"
+            for number, tokens in zip(some, encoded["input_ids"], strict=True):
+                ids[number] = tokens
+                problems[number] = "" if tokens else "no tokens"
     return {
         "ids": ids,
         "length": [len(some) for some in ids],
@@ -301,14 +301,14 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     """
     with _usable(token_cache(config)) as cache:
         rows = open_source(config, cache)
-    asked: dict[int, list[dict[str, str]]] = {}
+    by_row: dict[int, list[dict[str, str]]] = {}
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
         try:
-            asked[number] = question(_parsed(row))
+            by_row[number] = question(_parsed(row))
         except MalformedRow as reason:
             reasons[f"malformed ({reason})"] += 1
-    return asked, reasons
+    return by_row, reasons
 
 
 def _parsed(row: dict[str, Any]) -> Any:

@@ -90,11 +90,11 @@ class DistributedState:
 
     def from_main(self, make: Callable[[], T]) -> T:
         """Run a function in the main process and return its result in all processes; if it fails, all raise."""
-        made: Any = None
+        result: Any = None
         with self.fail_together():
             if self.is_main:
-                made = make()
-        return self._everyones(made)[0]  # type: ignore[no-any-return]
+                result = make()
+        return self._everyones(result)[0]  # type: ignore[no-any-return]
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """Run ``make`` in every process: first in the main one, then in one per other machine, then in the rest.
@@ -102,12 +102,12 @@ class DistributedState:
         So the later processes find in the cache what the earlier ones have downloaded or computed.
         """
         turns = (self.is_main, self.local_rank == 0 and not self.is_main, self.local_rank != 0 and not self.is_main)
-        made: list[T] = []
+        results: list[T] = []
         for mine in turns:
             with self.fail_together():
                 if mine:
-                    made.append(make())
-        return made[0]
+                    results.append(make())
+        return results[0]
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
@@ -129,12 +129,12 @@ class DistributedState:
             failure, message = error, sentence(error)
         except Exception as error:
             failure, message = error, f"{type(error).__name__}: {first_line(error)}"
-        said = self._everyones(message)
+        messages = self._everyones(message)
         if failure is not None and not isinstance(failure, _MISTAKES):
             raise failure
-        told = [(rank, text) for rank, text in enumerate(said) if text and text not in said[:rank]]
-        if told:
-            raise CommonError("; ".join(f"[rank {rank}] {text}" if rank else text for rank, text in told)) from failure
+        unique = [(rank, text) for rank, text in enumerate(messages) if text and text not in messages[:rank]]
+        if unique:
+            raise CommonError("; ".join(f"[rank {r}] {text}" if r else text for r, text in unique)) from failure
 
     def must_agree(self, value: str, complaint: str) -> None:
         """Raise a `CommonError` with the message ``complaint`` in every process unless ``value`` is equal in all."""
@@ -143,15 +143,15 @@ class DistributedState:
 
     def _everyones(self, own: T) -> list[T]:
         """Gather an object from each process, in order of rank."""
-        found = [own] * self.size
+        values = [own] * self.size
         if self.size > 1:
-            _connected(lambda: dist.all_gather_object(found, own))
-        return found
+            _connected(lambda: dist.all_gather_object(values, own))
+        return values
 
     def leave(self) -> None:
         """Close the connections; all processes must call this at the same time.
 
-        After an error, which may affect one process only, use `end_in_company` instead.
+        After an error, which may affect one process only, use `exit_without_barrier` instead.
         """
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -194,7 +194,7 @@ def expect_steps(group: dist.ProcessGroup | None = None) -> None:
         dist.distributed_c10d._set_pg_timeout(patience(STEP_HOURS), group)
 
 
-def end_in_company(code: int) -> None:
+def exit_without_barrier(code: int) -> None:
     """Exit at once if this process is connected to others; the launcher then ends the others, too.
 
     Closing the connections could wait for processes that have ended; with NCCL, for the whole timeout of a step.

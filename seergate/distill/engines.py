@@ -314,7 +314,7 @@ def wait_for_builds() -> None:
     from deepspeed.ops.op_builder.all_ops import ALL_OPS
     from torch.utils.cpp_extension import get_default_build_root
 
-    root, told = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), False
+    root, reported = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), False
     while locks := [lock for lock in root.glob("**/lock") if lock.parent.name in ALL_OPS]:
         for lock in locks:
             changed = 0.0
@@ -327,9 +327,9 @@ def wait_for_builds() -> None:
                     f"DeepSpeed cannot start: {lock} is there and nothing has changed beside it for {age / 60:.0f} "
                     "minutes, so the process that compiled an extension was killed; delete that file and start again"
                 )
-        if not told:
+        if not reported:
             print(f"waiting for a process that compiles an extension (it holds {locks[0]})", flush=True)
-        told = True
+        reported = True
         time.sleep(1.0)
 
 

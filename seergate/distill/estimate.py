@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from seergate.config import SCORERS
-from seergate.distill.base_model import as_asked, base_dtype, gate_config, is_gguf, within_positions
+from seergate.distill.base_model import base_dtype, gate_config, is_gguf, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
@@ -98,11 +98,11 @@ class Plan:
     def text(self) -> str:
         """Format the plan for the console."""
         c, m, where = self.config, self.memory, self.device.type
-        kept = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
+        precision = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
         share = f", 1/{self.processes}" if c.shard_base else ""
         elsewhere = "the other processes" if c.shard_base else "host memory or on disk"
         rows = {
-            f"frozen model ({str(kept).removeprefix('torch.')}, without LM head){share}": m.base,
+            f"frozen model ({str(precision).removeprefix('torch.')}, without LM head){share}": m.base,
             "gates (float32)": m.gates,
             "gradients": m.gradients,
             "AdamW" + (", ZeRO share" if c.deepspeed else ""): m.moments,
@@ -195,7 +195,7 @@ def make_plan(
     place = torch.device(device or ("cuda" if memory_gb is not None else here))
     if place.type == "cuda" and here != "cuda" and memory_gb is None:
         raise SeergateError("device is 'cuda' and this machine has no CUDA device; give --memory-gb")
-    shape = as_asked(architecture(config), config)
+    shape = with_run_rope(architecture(config), config)
     config, model = within_positions(config, shape), skeleton(shape)
     gates = gate_config(config, model)
     geometry = gate_geometry(model, gates)

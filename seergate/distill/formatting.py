@@ -132,11 +132,11 @@ class Formatter:
         if isinstance(content, str):
             if not content.strip():
                 raise MalformedRow("empty text")
-            made = TrainingText(content, False, [])
+            rendered = TrainingText(content, False, [])
         else:
-            made = self._chat(content)
-        _check_unicode(made.text)
-        return made
+            rendered = self._chat(content)
+        _check_unicode(rendered.text)
+        return rendered
 
     def _content(self, row: Any) -> str | list[Any]:
         if not isinstance(row, Mapping):
@@ -144,7 +144,7 @@ class Formatter:
         if self.column is not None:
             content = row.get(self.column)
             if self.column != "text" and isinstance(content, str):
-                content = _said(content)
+                content = _plain_text(content)
         elif row.get("messages") is not None:
             content = _listed(row["messages"])
         elif row.get("prompt") is not None and row.get("completion") is not None:
@@ -177,8 +177,8 @@ class Formatter:
         earlier_reasoning = False
         for message in messages[:-1]:
             if message["role"] == "assistant":  # in use, a model does not see the reasoning of earlier turns
-                thought, end, said = message["content"].rpartition(CLOSE)
-                message["content"] = said.lstrip()
+                thought, end, reply = message["content"].rpartition(CLOSE)
+                message["content"] = reply.lstrip()
                 earlier_reasoning |= bool(end and thought.replace(OPEN, "").strip())
         messages[-1]["content"] = answer
         text = _render(self.tokenizer, messages, self.template)
@@ -188,8 +188,8 @@ class Formatter:
             raise MalformedRow("reasoning that the chat template does not keep")
         if tags > 1:
             raise MalformedRow("several think tags")
-        found = (added, not reasoning, earlier_reasoning, unanswered)
-        return TrainingText(text, True, [note for note, holds in zip(NOTES, found, strict=True) if holds])
+        flags = (added, not reasoning, earlier_reasoning, unanswered)
+        return TrainingText(text, True, [note for note, holds in zip(NOTES, flags, strict=True) if holds])
 
 
 def question(row: Any) -> list[dict[str, str]]:
@@ -223,7 +223,7 @@ def _listed(messages: Any) -> list[Any]:
     return messages
 
 
-def _said(text: str) -> str:
+def _plain_text(text: str) -> str:
     if holds_turns(text):
         raise MalformedRow("a conversation as JSON text instead of a list; parse it first")
     return text
@@ -231,7 +231,7 @@ def _said(text: str) -> str:
 
 def _turns(value: Any, role: str) -> list[Any]:
     if isinstance(value, str):
-        return [{"role": role, "content": _said(value)}]
+        return [{"role": role, "content": _plain_text(value)}]
     return value if isinstance(value, list) else [None]
 
 

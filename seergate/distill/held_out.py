@@ -50,15 +50,15 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
     """
     if data is not None and Path(data).suffix in ROWS_OF_TEXT:
         rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))
-        held = _held_out(every, tokenizer, length, data)
+        held_out = _held_out(every, tokenizer, length, data)
         return Divided(
-            [row for i, row in enumerate(rows) if i not in held], [every[i] for i in sorted(held)], malformed
+            [row for i, row in enumerate(rows) if i not in held_out], [every[i] for i in sorted(held_out)], malformed
         )
     rng = random.Random(0)
     every = _windows(data, config.max_length, tokenizer, rng)
-    held = _held_out(every, tokenizer, length, data or "the documentation and Python library of this machine")
-    made = referring_back([text for i, text in enumerate(every) if i not in held], rng)
-    return Divided([{"text": text} for text in made], [every[i] for i in sorted(held)], [])
+    held_out = _held_out(every, tokenizer, length, data or "the documentation and Python library of this machine")
+    questions = referring_back([text for i, text in enumerate(every) if i not in held_out], rng)
+    return Divided([{"text": text} for text in questions], [every[i] for i in sorted(held_out)], [])
 
 
 def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[str], list[str]]:

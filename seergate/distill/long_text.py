@@ -40,8 +40,8 @@ FACTS = (
 def texts_here() -> list[Path]:
     """Return local files and directories of text: Python's library and the documentation of installed packages."""
     library = Path(sysconfig.get_path("stdlib"))
-    found = [path for path in sorted(library.iterdir()) if path.name not in NOT_FOR_TRAINING]
-    return [path for path in (*found, Path("/usr/share/doc")) if path.exists()]
+    folders = [path for path in sorted(library.iterdir()) if path.name not in NOT_FOR_TRAINING]
+    return [path for path in (*folders, Path("/usr/share/doc")) if path.exists()]
 
 
 def texts(paths: Sequence[Path]) -> Iterator[str]:
@@ -57,9 +57,9 @@ def texts(paths: Sequence[Path]) -> Iterator[str]:
 def windows(text: str, size: int) -> Iterator[str]:
     """Yield parts of at least ``size`` characters that begin and end between words; the remainder is dropped."""
     part, length = list[str](), 0
-    for found in re.finditer(r"\S+\s*", text):
-        part.append(found[0])
-        length += len(found[0])
+    for match in re.finditer(r"\S+\s*", text):
+        part.append(match[0])
+        length += len(match[0])
         if length >= size:
             yield "".join(part)
             part, length = [], 0

@@ -179,10 +179,10 @@ def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig
     # a chunk of the teacher's scores; it is not held at the same time as a recomputed tile of the query branch
     chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
     # the attention's output and its log-sum-exp, which the loss needs
-    held = tokens * (queries * u + geometry.num_heads * FLOAT32)
+    stored = tokens * (queries * u + geometry.num_heads * FLOAT32)
     branch = int(tile * (queries * (u + FLOAT32) + TILE_COPIES * gate))
     # the gate's queries and their gradient; a single tile of the query branch keeps its autograd graph
-    gate_loss = inputs + held + 2 * tokens * gate + (branch + chunk if tile == counted else max(branch, chunk))
+    gate_loss = inputs + stored + 2 * tokens * gate + (branch + chunk if tile == counted else max(branch, chunk))
     # the attention's output, and the buffer in which the outputs of the pack's sequences are joined
     attention = inputs + 2 * tokens * queries * u
     # the two factors of the gated MLP and their product; in a mixture of experts, those of each chosen expert, with

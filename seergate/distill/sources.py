@@ -54,8 +54,8 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
         for name in ("data_config", "data_revision"):
             if getattr(config, name) is not None:
                 raise SeergateError(
-                    f"{name} is {getattr(config, name)!r}, but {config.data!r} lies on this machine, where there is "
-                    f"nothing to choose; name the files themselves and leave out {name}"
+                    f"{name} is {getattr(config, name)!r}, but {config.data!r} lies on this machine, where no part "
+                    f"can be chosen; name the files themselves and leave out {name}"
                 )
         return _local(path, config, cache)
     if not may_be_on_hub(config):
@@ -76,9 +76,9 @@ def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: P
     from datasets.exceptions import DatasetGenerationError
 
     columns = Features(dict.fromkeys(RAW, Value("string")))
-    made = {"source": source, "read": read, "arguments": arguments}
+    inputs = {"source": source, "read": read, "arguments": arguments}
     try:
-        return Dataset.from_generator(_not_empty, features=columns, cache_dir=str(cache), gen_kwargs=made)
+        return Dataset.from_generator(_not_empty, features=columns, cache_dir=str(cache), gen_kwargs=inputs)
     except DatasetGenerationError as error:
         raise error.__cause__ or error from None
 
@@ -127,7 +127,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
     known = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
     if not files or files[0].suffix not in known:
-        raise SeergateError(f"{path} is no data: it must be a file, or hold files, of type {', '.join(known)}")
+        raise SeergateError(f"{path} holds no data: it must be a file, or hold files, of type {', '.join(known)}")
     aside = [file for file in files if HELD_OUT_NAMES.search(str(file.relative_to(path)))] if path.is_dir() else []
     if aside:
         raise SeergateError(
@@ -155,7 +155,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, str]]:
             try:
                 rows = read_json_text(stream.read().decode())
             except ValueError as error:
-                raise SeergateError(f"{file} begins like a JSON list but is none: {error}") from error
+                raise SeergateError(f"{file} begins like a JSON list but is not valid JSON: {error}") from error
             yield from map(_as_json, rows)
             return
         for line in stream:
@@ -184,17 +184,17 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
 
     with hub_call(unloadable(config)):
         builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
-        found, wanted = str(builder.hash), config.data_revision
-        if wanted is not None and COMMIT.fullmatch(wanted) and found != wanted:
+        commit, wanted = str(builder.hash), config.data_revision
+        if wanted is not None and COMMIT.fullmatch(wanted) and commit != wanted:
             # If the Hub does not answer, `datasets` uses the newest downloaded commit, which may be another one.
             raise SeergateError(
                 f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and the "
-                f"commit that was downloaded last is {found}; try again later, or set data_revision to that"
+                f"commit that was downloaded last is {commit}; try again later, or set data_revision to that"
             )
         if not config.streaming:
             builder.download_and_prepare()
             return _limited(builder.as_dataset(split=config.data_split), config.data_limit)
-        place = {"name": config.data, "part": config.data_config, "split": config.data_split, "revision": found}
+        place = {"name": config.data, "part": config.data_config, "split": config.data_split, "revision": commit}
         return _copied(config.data, _streamed_rows, cache, **place, limit=config.data_limit)
 
 

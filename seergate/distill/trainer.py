@@ -32,12 +32,12 @@ from seergate.config import SCORERS, is_retention
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
-    accompany,
     base_dtype,
     check_model,
     fresh_gates,
     frozen_config,
     gate_config,
+    join_all_gathers,
     load_frozen,
     offload_folder,
 )
@@ -188,7 +188,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     finally:
         for run in members:
             run.close()
-        if world.size == 1:  # several processes must not wait for each other after an error: see `end_in_company`
+        if world.size == 1:  # after an error, several processes must not wait: see `exit_without_barrier`
             world.leave()
 
 
@@ -242,7 +242,7 @@ def _distill(
     outputs: dict[_Run, list[DistillOutput]] = {run: [] for run in runs}
     for place in range(world.rank, world.rank + len(packs), world.size):
         if place >= len(packs):  # other processes have one pack more than this one
-            accompany(base)
+            join_all_gathers(base)
             for run in runs:
                 if not held_out:
                     run.engine.skip()
@@ -250,8 +250,8 @@ def _distill(
         ids, cu_seqlens = runs[0].data.batch(packs[place])
         with torch.set_grad_enabled(not held_out):
             specs = [run.spec(first_number + place, held_out) for run in runs]
-            found = distill_steps(specs, base, ids, cu_seqlens)
-        for run, output in zip(runs, found, strict=True):
+            losses = distill_steps(specs, base, ids, cu_seqlens)
+        for run, output in zip(runs, losses, strict=True):
             if not held_out:
                 run.engine.accumulate(output.loss)
             outputs[run].append(replace(output, loss=output.loss.detach()))
@@ -460,12 +460,12 @@ class _Run:
     def check_checkpoint(self) -> None:
         """Raise `SeergateError` if the run contradicts the checkpoint from which it would resume."""
         if self.config.resume and (newest := newest_checkpoint(self.dir / "checkpoints")):
-            found = read_record(newest)["run"]
+            recorded = read_record(newest)["run"]
             # The data is not prepared yet; `_resume` compares its fingerprint.
             later = {"data_fingerprint"}
             if self.config.gradient_accumulation_steps is not None:  # the number of processes is not known yet
                 later |= {"packs_per_step", "gradient_accumulation_steps"}
-            check_same_run(newest, found, {**self._shaping(), **{name: found.get(name) for name in later}})
+            check_same_run(newest, recorded, {**self._shaping(), **{name: recorded.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
         """Return the options and fingerprints, except the data's, that must be equal to resume from a checkpoint."""

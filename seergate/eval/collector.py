@@ -103,7 +103,7 @@ class Collector:
         """Note the samples' keys; raise if one was taken before, because a file with duplicates cannot be read."""
         for key in map(store.key_of, samples):
             if key in self.seen:
-                raise SeergateError(f"the sample {key} was made twice; this is an error in seergate, please report it")
+                raise SeergateError(f"the sample {key} came twice; this is an error in seergate, please report it")
             self.seen.add(key)
 
     def _queue(self, samples: Sequence[dict[str, Any]]) -> None:

@@ -60,11 +60,11 @@ class TeacherForcing:
     @torch.inference_mode()
     def dense(self, number: int) -> Tensor:
         """Dense attention's logits ``[steps, V]`` of a text, kept for the first texts (`KEPT_BYTES`)."""
-        if (found := self._dense.get(number)) is None:
-            found = dense_logits(self.model, self.ids[number : number + 1], self.steps)
-            if (len(self._dense) + 1) * found.nbytes <= KEPT_BYTES:
-                self._dense[number] = found
-        return found
+        if (logits := self._dense.get(number)) is None:
+            logits = dense_logits(self.model, self.ids[number : number + 1], self.steps)
+            if (len(self._dense) + 1) * logits.nbytes <= KEPT_BYTES:
+                self._dense[number] = logits
+        return logits
 
     def measure(self, spec: MethodSpec, bank: GateBank | None, number: int) -> dict[str, Any]:
         """Measure a setting on one text.

@@ -67,10 +67,10 @@ def likelihoods(
                 place = slice(before - len(context), before + len(continuation))
                 ids[row, place], mask[row, place] = torch.tensor([*context, *continuation]), 1
             ids, mask = ids.to(model.device), mask.to(model.device)
-            found = score(model, ids, mask, start=1 if single else before - 1, logits=True)
-            assert found.logits is not None
-            best = found.logits[:, -behind:].argmax(-1) == ids[:, -behind:]
+            scores = score(model, ids, mask, start=1 if single else before - 1, logits=True)
+            assert scores.logits is not None
+            best = scores.logits[:, -behind:].argmax(-1) == ids[:, -behind:]
             for row, number in enumerate(chosen):
                 length = len(pairs[number][1])
-                known = found.log_probs[row, -behind:][:length].double()
+                known = scores.log_probs[row, -behind:][:length].double()
                 yield number, float(known.sum()), bool(best[row, :length].all())

@@ -70,12 +70,12 @@ class SeergateLM(HFLM):
         room = self.max_length + 1  # the last token is predicted, but not read
         pairs = [((context + given)[-room : -len(given)], given) for _, context, given in requests]
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
-        found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         for number, value, greedy in likelihoods(self.model, pairs, size):
-            found[number] = value, greedy
+            results[number] = value, greedy
             if (texts := requests[number][0]) is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, found[number])
-        return found
+                self.cache_hook.add_partial("loglikelihood", texts, results[number])
+        return results
 
 
 if __name__ == "__main__":

@@ -114,18 +114,18 @@ def measure_proxies(
     replayed = REPLAYED_TOKENS if handle.storage.lossy or isinstance(handle.method, CompressingMethod) else 0
     before, handle.measure_recall = handle.measure_recall, isinstance(handle.method, SelectingMethod)
     handle.reset_stats()
-    model, found = handle.model, list[Tensor]()
+    model, parts = handle.model, list[Tensor]()
     try:
         for first in range(0, len(windows), ROWS):
             for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
                 ids = torch.tensor([window.context + window.tokens], device=model.get_input_embeddings().weight.device)
                 dense, targets = dense_logits(model, ids, WINDOW_TOKENS), ids[0, -WINDOW_TOKENS:].to(sparse.device)
-                found.append(compare(dense, sparse, targets))
+                parts.append(compare(dense, sparse, targets))
         stats = handle.stats()
     finally:
         handle.measure_recall = before
         handle.reset_stats()
-    each = torch.cat(found, dim=1)
+    each = torch.cat(parts, dim=1)
     kl, loss, dense_loss, agreement = each.mean(1).tolist()
     per_layer = stats.get("recall_per_layer")
     known = [value for value in per_layer or [] if value is not None]

@@ -108,10 +108,10 @@ def sweep(
 
 def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
     """Raise `SeergateError` if two settings, with their defaults, are the same run: no report could separate them."""
-    found: dict[str, MethodSpec] = {}
+    by_description: dict[str, MethodSpec] = {}
     for spec in specs:
         bank = spec.bank(gates)
-        same = found.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
+        same = by_description.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
         if same is not spec:
             raise SeergateError(
                 f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
@@ -125,12 +125,12 @@ def reference_in(
     directory = out_dir / Dense.name
     if not (directory / store.CONFIG).exists() or not (samples := store.in_order(store.read_samples(directory))):
         return None
-    found, problems = store.read_config(directory), task.problems()
+    config, problems = store.read_config(directory), task.problems()
     same = (
-        (found["model"]["fingerprint"], found["model"]["rope"]) == (fingerprint(model), rope_of(model))
-        and found["task"]["contents"] == contents_hash(problems)
-        and found["task"]["prompts"] == prompts_of(tokenizer, problems)
-        and found["method"]["name"] == Dense.name
+        (config["model"]["fingerprint"], config["model"]["rope"]) == (fingerprint(model), rope_of(model))
+        and config["task"]["contents"] == contents_hash(problems)
+        and config["task"]["prompts"] == prompts_of(tokenizer, problems)
+        and config["method"]["name"] == Dense.name
     )
     return Reference(Dense.name, samples) if same else None
 
@@ -176,28 +176,28 @@ def evaluate(
     wanted = {(task.name, p.problem_id, i): p for p in problems for i in range(options.samples_of(task))}
     with store.SampleLog(out_dir) as log:
         samples = store.read_samples(out_dir)
-        made = {store.key_of(s) for s in samples}
-        missing = {key: problem for key, problem in wanted.items() if key not in made}
+        done = {store.key_of(s) for s in samples}
+        missing = {key: problem for key, problem in wanted.items() if key not in done}
         store.pin(out_dir, config, finished=not missing)
         if task.scored is not None:
             if missing:
                 forced = forced or TeacherForcing.of(model, tokenizer, task)
-                _score_texts(forced, spec, bank, list(wanted), made, log, options.on_progress)
+                _score_texts(forced, spec, bank, list(wanted), done, log, options.on_progress)
             return write_metrics(out_dir)
-        unmeasured = options.measure_recall and not _measured(out_dir, tokenizer, reference)
+        unmeasured = options.measure_recall and not _has_proxies(out_dir, tokenizer, reference)
         if not missing and not unmeasured:
             return write_metrics(out_dir)
         golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
         with attached(model, spec.method(bank), correction=spec.correction) as handle:
             if missing:
-                kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
-                unmade = {key: problem for key, problem in missing.items() if key not in kept}
+                ungraded = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
+                unmade = {key: problem for key, problem in missing.items() if key not in ungraded}
                 with (
                     GradingPool(processes) as judges,
                     Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
                 ):
                     sink.report()
-                    sink.take_kept([kept[key] for key in missing if key in kept])
+                    sink.take_kept([ungraded[key] for key in missing if key in ungraded])
                     if unmade:
                         requests = _requests(tokenizer, unmade, encoded, options.seed)
                         longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
@@ -222,29 +222,29 @@ def _score_texts(
     spec: MethodSpec,
     bank: GateBank | None,
     wanted: list[store.Key],
-    made: set[store.Key],
+    known: set[store.Key],
     log: store.SampleLog,
     on_progress: Callable[[Progress], None] | None,
 ) -> None:
     """Score the texts that have no sample yet."""
     began, tokens = time.monotonic(), 0
-    missing = [(number, key) for number, key in enumerate(wanted) if key not in made]
+    missing = [(number, key) for number, key in enumerate(wanted) if key not in known]
     for scored, (number, key) in enumerate(missing, 1):
         with working(f"scoring {spec.label}, text {number + 1}/{len(wanted)}"):
-            found = forced.measure(spec, bank, number)
-        log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | found)
-        tokens += found["n_tokens"]
+            figures = forced.measure(spec, bank, number)
+        log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | figures)
+        tokens += figures["n_tokens"]
         if on_progress is not None:
             done, seconds = len(wanted) - len(missing) + scored, time.monotonic() - began
             on_progress(Progress(spec.label, done, len(wanted), None, scored, tokens, seconds))
 
 
-def _measured(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
+def _has_proxies(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
     """True if the run has proxies, measured on the contexts of ``reference`` if that is given."""
-    found = store.read_json(out_dir / store.PROXIES)
-    if found is None or reference is None:
-        return found is not None
-    return found.get("contexts") == contexts_hash(windows_of(tokenizer, reference.samples))
+    proxies = store.read_json(out_dir / store.PROXIES)
+    if proxies is None or reference is None:
+        return proxies is not None
+    return proxies.get("contexts") == contexts_hash(windows_of(tokenizer, reference.samples))
 
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:

@@ -83,8 +83,8 @@ class Sampling:
     def of_model(cls, model: Any) -> Sampling:
         """The sampling of the model's generation configuration, which must set no field of `NOT_FOLLOWED`."""
         config = model.generation_config
-        asked = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
-        unmet = [f"{name}={value}" for name, value in asked.items() if value not in NOT_FOLLOWED[name]]
+        requested = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
+        unmet = [f"{name}={value}" for name, value in requested.items() if value not in NOT_FOLLOWED[name]]
         if unmet:
             raise SeergateError(
                 f"the model's generation configuration sets {', '.join(unmet)}, which the evaluation does not follow; "

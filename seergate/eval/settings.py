@@ -163,12 +163,12 @@ def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
     for name in banks:
         if not re.fullmatch(r"\w[\w.-]*", str(name)):
             raise SeergateError(f"gates are named {name!r}; a name must be of letters, digits and _ . -")
-    found = list[MethodSpec]()
+    expanded = list[MethodSpec]()
     for spec in specs:
         names = [name for name, gates in banks.items() if spec.has_gates and spec.takes(gates)]
         named = len(names) > 1 or any(isinstance(name, str) for name in names)
-        found += [replace(spec, gates=str(name)) for name in names] if named else [spec]
-    return found
+        expanded += [replace(spec, gates=str(name)) for name in names] if named else [spec]
+    return expanded
 
 
 def limits_of(name: str) -> set[str]:
@@ -251,7 +251,7 @@ def method_spec(
     budgets, defaults = ([] if value is None else [value] for value in (budget, default_budget))
     (spec,) = grid([method], budgets, block_size, default_budgets=defaults)
     if budget is not None and spec.token_budget is None and limits_of(spec.name):
-        raise SeergateError(f"budget is {budget}; {method!r} says otherwise how much is read: leave one of them out")
+        raise SeergateError(f"budget is {budget}; {method!r} already sets how much is read: leave one of them out")
     if block_size is not None and spec.block_size is None and "block_size" in option_names(spec.name):
         raise SeergateError(f"block_size is {block_size}; write {spec.name}:block_size={block_size}")
     if spec.uncalibrated:

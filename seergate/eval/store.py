@@ -39,10 +39,10 @@ def run_directories(root: Path) -> list[Path]:
         raise SeergateError(f"the run directory {root} {what}")
     if (root / CONFIG).is_file() and (root / SAMPLES).is_file():
         return [root]
-    found = sorted(path.parent for path in root.glob(f"*/{SAMPLES}"))
-    if not found:
+    directories = sorted(path.parent for path in root.glob(f"*/{SAMPLES}"))
+    if not directories:
         raise SeergateError(f"{root} holds no runs; `seergate eval --out {root} ...` makes some")
-    return found
+    return directories
 
 
 def key_of(sample: dict[str, Any]) -> Key:
@@ -167,10 +167,10 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
     """
     path = directory / CONFIG
     if not path.exists():
-        for kept in (directory / SAMPLES, directory / UNGRADED):
-            if kept.exists() and kept.stat().st_size:
+        for file in (directory / SAMPLES, directory / UNGRADED):
+            if file.exists() and file.stat().st_size:
                 raise SeergateError(
-                    f"{kept} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
+                    f"{file} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
                     "or use another --out"
                 )
         write_yaml(path, config)

@@ -104,8 +104,8 @@ class Gates(nn.Module):
         If ``given`` has a rule (one of `seergate.config.RULES`), the options of the default rule are dropped.
         """
         replaced = RULE_OPTIONS if RULES.keys() & given.keys() else ()
-        kept = {name: value for name, value in self.decode_defaults.items() if name not in replaced}
-        return DecodeConfig(**{**kept, **given})
+        rest = {name: value for name, value in self.decode_defaults.items() if name not in replaced}
+        return DecodeConfig(**{**rest, **given})
 
     def record(self) -> dict[str, Any]:
         """Everything except the weights, as arguments of the constructor."""
@@ -202,17 +202,17 @@ class Gates(nn.Module):
 
     def diff(self, other: Gates) -> GatesDiff:
         """Differences from other gates, of any architecture and model, by field and by tensor."""
-        found = _architecture_fields(self, other)
+        lines = _architecture_fields(self, other)
         named = {"dtype": "dtype", "training": "training_record", "decode": "decode_defaults"}
         for name, attribute in (named | {"results": "results", "licence": "licence"}).items():
             own, its = getattr(self, attribute), getattr(other, attribute)
             if own != its:
-                found.append(f"{name} differs" if name in ("training", "results") else f"{name} is {own} and {its}")
+                lines.append(f"{name} differs" if name in ("training", "results") else f"{name} is {own} and {its}")
         ours, theirs = self.state_dict(), other.state_dict()
         shared = [name for name, tensor in ours.items() if name in theirs and theirs[name].shape == tensor.shape]
         tensors = {name: TensorDiff.of(ours[name], theirs[name]) for name in shared}
         return GatesDiff(
-            found,
+            lines,
             {name: tensor for name, tensor in tensors.items() if tensor.largest},
             sorted(ours.keys() - shared),
             sorted(theirs.keys() - shared),
@@ -227,13 +227,13 @@ def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | Retention
 
 def _architecture_fields(first: Gates, second: Gates) -> list[str]:
     """Sentences about the fields in which the architectures or the models' geometries differ."""
-    found = []
+    lines = []
     for own, other in ((first.config, second.config), (first.geometry, second.geometry)):
         for entry in fields(own):
             a, b = getattr(own, entry.name), getattr(other, entry.name)
             if a != b:
-                found.append(f"{entry.name} differs" if entry.name == "inv_freq" else f"{entry.name} is {a} and {b}")
-    return found
+                lines.append(f"{entry.name} differs" if entry.name == "inv_freq" else f"{entry.name} is {a} and {b}")
+    return lines
 
 
 def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:

@@ -25,11 +25,11 @@ from seergate.gates.record import parse_record, to_record
 from seergate.json_file import read_json_text
 from seergate.version import __version__
 
-CONFIG_FILE, WEIGHTS_FILE, SIGN_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
+CONFIG_FILE, WEIGHTS_FILE, MARKER_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
 MAX_JSON = 64 << 20
 
 # transformers begins its error message with the model type if it does not know it.
-SIGN = {
+MARKER = {
     "model_type": "seergate_gates: not a model but gates for one, load them with seergate.load(...), see README.md"
 }
 
@@ -45,8 +45,8 @@ def read_adapter(directory: Path, kind: type[G]) -> G:
             raise SeergateError(_what_is_missing(directory, path.name))
     record = read_json(config)
     described = parse_record(record, str(config))
-    said = record.get("files")
-    if said is not None and (_size(said, weights.name) != weights.stat().st_size or said != _sums(weights)):
+    files = record.get("files")
+    if files is not None and (_size(files, weights.name) != weights.stat().st_size or files != _sums(weights)):
         raise SeergateError(
             f"{weights} is damaged, or not the file that {CONFIG_FILE} was saved with: its SHA-256 is another"
         )
@@ -86,8 +86,8 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
         existing = None if (out / CARD_FILE).is_symlink() else read_card(out)
         card = model_card(bank, card_source or Source(str(directory)), existing=existing, plotted=plotted)
         (scratch / CARD_FILE).write_text(card, encoding="utf-8")
-        if not (out / SIGN_FILE).exists():  # it may be a model's
-            write_json(scratch / SIGN_FILE, SIGN)
+        if not (out / MARKER_FILE).exists():  # it may be a model's
+            write_json(scratch / MARKER_FILE, MARKER)
         write_json(scratch / CONFIG_FILE, record)
         if not plotted:
             (out / PLOT_FILE).unlink(missing_ok=True)

@@ -68,7 +68,7 @@ class ModelGeometry:
     def mismatches(self, other: ModelGeometry) -> list[str]:
         """Sentences about what keeps these gates from fitting ``other``, a model's geometry; empty if they fit."""
         names = ("model_type", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
-        found = [
+        problems = [
             f"{name} is {getattr(other, name)!r} in the model and {getattr(self, name)!r} in the gates"
             for name in names
             if getattr(self, name) != getattr(other, name) and None not in (getattr(self, name), getattr(other, name))
@@ -78,8 +78,8 @@ class ModelGeometry:
         if self.inv_freq and (
             len(own) != len(its) or any(not math.isclose(a, b, rel_tol=1e-2) for a, b in zip(own, its, strict=True))
         ):
-            found.append("the model's RoPE frequencies are not those that the gates were trained with")
+            problems.append("the model's RoPE frequencies are not those that the gates were trained with")
         missing = sorted(set(self.layers) - set(other.layers))
         if missing:
-            found.append(f"the gates cover layers {missing}, which the model has not or has without full attention")
-        return found
+            problems.append(f"the gates cover layers {missing}, which the model has not or has without full attention")
+        return problems

@@ -11,7 +11,7 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
-from seergate.gates.files import SIGN_FILE, read_card, save_adapter
+from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
 from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
 
@@ -127,7 +127,7 @@ def push_adapter(
             (directory / CARD_FILE).write_text(card, encoding="utf-8")
         save_adapter(bank, directory, card_source=Source(repo_id, revision, subfolder))
         # A config.json that is already in the repository may be a model's.
-        names = sorted(path.name for path in directory.iterdir() if path.name not in present & {SIGN_FILE})
+        names = sorted(path.name for path in directory.iterdir() if path.name not in present & {MARKER_FILE})
         operations: list[Any] = [CommitOperationAdd(str(inside / name), directory / name) for name in names]
         if PLOT_FILE in present and PLOT_FILE not in names:
             operations.append(CommitOperationDelete(str(inside / PLOT_FILE)))

@@ -40,11 +40,11 @@ class RetentionGate(nn.Module, ABC):
 
 def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
     """A linear map with weights from Normal(0, 0.02) and a bias of 0, if it has one."""
-    made = nn.Linear(inputs, outputs, bias, dtype=torch.float32)
-    nn.init.normal_(made.weight, std=INIT_STD)
+    layer = nn.Linear(inputs, outputs, bias, dtype=torch.float32)
+    nn.init.normal_(layer.weight, std=INIT_STD)
     if bias:
-        nn.init.zeros_(made.bias)
-    return made
+        nn.init.zeros_(layer.bias)
+    return layer
 
 
 def wide_linear(layer: nn.Linear, x: Tensor) -> Tensor:

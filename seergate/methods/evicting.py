@@ -45,8 +45,8 @@ class EvictingMethod(CompressingMethod):
         """Warn, once per method object, that a prompt exceeds the budget; ``done`` says how it is treated."""
         if not self._has_warned:
             self._has_warned = True
-            said = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
-            warnings.warn(said, LongPromptWarning, stacklevel=2)
+            warning = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
+            warnings.warn(warning, LongPromptWarning, stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -178,16 +178,16 @@ class EvictingState(CompressingState):
             seen = self.total_tokens(row)
             places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
 
-    def keep_best(self, ends: list[int], kept: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
+    def keep_best(self, ends: list[int], counts: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
         """Keep the ``kept[row]`` best of the ``ends[row]`` residents in each row of ``kept``; ``None`` if that is
         empty. ``scores(row)``: ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
         """
-        if not kept:
+        if not counts:
             return None
-        longest = max(ends[row] for row in kept)
-        ranked = [pad(scores(row), (0, longest - ends[row]), value=-torch.inf) for row in kept]
+        longest = max(ends[row] for row in counts)
+        ranked = [pad(scores(row), (0, longest - ends[row]), value=-torch.inf) for row in counts]
         stacked = torch.stack([scores_KT.expand(self.spec.num_kv_heads, -1) for scores_KT in ranked])
-        return Eviction(list(kept), best(stacked, list(kept.values())), list(kept.values()))
+        return Eviction(list(counts), best(stacked, list(counts.values())), list(counts.values()))
 
 
 def trimmed(buffer: Tensor, capacity: int) -> Tensor:
@@ -253,12 +253,12 @@ class BudgetedMethod(EvictingMethod):
 
     def on_long_prompt(self, prompt_tokens: int) -> str | None:
         """Describe the treatment of a prompt that exceeds the budget; ``None`` if it fits."""
-        kept = self.kept(prompt_tokens)
-        if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or kept == self.token_budget):
+        capacity = self.kept(prompt_tokens)
+        if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or capacity == self.token_budget):
             return None
         if self.prompt == "evictable":
-            return f"{kept} of its tokens stay, the others leave at once"
-        return f"it stays, and {kept - prompt_tokens} generated tokens beside it, {kept} in all"
+            return f"{capacity} of its tokens stay, the others leave at once"
+        return f"it stays, and {capacity - prompt_tokens} generated tokens beside it, {capacity} in all"
 
 
 class BudgetedState(EvictingState):
@@ -287,33 +287,33 @@ class BudgetedState(EvictingState):
     def due(self, row: int, held: int) -> bool:
         """True if a row of ``held`` residents evicts now."""
         method, decoded = self.method, self.decoded[row]
-        kept = method.kept(self.prompts[row])
+        capacity = method.kept(self.prompts[row])
         if method.periodic and decoded:
-            return self.clock(row) % method.interval == 0 and held > kept
-        return held > kept and (decoded == 0 or held >= kept + method.interval)
+            return self.clock(row) % method.interval == 0 and held > capacity
+        return held > capacity and (decoded == 0 or held >= capacity + method.interval)
 
     @torch.no_grad()
     def select_kept(self, step: Step) -> Eviction | None:
         ends, method = step.ends, self.method
 
         def scores(row: int) -> Tensor:
-            found = self.importance(step, row).clone()
-            found[:, : 0 if method.prompt == "evictable" else self.prompts[row]] = torch.inf
-            found[:, ends[row] - method.recent :] = torch.inf
-            return found
+            importance = self.importance(step, row).clone()
+            importance[:, : 0 if method.prompt == "evictable" else self.prompts[row]] = torch.inf
+            importance[:, ends[row] - method.recent :] = torch.inf
+            return importance
 
         due = {row: method.kept(self.prompts[row]) for row, end in enumerate(ends) if self.due(row, end)}
         return self.keep_best(ends, due, scores)
 
 
-def best(scores_RKT: Tensor, kept: list[int]) -> Tensor:
+def best(scores_RKT: Tensor, counts: list[int]) -> Tensor:
     """Ascending indices of the ``kept[r]`` highest scores of each row; of equal scores, the newer ones.
 
     Returns:
         int64 ``[R, K, max(kept)]``, padded with the last index.
     """
-    total, width = scores_RKT.shape[-1], max(kept)
+    total, width = scores_RKT.shape[-1], max(counts)
     # a stable sort of the reversed scores: of equals the newer comes first, whatever else is in the batch
     index = total - 1 - scores_RKT.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :width]
-    counted = torch.arange(width, device=index.device) < torch.tensor(kept, device=index.device)[:, None]
+    counted = torch.arange(width, device=index.device) < torch.tensor(counts, device=index.device)[:, None]
     return index.masked_fill(~counted[:, None], total).sort(-1).values.clamp(max=total - 1)

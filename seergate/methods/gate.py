@@ -206,9 +206,9 @@ class GateState(SelectingState):
                 prompt = start + count - min(step.decoded, count)
                 positions = positions + (positions + size > prompt) * self.decode_offset
                 kg[row, :, first:complete] = self.gate.keys(pooled, positions)[0]
-            kept = min(keys_KSD.shape[1], 2 * size)
-            ring = torch.arange(start + count - kept, start + count, device=recent.device) % (2 * size)
-            recent[row][:, ring] = keys_KSD[:, keys_KSD.shape[1] - kept :]
+            newest = min(keys_KSD.shape[1], 2 * size)
+            ring = torch.arange(start + count - newest, start + count, device=recent.device) % (2 * size)
+            recent[row][:, ring] = keys_KSD[:, keys_KSD.shape[1] - newest :]
 
     def bytes_read(self, held: Any, seen: Any, chose: bool = True) -> Any:
         """Bytes of the entries that a step reads, which exclude the entry of the current token's block."""

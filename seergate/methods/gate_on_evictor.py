@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 SUFFIX = "+gate"
 """``snapkv+gate`` is SnapKV with the gate on what remains."""
-OWN_ATTENTION = "the gate's attention would take the place of that method's own"
+OWN_ATTENTION = "the gate's attention would replace that method's own"
 
 
 class GateOnEvictorState(EvictingState):
@@ -31,7 +31,7 @@ class GateOnEvictorState(EvictingState):
         evicting = method.evictor.new_state(spec)
         if not isinstance(evicting, EvictingState):
             raise SeergateError(
-                f"the gate cannot work on what {method.evictor.name!r} leaves: its gates leave out layer "
+                f"gate selection cannot be combined with {method.evictor.name!r}: there are no gates for layer "
                 f"{spec.layer}; give gates for every layer"
             )
         self.evicting, self.gating = evicting, method.gate.new_state(spec)
@@ -60,13 +60,13 @@ class GateOnEvictorState(EvictingState):
     def attend(self, step: Step) -> AttentionOutput | None:
         if self.evicting.attend(step) is not None:
             name = self.method.evictor.name
-            raise SeergateError(f"the gate cannot work on what {name!r} leaves: {OWN_ATTENTION}")
-        gate, whole, held = self.method.gate, self._whole(step), step.max_length
+            raise SeergateError(f"gate selection cannot be combined with {name!r}: {OWN_ATTENTION}")
+        gate, whole, resident = self.method.gate, self._whole(step), step.max_length
         dense = self.spec.layer in gate.dense_layers or whole.max_length <= gate.covered_tokens
         if dense or not isinstance(self.gating, GateState):
             return None
-        blocks_BKT = self.rows["index"][:, :, :held].long() // gate.block_size
-        real_B1T = torch.arange(held, device=blocks_BKT.device) < step.lengths[:, None, None]
+        blocks_BKT = self.rows["index"][:, :, :resident].long() // gate.block_size
+        real_B1T = torch.arange(resident, device=blocks_BKT.device) < step.lengths[:, None, None]
         scores_BKN = self.gating.scores(whole)
         left_BKN = torch.zeros_like(scores_BKN).scatter_add(
             2, blocks_BKT, real_B1T.to(scores_BKN).expand(blocks_BKT.shape)
@@ -78,9 +78,9 @@ class GateOnEvictorState(EvictingState):
         wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding (-1) goes last
         read_BKT = wanted_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
         counts_BK = read_BKT.sum(2)
-        slots = torch.arange(held, device=read_BKT.device)
-        index = torch.where(read_BKT, slots, held).sort(-1).values[..., : int(counts_BK.max())]
-        cache, indices = (step.keys_BKCD, step.values_BKCD), torch.where(index == held, -1, index)
+        slots = torch.arange(resident, device=read_BKT.device)
+        index = torch.where(read_BKT, slots, resident).sort(-1).values[..., : int(counts_BK.max())]
+        cache, indices = (step.keys_BKCD, step.values_BKCD), torch.where(index == resident, -1, index)
         output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, 1, **step.softmax_options)
         return AttentionOutput(output, counts_BK.double().mean(1).tolist())
 
@@ -120,13 +120,13 @@ class GateOnEvictor(EvictingMethod):
     gate: Gate
 
     def __post_init__(self) -> None:
-        named = f"the gate cannot work on what {self.evictor.name!r} leaves"
+        named = f"gate selection cannot be combined with {self.evictor.name!r}"
         if not isinstance(self.evictor, EvictingMethod):
-            raise ValueError(f"{named}: that method evicts nothing")
+            raise ValueError(f"{named}: it evicts nothing")
         if isinstance(self.evictor, GateOnEvictor):
-            raise ValueError(f"{named}: it is one gate on another; give the evictor itself")
+            raise ValueError(f"{named}: it has a gate already; give the evictor itself")
         if self.evictor.own_attention:
-            raise ValueError(f"{named}: it does not attend to all that it holds, or not where it was; {OWN_ATTENTION}")
+            raise ValueError(f"{named}: it attends to a part of its tokens, or moves them; {OWN_ATTENTION}")
         if self.gate.compat is not None:
             raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
         if self.gate.anchors:

@@ -110,11 +110,11 @@ class KV4BitState(CompressingState):
                 codes, span = rounded(groups, self._channels(kind))
                 for name, part in ((f"{kind}s", packed_pairs(codes)), (f"{kind}_range", span)):
                     self.grown(name, past)[row, :, first:past] = part[0]
-        kept = [ends[row] - count for row, count in old.items()]
+        lengths = [ends[row] - count for row, count in old.items()]
         starts = torch.tensor(list(old.values()), device=step.lengths.device)[:, None]
         last = torch.tensor([ends[row] - 1 for row in old], device=step.lengths.device)[:, None]
-        index = torch.minimum(starts + torch.arange(max(kept), device=step.lengths.device), last)
-        return Eviction(list(old), index[:, None].expand(-1, self.spec.num_kv_heads, -1), kept)
+        index = torch.minimum(starts + torch.arange(max(lengths), device=step.lengths.device), last)
+        return Eviction(list(old), index[:, None].expand(-1, self.spec.num_kv_heads, -1), lengths)
 
 
 @dataclass(kw_only=True)

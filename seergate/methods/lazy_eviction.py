@@ -35,10 +35,10 @@ class LazyState(BudgetedState):
         """Update the recurrence intervals (equation 1)."""
         p_BKGT = step.p_BKGT
         assert p_BKGT is not None
-        held, device = step.max_length, p_BKGT.device
-        active, mri = (self.rows[name][:, :, :held] for name in ("active", "mri"))
+        resident, device = step.max_length, p_BKGT.device
+        active, mri = (self.rows[name][:, :, :resident] for name in ("active", "mri"))
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
-        slots = torch.arange(held, device=device)
+        slots = torch.arange(resident, device=device)
         new = slots == torch.tensor(step.starts, device=device)[:, None, None]
         active.copy_(torch.where(new, (now - 1).clamp(min=0), active))  # active at the previous step
         mri.masked_fill_(new, 0)
@@ -108,9 +108,9 @@ class LazyEviction(BudgetedMethod):
         return self.window
 
     def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        found = super().on_long_prompt(prompt_tokens)
-        if found is None or self.prompt != "evictable":
-            return found
+        notice = super().on_long_prompt(prompt_tokens)
+        if notice is None or self.prompt != "evictable":
+            return notice
         return f"it stays until {self.window} tokens are generated, and then {self.token_budget} of all tokens stay"
 
 

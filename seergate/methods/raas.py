@@ -65,8 +65,8 @@ class RaaSState(PageState, EvictingState):
         size, ends, used = self.method.block_size, step.ends, self.rows["used"]
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
-        held = torch.arange(total, device=device) < torch.tensor(pages, device=device)[:, None, None]
-        self.bounds = self.bounds_of_pages(step).masked_fill(~held, -torch.inf)
+        real = torch.arange(total, device=device) < torch.tensor(pages, device=device)[:, None, None]
+        self.bounds = self.bounds_of_pages(step).masked_fill(~real, -torch.inf)
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         if self.method.threshold is None:
             counts = [self._used(count) for count in pages]
@@ -113,8 +113,8 @@ class RaaSState(PageState, EvictingState):
     def select_kept(self, step: Step) -> Eviction | None:
         size, ends = self.method.block_size, step.ends
         pages = [-(-end // size) for end in ends]
-        kept = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}
-        rows = [row for row, count in kept.items() if pages[row] > count]
+        capacity = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}
+        rows = [row for row, count in capacity.items() if pages[row] > count]
         if not rows:
             return None
         ranked = recency(self.rows["used"][rows][:, :, : self.bounds.shape[2]], self.bounds[rows])
@@ -122,9 +122,9 @@ class RaaSState(PageState, EvictingState):
             ranked[i, :, : self._pinned(row)] = torch.inf
             ranked[i, :, pages[row] - 1] = torch.inf
             ranked[i, :, pages[row] :] = -torch.inf
-        index = best(ranked, [kept[row] for row in rows])
+        index = best(ranked, [capacity[row] for row in rows])
         tokens = (index[..., None] * size + torch.arange(size, device=index.device)).flatten(2)
-        lengths = [ends[row] - (pages[row] - kept[row]) * size for row in rows]
+        lengths = [ends[row] - (pages[row] - capacity[row]) * size for row in rows]
         return Eviction(rows, tokens[..., : max(lengths)].clamp(max=max(ends) - 1), lengths)
 
 

@@ -33,13 +33,13 @@ class _Registry(UserDict[str, Any]):
     """Name -> class, or "module:Class", which is imported on first access."""
 
     def __getitem__(self, name: str) -> type[Method]:
-        found = self.data[name]
-        if isinstance(found, str):
-            module, _, attribute = found.partition(":")
-            found = getattr(importlib.import_module(module), attribute, None)
-            _check(found)
-            self.data[name] = found
-        return found  # type: ignore[no-any-return]
+        method = self.data[name]
+        if isinstance(method, str):
+            module, _, attribute = method.partition(":")
+            method = getattr(importlib.import_module(module), attribute, None)
+            _check(method)
+            self.data[name] = method
+        return method  # type: ignore[no-any-return]
 
 
 METHODS: MutableMapping[str, type[Method]] = _Registry()
@@ -100,7 +100,7 @@ def method_class(name: str) -> type[Method]:
             return inner
         if name.count("+") > 1 or not issubclass(inner, EvictingMethod):
             raise SeergateError(
-                f"{name!r} is no method: only one that evicts or shares blocks can have the gate on what it keeps"
+                f"{name!r} is no method: only a method that evicts or shares blocks can be combined with the gate"
             )
         if inner.from_gates:
             raise SeergateError(f"{name!r} takes two kinds of gates; make a GateOnEvictor of both methods in Python")

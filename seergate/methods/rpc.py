@@ -41,7 +41,7 @@ class RPCState(WindowState):
         due = {row: self.kept(row) for row, n in enumerate(passed) if n > 0 and n % method.interval == 0}
         return self.keep_best(
             ends,
-            {row: kept for row, kept in due.items() if ends[row] > kept},
+            {row: count for row, count in due.items() if ends[row] > count},
             lambda row: pad(self._importance(step, row), (self.prompts[row], method.window), value=torch.inf),
         )
 

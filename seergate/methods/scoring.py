@@ -36,8 +36,8 @@ def log_probabilities(step: Step) -> Tensor:
     if step.softcap is not None:
         logits = step.softcap * torch.tanh(logits / step.softcap)
     if len(set(step.ends)) > 1:
-        held = torch.arange(keys.shape[2], device=keys.device) < step.lengths.to(keys.device)[:, None]
-        logits = logits.masked_fill(~held[:, None, None], -torch.inf)
+        real = torch.arange(keys.shape[2], device=keys.device) < step.lengths.to(keys.device)[:, None]
+        logits = logits.masked_fill(~real[:, None, None], -torch.inf)
     normaliser = logits.logsumexp(-1, keepdim=True)
     if step.sinks is not None:
         normaliser = torch.logaddexp(normaliser, step.sinks.to(keys.device, wide).view(1, keys.shape[1], -1, 1))
@@ -68,8 +68,8 @@ def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:
     """Scaled query-key products ``[R, K, G, W, T]``, capped if the model caps them."""
     wide = torch.promote_types(keys_RKTD.dtype, torch.float32)
     q_RKGWD = q_RHWD.to(wide).unflatten(1, (keys_RKTD.shape[1], -1)) * step.sm_scale
-    found = q_RKGWD @ keys_RKTD.to(wide)[:, :, None].transpose(-1, -2)
-    return found if step.softcap is None else step.softcap * torch.tanh(found / step.softcap)
+    scores = q_RKGWD @ keys_RKTD.to(wide)[:, :, None].transpose(-1, -2)
+    return scores if step.softcap is None else step.softcap * torch.tanh(scores / step.softcap)
 
 
 def causal_softmax(q_RHWD: Tensor, keys_RKTD: Tensor, first: int, step: Step) -> Tensor:

@@ -30,8 +30,8 @@ class SnapKVState(WindowState, BudgetedState):
         return super().due(row, held) and not (self.compresses_once and self.decoded[row])
 
     def importance(self, step: Step, row: int) -> Tensor:
-        held, method = step.ends[row], self.method
-        keys, q = step.keys_BKCD[row : row + 1, :, :held], self.window(row)
+        resident, method = step.ends[row], self.method
+        keys, q = step.keys_BKCD[row : row + 1, :, :resident], self.window(row)
         scores_KGT = window_scores(q, keys, step, by_logits=method.group_reduction == "max_logits")
         if method.pooled_by == "group":
             scores_KGT = reduced(scores_KGT, method.group_reduction, 1)[:, None]

@@ -27,14 +27,14 @@ class StreamingState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> AttentionOutput:
-        visible, held = self._visible(step.ends, step.lengths.device)
+        visible, resident = self._visible(step.ends, step.lengths.device)
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
         keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
         if self.method.stores_pre_rope:
             positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
             keys = self.spec.rotary.rotate(keys, positions)
-            q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (held - 1)[:, None])
-        output = ops.dense_decode(q_BH1D[:, :, 0], keys, values, held, **step.softmax_options)
+            q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (resident - 1)[:, None])
+        output = ops.dense_decode(q_BH1D[:, :, 0], keys, values, resident, **step.softmax_options)
         return AttentionOutput(output, [min(end, self.method.token_budget) for end in step.ends])
 
     def max_resident(self) -> int:
@@ -45,19 +45,19 @@ class StreamingState(EvictingState):
         if not rows:
             return None
         # Make room for the next token ("evict for space"): with it, each row has exactly what it may attend.
-        visible, held = self._visible([step.ends[row] + 1 for row in rows], step.lengths.device)
+        visible, resident = self._visible([step.ends[row] + 1 for row in rows], step.lengths.device)
         index = visible[:, None, :-1].expand(-1, step.keys_BKCD.shape[1], -1)
-        return Eviction(rows, index, (held - 1).tolist())
+        return Eviction(rows, index, (resident - 1).tolist())
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Residents that row b, of ``ends[b]``, attends to: indices ``[B, n]``, padded with the last; their number."""
         budget, sinks = self.method.token_budget, self.method.sink_tokens
         lengths = torch.tensor(ends, device=device)
-        held = lengths.clamp(max=budget)
+        resident = lengths.clamp(max=budget)
         slots = torch.arange(min(budget, max(ends)), device=device).expand(len(ends), -1)
-        skipped = (lengths - held)[:, None]
+        skipped = (lengths - resident)[:, None]
         visible = torch.where(slots < sinks, slots, slots + skipped)
-        return torch.minimum(visible, lengths[:, None] - 1), held
+        return torch.minimum(visible, lengths[:, None] - 1), resident
 
 
 @dataclass(kw_only=True)

@@ -20,12 +20,12 @@ class TOVAState(BudgetedState):
     reads_all_keys = True
 
     def importance(self, step: Step, row: int) -> Tensor:
-        held = step.ends[row]
+        end = step.ends[row]
         if step.p_BKGT is not None:
-            p_KGT = step.p_BKGT[row, ..., :held]
+            p_KGT = step.p_BKGT[row, ..., :end]
         else:  # for a prompt, its last query
-            newest, keys = step.q_BHSD[row : row + 1, :, held - 1 : held], step.k_BKSD[row : row + 1, :, :held]
-            p_KGT = causal_softmax(newest, keys, held - 1, step)[0, :, :, 0]
+            newest, keys = step.q_BHSD[row : row + 1, :, end - 1 : end], step.k_BKSD[row : row + 1, :, :end]
+            p_KGT = causal_softmax(newest, keys, end - 1, step)[0, :, :, 0]
         return p_KGT.mean((0, 1))[None] if self.method.scope == "layer" else p_KGT.mean(1)
 
 

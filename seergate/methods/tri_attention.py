@@ -75,19 +75,19 @@ class Centres:
         """Read what `save` wrote. Raises `SeergateError` if the file does not exist or holds something else."""
         if not Path(path).is_file():
             raise SeergateError(f"{path} is no file; TriAttention needs what seergate calibrate wrote")
-        found: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
+        tensors: dict[str, dict[int, Tensor]] = {"mean": {}, "modulus": {}, "rope": {}}
         try:
             with safe_open(path, framework="pt") as file:
                 covers = json.loads((file.metadata() or {})["tri_attention"])
-                tokens, made = int(covers["tokens"]), dict(covers["made"])
+                tokens, origin = int(covers["tokens"]), dict(covers["made"])
                 for name in file.keys():  # noqa: SIM118 - not a dictionary
                     _, layer, kind = name.split(".")
-                    found[kind][int(layer)] = file.get_tensor(name)
+                    tensors[kind][int(layer)] = file.get_tensor(name)
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise SeergateError(
                 f"{path} does not hold TriAttention's centres; seergate calibrate makes them"
             ) from error
-        return cls(found["mean"], found["modulus"], tokens, found["rope"], made)
+        return cls(tensors["mean"], tensors["modulus"], tokens, tensors["rope"], origin)
 
 
 class TriAttentionState(BudgetedState):
@@ -230,7 +230,7 @@ class Pairs:
         self.frequencies = rotary.frequencies().float().to(device) if len(self.real) else torch.zeros(0, device=device)
         sines = crossed[self.real, self.imaginary] / self.scale[: len(self.real)]
         if not torch.allclose(sines, self.frequencies.sin(), rtol=1e-2, atol=1e-4):
-            raise SeergateError("this model's RoPE is laid out in a way that TriAttention does not know")
+            raise SeergateError("this model's RoPE is laid out in a way that TriAttention does not support")
 
     @property
     def rope(self) -> Tensor:
@@ -289,9 +289,9 @@ class QueryCentres(Method):
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def centres(self) -> Centres:
-        """Return the means so far. Raises `SeergateError` if no query has passed."""
+        """Return the means so far. Raises `SeergateError` if no query was recorded."""
         if not self.sums:
-            raise SeergateError("no query has passed, so there is nothing to average")
+            raise SeergateError("no query was recorded, so there is nothing to average")
         mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}
         modulus = {layer: (total / count).float() for layer, (_, total, count) in self.sums.items()}
         return Centres(mean, modulus, min(count for _, _, count in self.sums.values()), dict(self.rope))

@@ -135,7 +135,7 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         ),
         (["eval", "--gates", "runs/none"], "there is no directory runs/none, and"),
         (["figure", "6"], "there is no figure '6'; there are 4, 5, 7,"),
-        (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not made again, and why)"),
+        (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not reproduced, and why)"),
         (["generate", "--method", "lazy_eviction:window=auto"], "window=auto is not calibrated here, only by"),
         (
             [*TRACES, "--method", "tri_attention:centres=auto", "--budget", "128"],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from seergate import SeergateError
-from seergate.cli.traces import _made_with
+from seergate.cli.traces import recorded_commit
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
@@ -124,7 +124,7 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
-    assert done.returncode == 2 and f"--prompts is {prompts!r}, in which nothing can be asked {why}" in done.stderr
+    assert done.returncode == 2 and f"--prompts is {prompts!r}, in which no row is usable {why}" in done.stderr
     assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "4097")
     assert "a text of --max-length has 4,097 tokens; the model has 4,096 positions" in done.stderr
@@ -133,15 +133,15 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
 def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
     out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
     write_yaml(tmp_path / "traces.jsonl.yaml", early | {"weights": "w", "commit": "a"})
-    assert _made_with(out, early, unknown=("weights",)) == "a" == _made_with(out, early | {"weights": "w"})
+    assert recorded_commit(out, early, unknown=("weights",)) == "a" == recorded_commit(out, early | {"weights": "w"})
     with pytest.raises(SeergateError, match=r"made with other settings: weights was 'w' and is 'v'"):
-        _made_with(out, early | {"weights": "v"})
+        recorded_commit(out, early | {"weights": "v"})
     with pytest.raises(SeergateError, match=r"method\.name was 'dense' and is 'gate'"):
-        _made_with(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
+        recorded_commit(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
     with pytest.raises(SeergateError, match=r"prompts was 'org/rows' and is None"):
-        _made_with(out, {"method": {"name": "dense"}}, unknown=("weights",))
+        recorded_commit(out, {"method": {"name": "dense"}}, unknown=("weights",))
     with pytest.raises(SeergateError, match=r"traces.jsonl was made with other settings: rope was None and is 'r'"):
-        _made_with(out, early | {"weights": "w", "rope": "r"})
+        recorded_commit(out, early | {"weights": "w", "rope": "r"})
 
 
 def test_the_prompts_stay_at_the_commit_that_they_began_with(
@@ -207,7 +207,7 @@ def test_a_file_of_something_else_is_not_written_to(asked: list[str], tmp_path: 
     out = tmp_path / "notes.txt"
     out.write_text(text)
     done = run_seergate("traces", *asked, "--out", str(out))
-    assert done.returncode == 2 and "holds something else than traces" in done.stderr
+    assert done.returncode == 2 and "is not a file of traces" in done.stderr
     assert out.read_text() == text
 
 

@@ -226,7 +226,7 @@ def test_all_of_it_killed_and_continued(
     assert "step " not in done.stdout.replace("steps of training", ""), "training is over"
     assert {path: path.read_bytes() for path in kept} == kept
     *_, first, second, third, _, gates, report = done.stdout.splitlines()
-    assert first.startswith("Answers cannot tell what a budget loses: dense attention itself answers 0 of 8")
+    assert first.startswith("Answers cannot measure a budget's loss: dense attention itself answers 0 of 8")
     assert second.startswith("On 8 held-out texts of 192 tokens dense attention has a perplexity of ")
     assert third.startswith("So ") and third.endswith(".")
     assert gates == f"gates: {out / 'gates'}" and report == f"report: {out / 'report.html'}"

@@ -18,7 +18,7 @@ import seergate
 from seergate.cli.train import main
 from seergate.config import GateConfig
 from seergate.distill import TrainConfig, base_model, load_train_config, run_distillation
-from seergate.distill.base_model import as_asked, compile_elementwise, load_frozen
+from seergate.distill.base_model import compile_elementwise, load_frozen, with_run_rope
 from seergate.distill.distributed import DistributedState
 from seergate.distill.estimate import make_plan
 from seergate.distill.losses.teacher_forward import distill_step
@@ -143,7 +143,9 @@ def test_positions_that_the_model_has_not_are_refused_before_data(
 def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainConfig) -> None:  # noqa: F811
     shape = tiny_model("glm4").config
     own = shape.rope_parameters["partial_rotary_factor"]
-    scaled = as_asked(shape, replace(config, max_length=64, rope_scaling='{"rope_type": "linear", "factor": 2.0}'))
+    scaled = with_run_rope(
+        shape, replace(config, max_length=64, rope_scaling='{"rope_type": "linear", "factor": 2.0}')
+    )
     assert own < 1 and scaled.rope_parameters["partial_rotary_factor"] == own
 
 

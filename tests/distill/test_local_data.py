@@ -101,7 +101,7 @@ def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(config: Trai
         ("none.jsonl", None, "does not exist"),
         ("bad.parquet", b"PAR1 no parquet", "cannot be read"),
         ("bad.json", b'[{"messages": ', "begins like a JSON list"),
-        ("notes.txt", b"hello", "is no data"),
+        ("notes.txt", b"hello", "holds no data"),
     ],
 )
 def test_a_missing_or_broken_file_is_refused(

@@ -201,7 +201,7 @@ def test_a_sample_that_comes_twice_is_refused(tmp_path, where):
             sink = Collector("dense", 3, "digit", sink.golds, log, [sample], judges)
         else:
             sink.take_kept([sink._ungraded(generation(0))])
-        with pytest.raises(SeergateError, match=r"the sample \('chain_sum', '0', 0\) was made twice"), sink:
+        with pytest.raises(SeergateError, match=r"the sample \('chain_sum', '0', 0\) came twice"), sink:
             sink.take(generation(0))
     assert len(read_samples(tmp_path)) <= 1  # and neither file has it twice, or could not be read
     assert len(read_samples(tmp_path, UNGRADED)) <= 1

@@ -32,7 +32,7 @@ def test_a_method_is_given_as_to_seergate_eval():
     assert (spec.token_budget, spec.method(None).block_size, spec.method(None).dense_layers) == (96, 8, (0, 1))
     assert spec.label != method_spec("quest", 96).label
     assert method_spec("dense").label == "dense"
-    with pytest.raises(SeergateError, match="budget is 128; 'quest:budget_share=0.1' says otherwise how much is read"):
+    with pytest.raises(SeergateError, match="budget is 128; 'quest:budget_share=0.1' already sets how much is read"):
         method_spec("quest:budget_share=0.1", 128)
     with pytest.raises(SeergateError, match="block_size is 32; write raas:block_size=32"):
         method_spec("raas", 128, 32)

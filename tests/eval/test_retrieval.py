@@ -111,7 +111,7 @@ def test_the_text_is_named_and_begins_again_at_its_end(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("needle:length=60:queries=3", {}, r"length is 60; the question, what is to be found and the answer alone"),
+        ("needle:length=60:queries=3", {}, r"length is 60; the question, the facts asked for and the answer alone"),
         ("needle:keys=0", {}, "keys is 0; it must be a whole number, 1 or greater"),
         ("needle:keys=100", {}, "keys is 100 and queries 1; they must be at most"),
         ("needle:depths=101", {}, r"depths is \(101,\); it must be percentages"),

@@ -188,4 +188,4 @@ def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
     done = run_seergate("eval", *given)
     assert done.returncode == 0, done.stderr
     assert "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`" in done.stdout
-    assert "in 100 % of dense's answers none was found" in (tmp_path / "runs" / "report.md").read_text()
+    assert "no result was found in 100 % of dense's answers" in (tmp_path / "runs" / "report.md").read_text()

@@ -248,7 +248,7 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
-        ("POST", "/api/repos/create", 500, "the Hub is not well"),
+        ("POST", "/api/repos/create", 500, "Hub server error 500"),
         ("GET", "/tree/", 401, "token is needed"),
         ("POST", "/commit/", 412, "somebody else has just changed"),
         ("POST", "/commit/", 403, "this token may not do that"),

@@ -94,11 +94,11 @@ def test_what_the_gate_cannot_work_on():
     bank = naive_views.gate_for(model_of(4))
     gate = methods.Gate(bank=bank, token_budget=16)
     for evictor, said in (
-        (methods.StreamingLLM(), "the place of that method's own"),
-        (methods.StreamingLLM(positions="original"), "the place of that method's own"),
+        (methods.StreamingLLM(), "replace that method's own"),
+        (methods.StreamingLLM(positions="original"), "replace that method's own"),
         (methods.KV4Bit(), "evicts nothing"),
-        (methods.RaaS(prompt_budget=32), "the place of that method's own"),
-        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "one gate on another"),
+        (methods.RaaS(prompt_budget=32), "replace that method's own"),
+        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "has a gate already"),
     ):
         with pytest.raises(ValueError, match=said):
             methods.GateOnEvictor(evictor=evictor, gate=gate)
@@ -113,7 +113,7 @@ def test_gate_on_evictor_by_name():
     assert (made.evictor, made.gate.token_budget) == (methods.SnapKV(token_budget=64, window=8), 32)
     assert made.nominal == "64, reads 32"
     for name, options, said in (
-        ("quest+gate", {"bank": bank, "read_budget": 32}, "only one that evicts"),
+        ("quest+gate", {"bank": bank, "read_budget": 32}, "only a method that evicts"),
         ("h2o+gate", {"read_budget": 32}, "needs gates"),
         ("h2o+gate", {"bank": bank}, "needs read_budget="),
         ("h2o+gate", {"bank": bank, "windows": 3}, "no option 'windows'; there are .*read_budget"),
@@ -174,6 +174,6 @@ def test_the_gate_never_drops_an_attention_of_the_evictors_own():
     model, gate = model_of(4), methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
     with (
         seergate.attached(model, methods.GateOnEvictor(evictor=Newest(), gate=gate)),
-        pytest.raises(SeergateError, match="the gate's attention would take the place of that method's own"),
+        pytest.raises(SeergateError, match="the gate's attention would replace that method's own"),
     ):
         model.generate(input_ids=prompt(30), max_new_tokens=3)

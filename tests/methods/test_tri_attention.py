@@ -203,7 +203,7 @@ def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
 def test_centres_that_do_not_fit_are_refused(tmp_path):
     model = model_of(4)
     recorder = QueryCentres()
-    with pytest.raises(SeergateError, match="no query has passed"):
+    with pytest.raises(SeergateError, match="no query was recorded"):
         recorder.centres()
     with seergate.attached(model, recorder):
         model.generate(input_ids=prompt(20), max_new_tokens=2)

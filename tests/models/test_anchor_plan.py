@@ -40,7 +40,7 @@ def test_the_plan_is_the_best_of_all(size):
         for count in range(1, size + 1):
             best = max(plans(table, count))[0]
             if best == -math.inf:
-                with pytest.raises(SeergateError, match=f"count is {count}; so few anchors cannot choose for all"):
+                with pytest.raises(SeergateError, match=f"count is {count}; so few anchors cannot select for all"):
                     found.anchors(count)
                 continue
             plan = found.anchors(count)

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.distill.base_model import as_asked
+from seergate.distill.base_model import with_run_rope
 from seergate.distill.config import load_train_config
 from seergate.distill.estimate import make_plan
 from seergate.distill.memory import decide_sharding
@@ -217,7 +217,7 @@ def test_what_a_file_cannot_do(file: Path, tmp_path: Path, monkeypatch: pytest.M
     for name, value in {"shard_base": True, "quantize": "torchao-int8", "base_memory_gb": 1.0}.items():
         config = load_train_config(str(file), {**common, name: value})
         with pytest.raises(SeergateError, match=f"^{name} is {value!r}; it must be left out for .* GGUF file"):
-            as_asked(base_config(file), config)
+            with_run_rope(base_config(file), config)
     config = load_train_config(str(file), common)
     model = llama()
     bank = GateBank.for_model(model, GateConfig(8, 16))

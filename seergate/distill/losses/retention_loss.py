@@ -103,13 +103,13 @@ class StudentLoss(DistillLoss):
             log_beta_TK = (
                 self.bank.retention_gate(call.layer)(call.hidden_BSW)[0].T if has_gate else k.new_zeros(k.shape[:2])
             )
-            found = ops.retained_attention(
+            out = ops.retained_attention(
                 q, k, v, log_beta_TK, self.cu_seqlens, call.sm_scale,
                 window=call.window, sinks=call.sinks, softcap=call.softcap,
             )  # fmt: skip
             if has_gate:
-                excess.append(((found.held - room).clamp(min=0) * share_T1.to(found.held)).mean().to(ids_1T.device))
-            return found.output[None]
+                excess.append(((out.held - room).clamp(min=0) * share_T1.to(out.held)).mean().to(ids_1T.device))
+            return out.output[None]
 
         with intercepted_attention(self.model, (), attend):
             output = self.model(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, logits_to_keep=rows)

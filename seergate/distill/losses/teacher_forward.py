@@ -197,7 +197,7 @@ class BlockLoss(DistillLoss):
             counted = torch.cat(parts)
             qg_TKE = counted.new_empty(len(positions), *counted.shape[1:])  # only the rows that count are read
             qg_TKE[torch.cat(tiles)] = counted
-            kept = parts[0] if parts[0].requires_grad else None
+            stored_queries = parts[0] if parts[0].requires_grad else None
             del counted, parts
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
@@ -225,8 +225,8 @@ class BlockLoss(DistillLoss):
                 dqg_TKE, dkg_NKE = torch.autograd.grad(loss, (qg_TKE, kg_NKE), materialize_grads=True)
                 self._add_gradients(kg_NKE, dkg_NKE, parameters)
                 for rows in tiles:
-                    made = _queries(gate, q_pre_BHSD, positions, rows) if kept is None else kept
-                    self._add_gradients(made, dqg_TKE[rows], parameters)
+                    queries = _queries(gate, q_pre_BHSD, positions, rows) if stored_queries is None else stored_queries
+                    self._add_gradients(queries, dqg_TKE[rows], parameters)
         if spec.far:
             self.far.append(
                 far_sums(

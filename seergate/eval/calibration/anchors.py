@@ -72,14 +72,14 @@ class SharedRecall:
             )
         if best[count][size][0] == -torch.inf:
             raise SeergateError(
-                f"count is {count}; so few anchors cannot choose for all of the layers {list(self.layers)}, some of "
+                f"count is {count}; so few anchors cannot select for all of the layers {list(self.layers)}, some of "
                 "which have no gate or another number of KV heads"
             )
-        found, end = list[int](), size
+        chosen, end = list[int](), size
         for number in range(count, 0, -1):
             end = -int(best[number][end][1])
-            found.append(self.layers[end])
-        return tuple(reversed(found))
+            chosen.append(self.layers[end])
+        return tuple(reversed(chosen))
 
     def mean(self, anchors: Sequence[int]) -> float:
         """Return the mean recall of the layers if each reads the selection of the nearest anchor at or below it."""
@@ -130,8 +130,8 @@ def shared_recall(
             blocks_BKGN = block_probabilities(steps, method.block_size)
             for anchor, selection in chosen.items():
                 if heads[anchor] == heads[call.layer]:
-                    found = recall_of(blocks_BKGN, selection).double().sum()
-                    sums[place[anchor], place[call.layer]] += found.cpu()
+                    recall = recall_of(blocks_BKGN, selection).double().sum()
+                    sums[place[anchor], place[call.layer]] += recall.cpu()
         tokens = call.query_BHSD.shape[2]
         return call.attention(torch.tensor([0, tokens], dtype=torch.int32, device=call.query_BHSD.device)).output[None]
 

@@ -158,10 +158,10 @@ class Calibrator:
 
     def _measured(self, spec: MethodSpec, option: str) -> Any:
         calibration = calibration_of(keeping_class(spec.name), option).of(spec.options)
-        path, (prompts, how, made) = self.directory / calibration.file_name, self._answered
-        if calibration.made(path) != made:
+        path, (prompts, how, origin) = self.directory / calibration.file_name, self._answered
+        if calibration.made(path) != origin:
             with working(f"calibrating {option} of {spec.title}"):
-                calibration.measure(self.model, prompts, path, {"made": made}, **how)
+                calibration.measure(self.model, prompts, path, {"made": origin}, **how)
         return calibration.value(path, spec.token_budget)
 
     @cached_property

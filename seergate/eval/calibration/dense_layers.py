@@ -34,7 +34,7 @@ Text = tuple[Sequence[int], Sequence[int]]
 
 def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
     """The prompts and right answers of a task; a `SeergateError` if an answer has fewer than two tokens."""
-    found = list[Text]()
+    texts = list[Text]()
     for problem in task.bound(tokenizer).problems():
         prompt = prompt_text(tokenizer, problem)
         reply = reply_ids(tokenizer, prompt, problem.reply) if problem.reply else ()
@@ -43,8 +43,8 @@ def answered(tokenizer: PreTrainedTokenizerBase, task: Task) -> list[Text]:
                 f"the problem {problem.problem_id} of the task {task.name!r} has no right answer of two tokens or "
                 "more to compare on; take variable_tracking, whose right answers are several words"
             )
-        found.append((encode(tokenizer, prompt), reply))
-    return found
+        texts.append((encode(tokenizer, prompt), reply))
+    return texts
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def distances(
         tokens.
     """
     method = replace(method, dense_layers=())
-    found = torch.zeros(len(plans), len(texts), dtype=torch.float64)
+    kl = torch.zeros(len(plans), len(texts), dtype=torch.float64)
     for column, (prompt, reply) in enumerate(texts):
         cache = DynamicCache(config=model.config)
         prompt_ids, given = (torch.tensor([list(ids)], device=model.device) for ids in (prompt, reply[:-1]))
@@ -73,8 +73,8 @@ def distances(
         dense = _decoded(model, method, cache, given, "dense")
         for row, layers in enumerate(plans):
             sparse = _decoded(model, replace(method, dense_layers=layers), cache, given, "decode")
-            found[row, column] = compare(dense, sparse, targets)[0].mean()
-    return found
+            kl[row, column] = compare(dense, sparse, targets)[0].mean()
+    return kl
 
 
 def _decoded(

@@ -119,11 +119,11 @@ class Replay:
 
 def distinct(specs: Sequence[MethodSpec]) -> list[MethodSpec]:
     """One setting per method and choice of options, ignoring token budgets that are to be found."""
-    found: dict[str, MethodSpec] = {}
+    unique: dict[str, MethodSpec] = {}
     for spec in specs:
         bare = replace(spec, token_budget=EVERYTHING) if budget_option_of(spec) == "token_budget" else spec
-        found.setdefault(bare.label, bare)
-    return list(found.values())
+        unique.setdefault(bare.label, bare)
+    return list(unique.values())
 
 
 def budget_option_of(spec: MethodSpec) -> str | None:
@@ -150,13 +150,13 @@ def nearest(values: Sequence[float], measure: Callable[[float], float], target: 
     while high - low > 1 and at_low < target < at_high:
         share = (target - at_low) / (at_high - at_low)
         middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
-        found = measure(values[middle])
-        if abs(found - target) <= CLOSE * target:
+        measured = measure(values[middle])
+        if abs(measured - target) <= CLOSE * target:
             return values[middle]
-        if found <= target:
-            low, at_low = middle, found
+        if measured <= target:
+            low, at_low = middle, measured
         else:
-            high, at_high = middle, found
+            high, at_high = middle, measured
     return values[low] if abs(at_low - target) <= abs(at_high - target) else values[high]
 
 
@@ -193,14 +193,14 @@ def match(
         def measure(value: float, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:
             return replay.bytes(prepare(with_budget(spec, budget_option, value)), spec.bank(banks))
 
-        said = []
+        outcomes = []
         for name, target in targets.items():
             value = nearest(values, measure, target)
-            found, setting = measure(value), with_budget(spec, budget_option, value)
-            matched = abs(found - target) <= FAR * target
+            measured, setting = measure(value), with_budget(spec, budget_option, value)
+            matched = abs(measured - target) <= FAR * target
             if matched and setting not in chosen:
                 chosen.append(setting)
-            said.append(f"{name}: {value if matched else 'not possible'} ({100 * (found / target - 1):+.0f} %)")
+            outcomes.append(f"{name}: {value if matched else 'not possible'} ({100 * (measured / target - 1):+.0f} %)")
             records.append(
                 {
                     "target": name,
@@ -209,11 +209,11 @@ def match(
                     "label": setting.label if matched else spec.title,
                     "knob": budget_option,
                     "value": value,
-                    "bytes": found,
+                    "bytes": measured,
                     "matched": matched,
                 }
             )
-        say(f"{spec.title}, {budget_option} for {'; '.join(said)}")
+        say(f"{spec.title}, {budget_option} for {'; '.join(outcomes)}")
     return chosen, records
 
 

@@ -71,11 +71,11 @@ class Recurrence:
         idle = self.mri == 0
         milestone = ~phoenix & ~idle & (self.elapsed >= token_budget)
         lasting = ~phoenix & ~idle & ~milestone
-        found = {}
+        shares = {}
         for name, part in (("prompt", self.in_prompt), ("generated", ~self.in_prompt)):
             kinds = {"phoenix": phoenix, "milestone": milestone, "lasting": lasting, "idle": idle}
-            found[name] = {kind: float(those[part].mean()) if part.any() else 0.0 for kind, those in kinds.items()}
-        return found
+            shares[name] = {kind: float(those[part].mean()) if part.any() else 0.0 for kind, those in kinds.items()}
+        return shares
 
     def histogram(self) -> dict[int, int]:
         """Number of tokens with each MRI."""
@@ -112,11 +112,11 @@ def measure_recurrence(
                 state = getattr(layer, "state", None)
                 if not isinstance(state, LazyState) or not state.decoded[0]:
                     continue
-                held = layer.rows.resident[0]
-                mri_KT, active_KT = (state.rows[name][0, :, :held].cpu().numpy() for name in ("mri", "active"))
+                resident = layer.rows.resident[0]
+                mri_KT, active_KT = (state.rows[name][0, :, :resident].cpu().numpy() for name in ("mri", "active"))
                 mri.append(mri_KT.reshape(-1))
                 elapsed.append((state.decoded[0] - active_KT).reshape(-1))
-                in_prompt.append(np.broadcast_to(np.arange(held) < state.prompts[0], mri_KT.shape).reshape(-1))
+                in_prompt.append(np.broadcast_to(np.arange(resident) < state.prompts[0], mri_KT.shape).reshape(-1))
     if not mri:
         raise SeergateError("no token was generated, so there is nothing to measure; let the answers be longer")
     return Recurrence(np.concatenate(mri), np.concatenate(elapsed), np.concatenate(in_prompt), alpha)
@@ -200,25 +200,25 @@ class WindowCalibration(Calibration):
     def measure(
         self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
     ) -> list[str]:
-        found = measure_recurrence(model, prompts, alpha=self.alpha, **how)
+        recurrence = measure_recurrence(model, prompts, alpha=self.alpha, **how)
         record = {
             **about,
             "alpha": self.alpha,
             "share": self.share,
-            "window": found.window(self.share),
-            "recurring": found.recurring(),
+            "window": recurrence.window(self.share),
+            "recurring": recurrence.recurring(),
             "token_budget": self.budget,
-            "kinds": found.kinds(self.budget),
-            "histogram": found.histogram(),
+            "kinds": recurrence.kinds(self.budget),
+            "histogram": recurrence.histogram(),
         }
         store.write_json(path, record)
         return [
             f"window {record['window']}: attention comes back to {100 * self.share:g} % of tokens within as many "
             "steps",
-            f"{100 * found.recurring():.1f} % of tokens are used again after more than one step",
+            f"{100 * recurrence.recurring():.1f} % of tokens are used again after more than one step",
             *(
                 f"{part}: " + ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in kinds.items())
-                for part, kinds in found.kinds(self.budget).items()
+                for part, kinds in recurrence.kinds(self.budget).items()
             ),
             f"all of it: {path}",
         ]

@@ -118,10 +118,10 @@ class Cluster:
         idle, running = list(self.actors), dict[Any, Any]()
         while waiting or any(lent.values()):
             for actor in idle:
-                held = lent.setdefault(actor, {})
-                more = [waiting.popleft() for _ in range(min(len(waiting), min(share, room[actor]) - len(held)))]
-                held |= {request.key: request for request in more}
-                if held:
+                assigned = lent.setdefault(actor, {})
+                more = [waiting.popleft() for _ in range(min(len(waiting), min(share, room[actor]) - len(assigned)))]
+                assigned |= {request.key: request for request in more}
+                if assigned:
                     running[actor.work.remote(more)] = actor
             idle = [actor for actor in idle if actor not in running.values()]
             (done, *_), _ = ray.wait(list(running))
@@ -147,7 +147,7 @@ class Cluster:
         except ray.exceptions.RayError as error:
             self.actors.remove(actor)
             if not self.actors:
-                raise SeergateError("all workers are lost; the same command makes what is missing") from error
+                raise SeergateError("all workers are lost; repeat the command to continue") from error
             return None
 
     def __enter__(self) -> Cluster:

@@ -91,9 +91,9 @@ class RowStats(DecodeStats):
         of["scored"] += record.scored
         of["allocated"] += allocated
         np.maximum(of["allocated_peak"], allocated, out=of["allocated_peak"])
-        self.held[layer] = held = record.row_bytes()
-        of["own"] += held
-        np.maximum(of["own_peak"], held, out=of["own_peak"])
+        self.held[layer] = own_bytes = record.row_bytes()
+        of["own"] += own_bytes
+        np.maximum(of["own_peak"], own_bytes, out=of["own_peak"])
         if selection is not None:
             self.blocks[layer] = self.blocks.get(layer, 0) + selection.counts.sum(1)
         if layer == next(reversed(self.layers)):
@@ -121,7 +121,7 @@ class RowStats(DecodeStats):
             ``amsr``, the row's memory saving ratio, mean over its decode steps. Means are over decode steps; the
             prompt counts in the peaks. Empty if nothing was decoded.
         """
-        steps, found = float(self.decode_steps[row]), defaultdict[str, float](float)
+        steps, totals = float(self.decode_steps[row]), defaultdict[str, float](float)
         figures = {
             layer: {name: float(f[i, row]) for name, f in self.figures.items()} for layer, i in self.place.items()
         }
@@ -129,23 +129,23 @@ class RowStats(DecodeStats):
         if not steps or not ran:
             return {}
         if self.shares:
-            found["amsr"] = float(self.savings[row]) / steps
+            totals["amsr"] = float(self.savings[row]) / steps
         for layer, of in ran.items():
             read = self._tokens_read(layer, row)
-            found["density"] += read / of["seen"] / len(ran)
-            found["cached_tokens"] += of["cached"] / steps / len(ran)
+            totals["density"] += read / of["seen"] / len(ran)
+            totals["cached_tokens"] += of["cached"] / steps / len(ran)
             heads, width = self.layers[layer].heads, self.layers[layer].bytes_per_token
-            found["bytes_read_per_step"] += (read * heads * width + of["scored"]) / steps
-            found["own_bytes_mean"] += of["own"] / steps
-            found["own_bytes_peak"] += of["own_peak"]
-            found["resident_bytes_mean"] += of["allocated"] / steps
-            found["resident_bytes_peak"] += of["allocated_peak"]
+            totals["bytes_read_per_step"] += (read * heads * width + of["scored"]) / steps
+            totals["own_bytes_mean"] += of["own"] / steps
+            totals["own_bytes_peak"] += of["own_peak"]
+            totals["resident_bytes_mean"] += of["allocated"] / steps
+            totals["resident_bytes_peak"] += of["allocated_peak"]
         curve = self.curves[row]
         return {
-            **found,
+            **totals,
             "read_curve": [
-                [length, round((read - before) / CURVE_STEPS, 2), held]
-                for (length, read, held), (_, before, _) in zip(curve, [(0, 0.0, 0.0), *curve], strict=False)
+                [length, round((read - before) / CURVE_STEPS, 2), own_bytes]
+                for (length, read, own_bytes), (_, before, _) in zip(curve, [(0, 0.0, 0.0), *curve], strict=False)
             ],
         }
 

@@ -264,13 +264,13 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
         if not isinstance(layer, GatedLayer) or layer.state is None:
             total += (layer.keys.nbytes + layer.values.nbytes) * longest / len(prompt)
             continue
-        state, held = layer.state, longest
+        state, resident = layer.state, longest
         if isinstance(state, CompressingState) and not state.compresses_once:
             for part in (state, *state.parts):
                 if isinstance(part, CompressingState):
                     part.decoded = [longest - len(prompt)]  # as at the end: some states grow
-            held = max(len(prompt), min(longest, state.max_resident()))
-        total += float(layer.storage.row_bytes([held])[0] + state.bytes_held(held, longest))
+            resident = max(len(prompt), min(longest, state.max_resident()))
+        total += float(layer.storage.row_bytes([resident])[0] + state.bytes_held(resident, longest))
     return total
 
 
@@ -337,7 +337,7 @@ class Engine:
         self.ends = end_ids(handle.model, tokenizer)
         self.waiting = deque[Request]()
         self.rows = list[_Row]()
-        self._start_anew()
+        self._restart()
 
     def run(self, requests: Iterable[Request]) -> None:
         """Generate all samples.
@@ -350,7 +350,7 @@ class Engine:
         reply, text = max((len(request.reply) for request in self.waiting), default=0), text_config(self.handle.model)
         for prompt in (len(request.ids) for request in self.waiting):
             check_angles(text, prompt + max(self.limit.of(prompt), reply), "a prompt with its longest answer")
-        self._start_anew()
+        self._restart()
         try:
             while self.step():
                 pass
@@ -383,29 +383,29 @@ class Engine:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)
-        rows, count = self.rows, self._kept_on()
+        rows, count = self.rows, self._keep_what_fits()
         self.waiting.extendleft(row.request for row in reversed(rows[count:]))
         self.rows = rows[:count]
 
-    def _kept_on(self) -> int:
+    def _keep_what_fits(self) -> int:
         """Undo the failed step and drop the rows that do not fit; return how many of the first rows are left."""
-        held, correcting = len(self.batch), self.handle.correction is not None
-        count = held if held < len(self.rows) else min(held, self.batch_size)  # first case: only new rows did not fit
+        size, correcting = len(self.batch), self.handle.correction is not None
+        count = size if size < len(self.rows) else min(size, self.batch_size)  # first case: only new rows did not fit
         if not count or self.handle.storage.lossy or correcting or not self.batch.take_back():
-            return self._start_anew()
+            return self._restart()
         try:
-            if count < held:
+            if count < size:
                 self.batch.keep(list(range(count)))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            return self._start_anew()
+            return self._restart()
         self.stats.take_back()
         self.stats.keep_rows(list(range(count)))
         self._release()
         return count
 
-    def _start_anew(self) -> int:
+    def _restart(self) -> int:
         """Drop all rows and reset the statistics; return 0, the number of rows left."""
         self.batch, self.rows = Batch(self.handle.model), []
         self.handle.reset_stats()
@@ -447,8 +447,8 @@ class Engine:
             sums = batch.log_probabilities(logits, [row.request.reply for row in rows])
         finally:
             self.handle.stats_ = self.stats
-        for row, found in zip(rows, sums, strict=True):
-            row.reply_logprob = found if row.request.reply else None
+        for row, logprob in zip(rows, sums, strict=True):
+            row.reply_logprob = logprob if row.request.reply else None
 
     def _retire(self, ended: set[int]) -> None:
         if not ended:
@@ -459,14 +459,14 @@ class Engine:
             reply = {} if row.reply_logprob is None else {"reply_logprob": row.reply_logprob}
             costs = self.stats.of(i) | reply
             finished.append(Generation.of(row.request, row.tokens, self.ends, self.tokenizer, row.seconds, costs))
-        kept = [i for i in range(len(self.rows)) if i not in ended]
+        remaining = [i for i in range(len(self.rows)) if i not in ended]
         # Dropping rows copies the others, which may run out of memory. Finished samples must have left `rows` by
         # then, or they would be generated and delivered again.
-        self.rows = [self.rows[i] for i in kept]
+        self.rows = [self.rows[i] for i in remaining]
         for generation in finished:
             self._hand_over(generation)
-        self.batch.keep(kept)
-        self.stats.keep_rows(kept)
+        self.batch.keep(remaining)
+        self.stats.keep_rows(remaining)
 
     def _hand_over(self, generation: Generation) -> None:
         try:

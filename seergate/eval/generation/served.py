@@ -100,7 +100,7 @@ def _answers_of_sglang(
         )
     sampling |= {"top_k": sampling["top_k"] or -1, "stop_token_ids": ends}
     room = job.longest + 3 * (page or 1)  # a prompt takes whole pages, and SGLang keeps a page and a token free
-    asked = {
+    payload = {
         "engine": {
             "model_path": str(model.config.name_or_path),
             "dtype": str(model.dtype).removeprefix("torch."),
@@ -129,7 +129,7 @@ def _answers_of_sglang(
     assert process.stdin is not None and process.stdout is not None
     try:
         with process.stdin as file:
-            json.dump(asked, file)
+            json.dump(payload, file)
         for line in process.stdout:
             number, tokens, seconds = json.loads(line)
             yield number, tokens, seconds
@@ -168,7 +168,7 @@ def served_from(bank: Gates) -> str:
     """The directory or Hub id from which a server reads gates; a `SeergateError` if it holds others than ``bank``."""
     if not bank.source or fingerprint(GateBank.from_pretrained(bank.source)) != fingerprint(bank):
         raise SeergateError(
-            "a server reads gates anew, from their directory or the Hub's newest commit, and would get others than "
+            "a server loads gates from their directory or the Hub's newest commit, and would get others than "
             "these; save these with save_pretrained and load them from there"
         )
     return bank.source

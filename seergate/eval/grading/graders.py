@@ -138,12 +138,12 @@ def last_number(text: str) -> str | None:
     text = multiplied(latex(_GROUP.sub(",", text[-10_000:])))
     text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
-    found = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
-    if not found:
+    numbers = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
+    if not numbers:
         return None
-    sign, whole, top, bottom, decimal, power, _ = found[-1].groups()
-    if len(found[-1][0]) > MAX_ANSWER:
-        return found[-1][0].replace(",", "")
+    sign, whole, top, bottom, decimal, power, _ = numbers[-1].groups()
+    if len(numbers[-1][0]) > MAX_ANSWER:
+        return numbers[-1][0].replace(",", "")
     if top:
         value = int(whole or 0) + Fraction(int(top), int(bottom))
     elif power:
@@ -155,10 +155,10 @@ def last_number(text: str) -> str | None:
 
 def grade_number(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The last number of the answer must equal the gold one. Units, currencies and percent signs are ignored."""
-    found, right = last_number(answer), last_number(gold)
-    if found is None or right is None or max(len(found), len(right)) > 2 * MAX_ANSWER:
-        return found is not None and found == right, "compared as text"
-    return Fraction(found) == Fraction(right), "compared as numbers"
+    number, right = last_number(answer), last_number(gold)
+    if number is None or right is None or max(len(number), len(right)) > 2 * MAX_ANSWER:
+        return number is not None and number == right, "compared as text"
+    return Fraction(number) == Fraction(right), "compared as numbers"
 
 
 _SETTING = re.compile(  # colours, fonts, sizes, formulas, markdown, quotation marks
@@ -188,11 +188,11 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
     if re.match(rf"[A-Z]{_DASH}", text, re.IGNORECASE):
         text = re.sub(rf"\b([A-Ja-j]){_DASH}", r"\1. ", text)
-    found = _CHOICE.fullmatch(text)
-    if found is None or _DENIED.match(found[2]):
+    choice = _CHOICE.fullmatch(text)
+    if choice is None or _DENIED.match(choice[2]):
         return False, "the box does not hold one letter"
-    letter = found[1].upper()
-    others = {next(filter(None, match.groups())) for match in _ANOTHER.finditer(found[2])} - {letter}
+    letter = choice[1].upper()
+    others = {next(filter(None, match.groups())) for match in _ANOTHER.finditer(choice[2])} - {letter}
     if others:
         return False, f"the box does not hold one letter, but {letter} and {min(others)}"
     return letter == gold.strip(), f"read as the letter {letter}"

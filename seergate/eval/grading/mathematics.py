@@ -171,18 +171,18 @@ def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
     r"""A quantity without the unit or the counted noun at its end, and the unit's factors or the noun; no factors if
     there is neither. ``upright`` are the words in the ``\text{}`` of both answers.
     """
-    found = _LAST_WORDS.search(text)
-    if found is None or not re.search(r"\d", before := text[: found.start()]):
+    match = _LAST_WORDS.search(text)
+    if match is None or not re.search(r"\d", before := text[: match.start()]):
         return text, []
-    words = (found[1] or found[2] or "").strip()
+    words = (match[1] or match[2] or "").strip()
     names = re.findall("[A-Za-z]+", words)
-    if found[2] and all(len(name) == 1 and name not in upright for name in names):
+    if match[2] and all(len(name) == 1 and name not in upright for name in names):
         return text, []  # variables; in km/h, a letter is beside a longer unit
-    unit = _unit(words, found[3])
+    unit = _unit(words, match[3])
     if unit is None:
         # Outside of \text{}, two or three letters may be a product of variables.
-        is_noun = found[1] or (any(len(name) > 3 for name in names) and before[-1].isspace())
-        if not is_noun or found[3] or len(names) > 4 or not re.fullmatch("[A-Za-z -]{2,}", words):
+        is_noun = match[1] or (any(len(name) > 3 for name in names) and before[-1].isspace())
+        if not is_noun or match[3] or len(names) > 4 or not re.fullmatch("[A-Za-z -]{2,}", words):
             return text, []
         if any(_DENIAL.fullmatch(name.lower()) for name in names):
             return text, []
@@ -194,8 +194,8 @@ def _words(text: str, letters: set[str]) -> set[str]:
     """The words in a formula. Adjacent letters are a product, not a word, if the gold answer has all of them."""
     inside = " ".join(match[1] for match in re.finditer(_TEXT, text))
     outside = re.sub(r"\\(?:begin|end)\{\w*\}|\\[A-Za-z]+|(?<=[A-Za-z])_\{[^{}]*\}", " ", re.sub(_TEXT, " ", text))
-    found = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
-    return {word.lower() for word in (*found, *re.findall(r"[A-Za-z0-9]+", inside))}
+    words = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
+    return {word.lower() for word in (*words, *re.findall(r"[A-Za-z0-9]+", inside))}
 
 
 def _several(text: str) -> bool:
@@ -232,8 +232,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     """
     # math-verify ignores the base of a number and what precedes the last relation, multiplies adjacent numbers, and
     # compares sets with tuples.
-    wanted, found = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
-    if wanted != found:
+    wanted, given = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
+    if wanted != given:
         raise MisreadError("numbers to different bases")
     if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
         raise MisreadError("numbers beside each other are no product")

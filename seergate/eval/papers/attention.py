@@ -55,19 +55,19 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     model, tokenizer, limit, run = _loaded(options, task)
     calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=run["sampling"])
     prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
-    found, rows = {}, []
+    by_method, rows = {}, []
     for spec in map(calibrated, specs):
         method = spec.method(None)
         assert isinstance(method, EvictingMethod)
         name = spec.label.partition("-")[0]
-        name = spec.label if name in found else name
-        found[name] = tokens = kept_tokens(model, method, prompt, max_new_tokens=limit.of(len(prompt)), **run)
+        name = spec.label if name in by_method else name
+        by_method[name] = tokens = kept_tokens(model, method, prompt, max_new_tokens=limit.of(len(prompt)), **run)
         resident = tokens.resident(layer, head)
         mean = resident.sum(1).mean() if len(resident) else tokens.prompt
         survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
         rows.append([spec.label, str(tokens.tokens), f"{mean:.0f}", f"{100 * survivors:.0f}"])
         print(f"{spec.label}: {tokens.tokens - tokens.prompt} tokens answered", flush=True)
-    kept_plot(found, out / "figure-kept.png", layer, head)
+    kept_plot(by_method, out / "figure-kept.png", layer, head)
     table = markdown(["method", "tokens seen", "resident, mean", "of the prompt at the end %"], rows)
     text = (
         f"# What stays: {options.model}, one problem of {task.name}, layer {layer}, KV head {head}\n\n"
@@ -78,11 +78,11 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     return out / "figure-kept.md"
 
 
-def kept_plot(kept: dict[str, KeptTokens], path: Path, layer: int, head: int) -> None:
+def kept_plot(by_method: dict[str, KeptTokens], path: Path, layer: int, head: int) -> None:
     """Draw one panel per method: a row per decode step, a column per token, dark where the token was resident."""
-    size = (3.2 * len(kept), 3.4)
-    figure, panels = pyplot().subplots(1, len(kept), squeeze=False, figsize=size, layout="constrained")
-    for axes, (name, tokens) in zip(panels[0], kept.items(), strict=True):
+    size = (3.2 * len(by_method), 3.4)
+    figure, panels = pyplot().subplots(1, len(by_method), squeeze=False, figsize=size, layout="constrained")
+    for axes, (name, tokens) in zip(panels[0], by_method.items(), strict=True):
         resident = tokens.resident(layer, head)
         axes.imshow(resident, aspect="auto", cmap="Greys", interpolation="none", vmin=0, vmax=1)
         axes.axvline(tokens.prompt - 0.5, color="#D55E00", linewidth=1)
@@ -101,11 +101,11 @@ def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems or 4)
     longest = max(map(len, prompts))
     new = limit.of(longest)
-    found = measure_recurrence(model, prompts, alpha=options.alpha, max_new_tokens=new, **run)
+    usage = measure_recurrence(model, prompts, alpha=options.alpha, max_new_tokens=new, **run)
     budgets = [options.budget] if options.budget else [max(1, int((longest + new) * share)) for share in BUDGETS]
-    recurrence_plot(task.name, found, out / "figure-recurrence.png")
-    kinds_plot(found, budgets, out / "figure-kinds.png")
-    kinds = {budget: found.kinds(budget) for budget in budgets}
+    recurrence_plot(task.name, usage, out / "figure-recurrence.png")
+    kinds_plot(usage, budgets, out / "figure-kinds.png")
+    kinds = {budget: usage.kinds(budget) for budget in budgets}
     rows = [
         [part, str(budget), *(f"{100 * kinds[budget][part][kind]:.1f}" for kind in KINDS)]
         for part in ("prompt", "generated")
@@ -114,25 +114,25 @@ def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:
     text = (
         f"# When attention comes back: {options.model}, {len(prompts)} problems of {task.name}\n\n"
         f"![Recurrence](figure-recurrence.png)\n\nA token is active at a step if it gets a probability of at least "
-        f"{options.alpha:g}. Attention comes back to 80 % of tokens within {found.window()} steps, and to "
-        f"{100 * found.recurring():.1f} % of tokens after more than one step. Every token of every layer and KV head "
+        f"{options.alpha:g}. Attention comes back to 80 % of tokens within {usage.window()} steps, and to "
+        f"{100 * usage.recurring():.1f} % of tokens after more than one step. Every token of every layer and KV head "
         "counts once.\n\n![Kinds of tokens](figure-kinds.png)\n\nShares in per cent: *phoenix* tokens are used again "
         "after a least-recently-used cache of so many tokens would have lost them, *milestones* are used and then no "
         "more, *lasting* ones are in use at the end, *idle* ones never were.\n\n"
         + markdown(["part", "cache size", *KINDS], rows, left=1)
     )
     write_text(out / "figure-recurrence.md", text + "\n")
-    record = {"alpha": options.alpha, "window": found.window(), "recurring": found.recurring()}
-    shown = {"kinds": {str(budget): value for budget, value in kinds.items()}, "histogram": found.histogram()}
+    record = {"alpha": options.alpha, "window": usage.window(), "recurring": usage.recurring()}
+    shown = {"kinds": {str(budget): value for budget, value in kinds.items()}, "histogram": usage.histogram()}
     write_json(out / "figure-recurrence.json", {**record, **shown})
     return out / "figure-recurrence.md"
 
 
-def recurrence_plot(name: str, found: Recurrence, path: Path) -> None:
+def recurrence_plot(name: str, usage: Recurrence, path: Path) -> None:
     """Draw the share of a task's tokens whose maximum recurrence interval is at most x, and the window at 80 %."""
     figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
-    intervals, counts = (np.array(part) for part in zip(*sorted(found.histogram().items()), strict=True))
-    window = found.window()
+    intervals, counts = (np.array(part) for part in zip(*sorted(usage.histogram().items()), strict=True))
+    window = usage.window()
     (line,) = axes.step(intervals, 100 * counts.cumsum() / counts.sum(), where="post", label=f"{name}: {window}")
     axes.axvline(window, color=line.get_color(), linestyle=":", linewidth=1)
     axes.axhline(80, color="#7F7F7F", linewidth=0.8)
@@ -146,14 +146,14 @@ def recurrence_plot(name: str, found: Recurrence, path: Path) -> None:
     save(figure, path)
 
 
-def kinds_plot(found: Recurrence, budgets: Sequence[int], path: Path) -> None:
+def kinds_plot(usage: Recurrence, budgets: Sequence[int], path: Path) -> None:
     """Draw the shares of lasting, milestone, phoenix and idle tokens by cache size, for prompt and generated tokens.
 
     The RaaS paper reads these statistics off attention maps (its section 3.1 and Figure 3). A phoenix token is used
     again after a cache of that size, which evicts the least recently used token, has lost it.
     """
     figure, panels = pyplot().subplots(1, 2, sharey=True, figsize=(8.0, 3.4), layout="constrained")
-    kinds = {budget: found.kinds(budget) for budget in budgets}
+    kinds = {budget: usage.kinds(budget) for budget in budgets}
     for axes, part in zip(panels, ("prompt", "generated"), strict=True):
         bottom = np.zeros(len(budgets))
         for kind, colour in KINDS.items():

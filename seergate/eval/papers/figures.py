@@ -21,7 +21,7 @@ class Figure:
     Attributes:
         source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for a figure of seergate's own.
         title: what is compared.
-        look: its presentation: a key of `seergate.eval.papers.looks.LOOKS`.
+        style: its presentation: a key of `seergate.eval.papers.looks.STYLES`.
         tiny, real: settings of the sweep, for the tiny reasoner and for other models; with ``match`` the methods are
             also compared at equal budgets.
         published: (model, task) -> directory of a run -> the paper's accuracy in percent. SeerAttention-R's numbers
@@ -31,7 +31,7 @@ class Figure:
 
     source: str
     title: str
-    look: str
+    style: str
     tiny: dict[str, Any]
     real: dict[str, Any]
     published: Mapping[tuple[str, str], Mapping[str, float]] = field(default_factory=dict)

@@ -48,21 +48,21 @@ class KeptTokens(DecodeStats):
         self.prompt = self.tokens = 0
         self._kv_heads = dict(kv_heads)
         self._seen = dict.fromkeys(layers, 0)
-        self._held: dict[int, np.ndarray] = {}  # [K, residents], the index of each resident token
+        self._resident: dict[int, np.ndarray] = {}  # [K, residents], the index of each resident token
         self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
 
     def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
         """Record the tokens that each KV head of a layer evicts in this step."""
-        held = self._held.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
+        resident = self._resident.get(layer, np.zeros((eviction.index.shape[1], 0), dtype=np.int64))
         seen = self._seen[layer]
-        new = np.arange(seen, seen + step.ends[0] - held.shape[1])
-        held = np.concatenate((held, np.broadcast_to(new, (len(held), len(new)))), axis=1)
+        new = np.arange(seen, seen + step.ends[0] - resident.shape[1])
+        resident = np.concatenate((resident, np.broadcast_to(new, (len(resident), len(new)))), axis=1)
         self._seen[layer] = seen + len(new)
         stays = eviction.index[0].cpu().numpy()
-        for head, (before, kept) in enumerate(zip(held, stays, strict=True)):
-            for token in np.setdiff1d(before, before[kept]).tolist():
+        for head, (before, slots) in enumerate(zip(resident, stays, strict=True)):
+            for token in np.setdiff1d(before, before[slots]).tolist():
                 self._left[layer][head, token] = self._seen[layer]
-        self._held[layer] = np.take_along_axis(held, stays, axis=1)
+        self._resident[layer] = np.take_along_axis(resident, stays, axis=1)
 
     def lifetimes(self, layer: int, head: int) -> np.ndarray:
         """Per token, the number of tokens seen when it left a KV head's cache; ``tokens + 1`` if it never left."""
@@ -92,7 +92,7 @@ def kept_tokens(
     """Answer one prompt, greedily if ``sampling`` is ``None``, and record which tokens are kept."""
     with attached(model, method) as handle:
         heads = families.kv_heads(model)
-        kept = handle.count_with(lambda layers: KeptTokens(heads))
+        recorder = handle.count_with(lambda layers: KeptTokens(heads))
         for batch in answers(model, [prompt], max_new_tokens, sampling, ends):
-            kept.prompt, kept.tokens = len(prompt), batch.lengths[0]
-    return kept
+            recorder.prompt, recorder.tokens = len(prompt), batch.lengths[0]
+    return recorder

@@ -55,7 +55,7 @@ Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
 
 
-class Look(NamedTuple):
+class PlotStyle(NamedTuple):
     """Presentation of a figure or table.
 
     Attributes:
@@ -140,29 +140,29 @@ def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float,
     return {(key + 0.5) * width: sum(values) / len(values) for key, values in sorted(groups.items())}
 
 
-def _held(sweep: Sweep, path: Path) -> Path:
+def _plot_own_bytes(sweep: Sweep, path: Path) -> Path:
     """Plot the bytes held by a growing sequence, one line per setting."""
     figure, axis = _panel(f"Memory while an answer grows\n{conditions(sweep)}")
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
         curve = read_curve(s, column=2)
         how = {"linestyle": line_style(s.series, names), **style(s.series)}
-        axis.plot(list(curve), [held / 1e6 for held in curve.values()], label=s.label, alpha=0.8, **how)
+        axis.plot(list(curve), [own_bytes / 1e6 for own_bytes in curve.values()], label=s.label, alpha=0.8, **how)
     axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
     axis.legend(**LEGEND)
     tidy(axis)
     return save(figure, path)
 
 
-def _read_held(sweep: Sweep) -> list[str]:
+def _read_own_bytes(sweep: Sweep) -> list[str]:
     lines = []
     for s in sweep.settings:
         curve = list(read_curve(s, column=2).items())
         if curve:
-            length, held = curve[-1]
+            length, own_bytes = curve[-1]
             speed = s.metrics["tokens_per_second"]
             lines.append(
-                f"{s.label}: {held / 1e6:.2f} MB near a context of {length:.0f}; {speed:.0f} tokens per second."
+                f"{s.label}: {own_bytes / 1e6:.2f} MB near a context of {length:.0f}; {speed:.0f} tokens per second."
             )
     return lines or ["no answer is long enough: bytes are recorded every 32 steps."]
 
@@ -181,23 +181,23 @@ def ngram_entropy(words: Sequence[str], n: int = 3) -> float:
 
 def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
     """Prefix length in words -> number of answers at least as long, and the mean 3-gram entropy of their prefixes."""
-    texts, found = [text.split() for text in _texts(sweep)], {}
+    texts, by_length = [text.split() for text in _texts(sweep)], {}
     for length in (2**k for k in range(5, 16)):
         long = [ngram_entropy(words[:length]) for words in texts if len(words) >= length]
         if long:
-            found[length] = len(long), sum(long) / len(long)
-    if not found:
+            by_length[length] = len(long), sum(long) / len(long)
+    if not by_length:
         raise SeergateError("no answer has 32 words, so there is no entropy to compare; let answers be longer")
-    return found
+    return by_length
 
 
 def _entropy(sweep: Sweep, path: Path) -> Path:
-    figure, axis = _panel(f"How much answers repeat themselves\n{conditions(sweep)}")
-    found = entropies(sweep)
-    axis.plot(list(found), [entropy for _, entropy in found.values()], marker="o", label="answers")
-    most = [math.log2(length - 2) for length in found]
-    axis.plot(list(found), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
-    powers_of_two(axis, list(found))
+    figure, axis = _panel(f"Repetition in answers\n{conditions(sweep)}")
+    by_length = entropies(sweep)
+    axis.plot(list(by_length), [entropy for _, entropy in by_length.values()], marker="o", label="answers")
+    most = [math.log2(length - 2) for length in by_length]
+    axis.plot(list(by_length), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
+    powers_of_two(axis, list(by_length))
     axis.set(xlabel="first words of an answer", ylabel="3-gram entropy (bits)")
     axis.legend(frameon=False, fontsize=9)
     tidy(axis)
@@ -217,7 +217,7 @@ def _read_entropy(sweep: Sweep) -> list[str]:
     most = math.log2(length - 2)
     return [
         f"in {length} words, which {count} answers have, the 3-gram entropy is {entropy:.2f} bits on average, of "
-        f"{most:.2f} if no 3-gram came twice; words are what white space separates."
+        f"{most:.2f} without repeated 3-grams; words are separated by white space."
     ]
 
 
@@ -242,7 +242,7 @@ def _cosine(a: Counter[str], b: Counter[str]) -> float:
 
 def _repeats_table(sweep: Sweep) -> str:
     repeated, steps = map(sum, zip(*map(repeated_steps, _texts(sweep)), strict=True))
-    header = ["model", "task", "answers", "steps", "alike to an earlier one %"]
+    header = ["model", "task", "answers", "steps", "similar to an earlier one %"]
     share = f"{100 * repeated / steps:.1f}" if steps else NONE
     return markdown(header, [[sweep.model, sweep.task, str(len(_texts(sweep))), str(steps), share]])
 
@@ -266,21 +266,21 @@ def _lengths_table(sweep: Sweep) -> str:
 
 def length_table(sweep: Sweep) -> str:
     """Table 1: accuracy and mean generation length, with the paper's numbers for settings that it also ran."""
-    found = {s.directory: table_1(s.config) if s.complete else None for s in sweep.settings}
+    paper = {s.directory: table_1(s.config) if s.complete else None for s in sweep.settings}
     columns: Columns = {
         **SETTING,
         "accuracy %": figure_of("accuracy", 100),
         "mean length": figure_of("mean_tokens"),
-        "published %": lambda _, s: f"{theirs[0]:.1f}" if (theirs := found[s.directory]) else NONE,
-        "published length": lambda _, s: f"{theirs[1]:.1f}k" if (theirs := found[s.directory]) else NONE,
-        "unlike the paper": lambda _, s: "; ".join(deviations(s.config) if found[s.directory] else ()) or NONE,
+        "published %": lambda _, s: f"{theirs[0]:.1f}" if (theirs := paper[s.directory]) else NONE,
+        "published length": lambda _, s: f"{theirs[1]:.1f}k" if (theirs := paper[s.directory]) else NONE,
+        "unlike the paper": lambda _, s: "; ".join(deviations(s.config) if paper[s.directory] else ()) or NONE,
     }
     return table(sweep, columns)
 
 
 def _read_lengths(sweep: Sweep) -> list[str]:
     if sweep.dense is None:
-        return ["without a dense run there is no length to compare with."]
+        return ["there is no dense run, so lengths cannot be compared."]
     dense = sweep.dense.metrics["mean_tokens"]
     longest = max((s for s in sweep.settings if s is not sweep.dense), key=lambda s: s.metrics["mean_tokens"])
     ratio = longest.metrics["mean_tokens"] / dense
@@ -348,7 +348,7 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
     shown = [proxy for proxy in PREDICTORS if len(_measured(sweep, proxy)) > 1]
     if not shown:
         raise SeergateError(
-            "the proxies were not measured; they need measure_recall: true, and answers of some forty tokens or more"
+            "the proxies were not measured; they need measure_recall: true, and answers of about forty tokens or more"
         )
     figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 4.2), sharey=True, squeeze=False)
     for axis, proxy in zip(axes[0], shown, strict=True):
@@ -369,7 +369,7 @@ def _proxies(sweep: Sweep, path: Path) -> Path:
         tidy(axis)
     axes[0, 0].set_ylabel("accuracy (%)")
     axes[0, -1].legend(**LEGEND)
-    figure.suptitle(f"Do cheap figures predict accuracy?\n{conditions(sweep)}", fontsize=10, y=1.04)
+    figure.suptitle(f"Accuracy against cheap proxies\n{conditions(sweep)}", fontsize=10, y=1.04)
     return save(figure, path)
 
 
@@ -381,7 +381,7 @@ def _rank_correlation(sweep: Sweep, proxy: str) -> float:
 
 def _read_proxies(sweep: Sweep) -> list[str]:
     if sweep.proxies_on is None:
-        return ["the settings are not known to have been measured on the same contexts, so nothing is said of them."]
+        return ["the settings are not known to have been measured on the same contexts, so they are not compared."]
     lines = []
     for proxy, (label, sign) in PREDICTORS.items():
         points = _measured(sweep, proxy)
@@ -391,12 +391,10 @@ def _read_proxies(sweep: Sweep) -> list[str]:
         over = f"{len(points)} settings ({', '.join(dict.fromkeys(s.series for s in points))})"
         wanted = "high" if sign > 0 else "low"
         if math.isnan(rank):
-            lines.append(f"{wanted} {label}: it or the accuracy is the same in all {over}, so there is no order.")
+            lines.append(f"{wanted} {label}: it or the accuracy is the same in all {over}, so there is no ranking.")
         else:
             lines.append(f"{wanted} {label}: rank correlation {rank:.2f} with accuracy over {over}.")
-    lines.append(
-        "1 would be perfect prediction of the order, 0 none. Settings are not independent samples of anything."
-    )
+    lines.append("1 would be a perfect ranking, 0 none. Settings are not independent samples.")
     return lines
 
 
@@ -427,31 +425,31 @@ def _trained(sweep: Sweep, path: Path) -> Path:
     return save(figure, path)
 
 
-LOOKS = {
-    "by_budget": Look(accuracy_plot, accuracy_table, findings),
-    "spread": Look(accuracy_plot, accuracy_table, _read_spread),
-    "by_block_size": Look(_block_sizes, accuracy_table, _read_spread),
-    "by_threshold": Look(_threshold_and_budget, accuracy_table, _read_thresholds),
-    "costs": Look(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
-    "lengths": Look(length_plot, length_table, _read_lengths),
-    "length_table": Look(None, length_table, _read_lengths),
-    "length_statistics": Look(None, _lengths_table, _read_limit),
-    "held": Look(_held, cost_table, _read_held),
-    "entropy": Look(_entropy, _entropy_table, _read_entropy),
-    "repeats": Look(
+STYLES = {
+    "by_budget": PlotStyle(accuracy_plot, accuracy_table, findings),
+    "spread": PlotStyle(accuracy_plot, accuracy_table, _read_spread),
+    "by_block_size": PlotStyle(_block_sizes, accuracy_table, _read_spread),
+    "by_threshold": PlotStyle(_threshold_and_budget, accuracy_table, _read_thresholds),
+    "costs": PlotStyle(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
+    "lengths": PlotStyle(length_plot, length_table, _read_lengths),
+    "length_table": PlotStyle(None, length_table, _read_lengths),
+    "length_statistics": PlotStyle(None, _lengths_table, _read_limit),
+    "held": PlotStyle(_plot_own_bytes, cost_table, _read_own_bytes),
+    "entropy": PlotStyle(_entropy, _entropy_table, _read_entropy),
+    "repeats": PlotStyle(
         None,
         _repeats_table,
-        lambda _: [f"a step is alike to an earlier one if the cosine of their counts of words is more than {ALIKE}."],
+        lambda _: [f"a step is similar to an earlier one if the cosine of their word counts is over {ALIKE}."],
     ),
-    "trained": Look(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
-    "proxies": Look(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
+    "trained": PlotStyle(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
+    "proxies": PlotStyle(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
 """Task -> number of its problems."""
 
 
-def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], asked: Mapping[str, Any]) -> str:
+def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], paper: Mapping[str, Any]) -> str:
     """A Markdown table of our and a paper's accuracy, for finished runs of the paper's settings; empty without any.
 
     A run counts if it has the paper's model, all problems of its task, and the method with the options under which the
@@ -460,7 +458,7 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
     Args:
         sweep: the runs.
         published: (model, task) -> directory of a run -> right answers in percent.
-        asked: the paper's settings; only those in a run's record of its generation are compared.
+        paper: the paper's settings; only those in a run's record of its generation are compared.
     """
     task = sweep.config["task"]
     numbers = published.get((model_key(sweep.config), str(task["name"])), {})
@@ -468,11 +466,11 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
         return ""
 
     def unlike(s: Setting) -> list[str]:
-        made = {name: s.config["generation"].get(name) for name in asked if name in s.config["generation"]}
+        options = {name: s.config["generation"].get(name) for name in paper if name in s.config["generation"]}
         return [
-            f"{name.replace('_', '-')} {value} instead of {asked[name]}"
-            for name, value in made.items()
-            if value != asked[name]
+            f"{name.replace('_', '-')} {value} instead of {paper[name]}"
+            for name, value in options.items()
+            if value != paper[name]
         ]
 
     return table_beside(sweep, lambda s: numbers.get(s.directory.name), unlike)

@@ -128,11 +128,11 @@ def _byte(shares: np.ndarray) -> np.ndarray:
 
 def pieces(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> list[str]:
     """The text that each token adds; the last of the tokens that form one character gets the character."""
-    found, said, window, group = list[str](), "", 0, 0
+    parts, decoded, window, group = list[str](), "", 0, 0
     for i in range(len(tokens)):
         text = tokenizer.decode(tokens[window : i + 1])
         whole = not text.endswith("\ufffd") or i == len(tokens) - 1
-        found.append(text[len(said) :] if whole else "")
+        parts.append(text[len(decoded) :] if whole else "")
         if whole:  # the next token is decoded after this one, which shows whether a space separates them
-            said, window, group = tokenizer.decode(tokens[group : i + 1]), group, i + 1
-    return found
+            decoded, window, group = tokenizer.decode(tokens[group : i + 1]), group, i + 1
+    return parts

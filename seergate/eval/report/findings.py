@@ -55,18 +55,18 @@ def findings(sweep: Sweep) -> list[str]:
 
 
 def _of_texts(s: Setting) -> str:
-    found, dense = s.metrics, s.metrics["dense_perplexity"]
+    metrics, dense = s.metrics, s.metrics["dense_perplexity"]
     return (
-        f"{s.label}: KL to dense attention {with_ends(found, 'kl')} nats per token, its 99th percentile "
-        f"{with_ends(found, 'kl_p99')}; perplexity {found['perplexity']:.2f} ({dense:.2f} in one dense pass); the "
-        f"most probable token is the same at {_percent(found['agreement'])} of tokens."
+        f"{s.label}: KL to dense attention {with_interval(metrics, 'kl')} nats per token, 99th percentile "
+        f"{with_interval(metrics, 'kl_p99')}; perplexity {metrics['perplexity']:.2f} ({dense:.2f} in one dense pass); "
+        f"the most probable token is the same at {_percent(metrics['agreement'])} of tokens."
     )
 
 
-def with_ends(found: dict[str, Any], name: str) -> str:
+def with_interval(metrics: dict[str, Any], name: str) -> str:
     """A non-negative metric as text, with its 95 % interval if it has one."""
-    low, high = found[f"{name}_low"], found[f"{name}_high"]
-    return f"{found[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
+    low, high = metrics[f"{name}_low"], metrics[f"{name}_high"]
+    return f"{metrics[name]:.4f}" + ("" if low is None else f" ({max(0.0, low):.4f} to {high:.4f})")
 
 
 def at_chance(dense: Setting) -> bool:
@@ -84,13 +84,13 @@ def idle(sweep: Sweep) -> list[str]:
         limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
         density = s.metrics.get("density") or 0.0
         if limited and density > 1 - 1e-6:
-            lines.append(f"{s.label} read everything at every step, so it shows nothing of sparsity.")
-        elif sweep.dense is not None and (said := _said(s)) and said == _said(sweep.dense):
-            lines.append(f"{s.label} gave dense attention's logits bit for bit: what it sets does nothing.")
+            lines.append(f"{s.label} read the whole context at every step, so it does not measure sparsity.")
+        elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):
+            lines.append(f"{s.label} reproduced dense attention's logits bit for bit: its options have no effect.")
     return lines
 
 
-def _said(s: Setting) -> list[Any]:
+def _logit_measures(s: Setting) -> list[Any]:
     """What was measured on the decoded logits: KL on texts, log-probabilities of replies, or the proxies."""
     each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
@@ -109,31 +109,29 @@ def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | Non
         read = "" if density is None else f", and reads {_percent(density)} of the context"
         return f"{setting.label} is {in_points(difference)} points from dense{read}."
     start = f"{setting.label} ({setting.nominal}) is {in_points(difference)} points from dense"
-    held, everything = (s.metrics["own_bytes_mean"] for s in (setting, dense))
-    if not held or not everything:
+    own_bytes, dense_bytes = (s.metrics["own_bytes_mean"] for s in (setting, dense))
+    if not own_bytes or not dense_bytes:
         return f"{start}."
-    return f"{start}, and holds {_percent(held / everything)} of its bytes."
+    return f"{start}, and holds {_percent(own_bytes / dense_bytes)} of its bytes."
 
 
 def _by_budget(sweep: Sweep, ours: str, other: str) -> dict[int, Difference]:
     """Budget -> paired difference of two series, for the budgets at which they share problems."""
     pairs = {budget: (sweep.at(ours, budget), sweep.at(other, budget)) for budget in sweep.budgets}
-    found = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
-    return {budget: difference for budget, difference in found.items() if difference.n}
+    diffs = {budget: sweep.difference(a, b) for budget, (a, b) in pairs.items() if a is not None and b is not None}
+    return {budget: difference for budget, difference in diffs.items() if difference.n}
 
 
 def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
     """Count the budgets at which one series is ahead of, and behind, each of several others."""
     parts = []
     for other in others:
-        if found := _by_budget(sweep, ours, other).values():
-            ahead, behind = sum(d.positive for d in found), sum((-d).positive for d in found)
-            parts.append(f"{other} {ahead}, {behind} of {len(found)}")
+        if diffs := _by_budget(sweep, ours, other).values():
+            ahead, behind = sum(d.positive for d in diffs), sum((-d).positive for d in diffs)
+            parts.append(f"{other} {ahead} ({behind}) of {len(diffs)}")
     if not parts:
-        return f"{start} at no budget that the others were run at."
-    return (
-        f"{start} ahead of, and behind, beyond the 95 % interval, at how many equal token budgets: {'; '.join(parts)}."
-    )
+        return f"{start} at no budget of the others."
+    return f"{start} ahead (behind), beyond the 95 % interval, at so many equal token budgets: {', '.join(parts)}."
 
 
 def _dense(sweep: Sweep, dense: Setting) -> str:
@@ -141,35 +139,35 @@ def _dense(sweep: Sweep, dense: Setting) -> str:
     problems = Sweep([dense]).problems
     return (
         f"dense answers {_percent(dense.accuracy.mean)} of {problems} right (95 % interval "
-        f"{_percent(low)} to {_percent(high)}); prompt and answer together take {sweep.context:.0f} tokens on average."
+        f"{_percent(low)} to {_percent(high)}); prompt and answer have {sweep.context:.0f} tokens on average."
     )
 
 
 def verdict(sweep: Sweep) -> str:
     """State the budget that each method needs to match dense."""
     if sweep.dense is None:
-        return "No dense run is among these, so nothing says what sparsity costs."
+        return "There is no dense run, so the cost of sparsity is not known."
     if at_chance(sweep.dense):
         return (
             f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, which is not clearly better than guessing: "
-            "nothing here says what sparsity costs."
+            "the cost of sparsity cannot be measured."
         )
     enough, short, open_ = list[str](), list[str](), list[str]()
     for method in sweep.methods:
-        if (found := _enough(sweep, method, sweep.dense)) is None:
+        if (smallest := _smallest_lossless(sweep, method, sweep.dense)) is None:
             continue
-        setting, difference = found
+        setting, difference = smallest
         if _not_worse(difference):
             enough.append(f"{method} {setting.budget} tokens ({_share_of_context(sweep, setting)})")
         else:
             (short if (-difference).positive else open_).append(method)
     start = f"Dense answers {_percent(sweep.dense.accuracy.mean)} right, with {sweep.context:.0f} tokens of context. "
-    needs = f"No loss against it could be shown from these budgets on: {', '.join(enough)}. " if enough else ""
+    needs = f"No measurable loss from these budgets on: {', '.join(enough)}. " if enough else ""
     lost = f"No tested budget was enough for {', '.join(short)}. " if short else ""
     return (start + needs + lost + (f"Too few problems to tell for {', '.join(open_)}." if open_ else "")).strip()
 
 
-def _enough(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
+def _smallest_lossless(sweep: Sweep, method: str, dense: Setting) -> tuple[Setting, Difference] | None:
     """The setting with the smallest budget from which on no loss is shown (if there is none, with the largest budget)
     and its difference from dense; ``None`` if they share no problem.
     """
@@ -191,9 +189,9 @@ def _share_of_context(sweep: Sweep, setting: Setting) -> str:
 
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     """Compare a method to dense at the budget that it needs; ``None`` if they share no problem."""
-    if (found := _enough(sweep, method, dense)) is None:
+    if (smallest := _smallest_lossless(sweep, method, dense)) is None:
         return None
-    setting, difference = found
+    setting, difference = smallest
     points = f"is {in_points(difference)} points from dense"
     if not _not_worse(difference):
         lost = (-difference).positive
@@ -203,17 +201,17 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     if difference.low >= -CLOSE and difference.high <= CLOSE:
         return f"{start}: level with dense."
     if difference.positive:
-        return f"{start}, more than chance explains: leaving tokens out repairs something that dense gets wrong."
+        return f"{start}, beyond the 95 % interval: better than dense."
     reach = -100 * difference.low if difference.n > 1 else 100
-    return f"{start}: no loss could be shown, but one of up to {reach:.0f} points could go unseen here."
+    return f"{start}: no measurable loss, but one of up to {reach:.0f} points is possible."
 
 
 def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
-    found = _by_budget(sweep, gate, other)
-    if not found:
+    diffs = _by_budget(sweep, gate, other)
+    if not diffs:
         return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
-    points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in found.items())
-    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in found.values())} of {len(found)} budgets"
+    points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in diffs.items())
+    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in diffs.values())} of {len(diffs)} budgets"
     return f"{gate} minus {other}, points on the same problems: {points} ({wins})."
 
 
@@ -244,14 +242,14 @@ def cautions(sweep: Sweep) -> list[str]:
         ]
     most = max(s.accuracy.n for s in sweep.settings)
     if sweep.dense is None:
-        lines.append("there is no dense run, so nothing here says how much accuracy sparsity costs.")
+        lines.append("there is no dense run, so the cost of sparsity is not known.")
     elif most > 1:
         compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
         if known := [d for d in compared if not math.isnan(d.se)]:
             least = max(d.margin for d in known)
             lines.append(f"with {sweep.problems}, differences to dense below {100 * least:.0f} points may be chance.")
     if most == 1:
-        lines.append("a single problem gives no interval; no difference here can be told from chance.")
+        lines.append("a single problem gives no interval; any difference may be chance.")
     greedy = sweep.config["generation"]["temperature"] == 0
     if greedy:
         lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
@@ -259,7 +257,7 @@ def cautions(sweep: Sweep) -> list[str]:
     for setting in sweep.settings:
         if setting.metrics["unanswered_rate"] > UNANSWERED:
             lines.append(
-                f"in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers none was found."
+                f"no result was found in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers."
             )
         if setting.metrics["truncation_rate"] > TRUNCATED:
             truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
@@ -270,16 +268,16 @@ def cautions(sweep: Sweep) -> list[str]:
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
     if sweep.dense is not None and at_chance(sweep.dense):
-        lines.insert(0, "dense itself is not clearly better than guessing, so the comparison says nothing.")
+        lines.insert(0, "dense itself is not clearly better than guessing, so differences from it are not meaningful.")
     if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
-        lines.append("in this file the right option is A in every problem; a model that likes A gains from that.")
+        lines.append("in this file the right option is A in every problem; a model that prefers A gains from that.")
     if {s.evicts for s in sweep.settings if s.method != "dense"} == {True, False}:
         lines.append(
-            "at equal token budgets an evicting method holds what a selecting one reads, and the selecting one holds "
-            "everything: compare the two by bytes."
+            "at equal token budgets, an evicting method stores only the budget, and a selecting method stores all "
+            "tokens and reads only the budget: compare the two by bytes."
         )
     lines += [
-        f"{s.label} shared no block in any answer, so it says nothing about sharing (no step ended or was like "
+        f"{s.label} shared no block in any answer, so it does not measure sharing (no step ended or was like "
         "an earlier one, or the answers were too short for its warm-up and block size)."
         for s in sweep.settings
         if s.metrics["amsr"] == 0
@@ -293,7 +291,7 @@ def cautions(sweep: Sweep) -> list[str]:
     if len({str(environment.get("hardware")) for environment in environments}) > 1:
         lines.append("the settings ran on different machines; do not compare their tokens per second.")
     versions = {name: sorted({str(each.get(name) or "unknown") for each in environments}) for name in SOFTWARE}
-    if unlike := "; ".join(f"{name} {', '.join(found)}" for name, found in versions.items() if len(found) > 1):
+    if unlike := "; ".join(f"{name} {', '.join(values)}" for name, values in versions.items() if len(values) > 1):
         lines.append(f"the settings were made with different software: {unlike}; differences may come from that.")
     return lines
 

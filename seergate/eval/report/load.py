@@ -15,7 +15,7 @@ from seergate.eval.statistics.intervals import Difference, Estimate, paired, wil
 from seergate.eval.statistics.metrics import by_problem, derive
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
 
-SAID_OTHERWISE = ("name", "nominal", "token_budget", "budget_share", "threshold", "block_size", "dense_layers")
+SHOWN_ELSEWHERE = ("name", "nominal", "token_budget", "budget_share", "threshold", "block_size", "dense_layers")
 """Options that `Setting.own_options` leaves out: tables or other parts of a series' name show them."""
 
 NEEDED = {
@@ -109,8 +109,8 @@ class Setting:
 
     def own_options(self) -> dict[str, Any]:
         """The recorded options of its method, except those that are shown elsewhere."""
-        said = {*SAID_OTHERWISE, *(f"gate.{key}" for key in SAID_OTHERWISE if self.kind.shares_blocks)}
-        return _without(self.config["method"], *said)
+        elsewhere = {*SHOWN_ELSEWHERE, *(f"gate.{key}" for key in SHOWN_ELSEWHERE if self.kind.shares_blocks)}
+        return _without(self.config["method"], *elsewhere)
 
     def _of(self, key: str) -> Any:
         """The value of a method's option; if a method that shares blocks does not have it, that of its gate."""
@@ -242,9 +242,9 @@ class Sweep:
     @property
     def proxies_on(self) -> str | None:
         """The setting on whose generations all proxies were measured; ``None`` if unknown, or if windows differ."""
-        found = [s.proxies or {} for s in self.having("next_token_kl")]
-        same = len({record.get("contexts") for record in found}) == 1
-        return found[0].get("reference") if same else None
+        records = [s.proxies or {} for s in self.having("next_token_kl")]
+        same = len({record.get("contexts") for record in records}) == 1
+        return records[0].get("reference") if same else None
 
     @property
     def context(self) -> float:
@@ -280,11 +280,11 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     Raises:
         SeergateError: if no run has finished samples, a run is damaged, or two are runs of the same setting.
     """
-    found: dict[Path, Path] = {}
+    paths: dict[Path, Path] = {}
     for root in roots:
         for path in store.run_directories(root):
-            found.setdefault(path.resolve(), path)  # a run may be given twice
-    started = [setting for path in found.values() if (setting := load_setting(path)) is not None]
+            paths.setdefault(path.resolve(), path)  # a run may be given twice
+    started = [setting for path in paths.values() if (setting := load_setting(path)) is not None]
     if not started:
         raise SeergateError(f"{', '.join(map(str, roots))} holds no runs with finished samples")
     groups = grouped(started, lambda setting: repr(setting.identity()))
@@ -301,10 +301,10 @@ def grouped(settings: Iterable[Setting], key: Callable[[Setting], Any]) -> dict[
 
 def apart(sweeps: list[Sweep]) -> list[dict[str, Any]]:
     """For each sweep, its values of the options in which the sweeps differ: name -> value."""
-    found = [sweep.settings[0].identity() for sweep in sweeps]
-    names = dict.fromkeys(name for own in found for name in own)
-    different = [name for name in names if len({repr(own.get(name)) for own in found}) > 1]
-    return [{name: own.get(name, "not recorded") for name in different} for own in found]
+    identities = [sweep.settings[0].identity() for sweep in sweeps]
+    names = dict.fromkeys(name for own in identities for name in own)
+    different = [name for name in names if len({repr(own.get(name)) for own in identities}) > 1]
+    return [{name: own.get(name, "not recorded") for name in different} for own in identities]
 
 
 def _without(values: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -353,17 +353,17 @@ def _telling(fingerprints: Collection[str]) -> int:
 
 def _distinguishing(settings: list[Setting]) -> list[str]:
     """The options in which settings of one method differ although the rest of their names is the same."""
-    found: dict[str, None] = {}
+    differing: dict[str, None] = {}
     for group in grouped(settings, lambda s: (s.budget, s.share, s.threshold, s.block_size, s.dense_layers)).values():
         options = [s.own_options() for s in group]
         keys = dict.fromkeys(key for own in options for key in own)
-        found |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
-    return list(found)
+        differing |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
+    return list(differing)
 
 
 def _rank(setting: Setting) -> tuple[Any, ...]:
     name = setting.method.partition("+")[0]
     known = list(METHODS).index(name) if name in METHODS and METHODS[name].plot_style else len(METHODS)
     limits = setting.budget or 10**9, setting.share or 0.0, setting.threshold or 0.0
-    kept = setting.block_size or 0, setting.dense_layers, *limits
-    return known, setting.method, *kept, setting.metrics.get("resident_bytes_mean") or 0.0
+    rest = setting.block_size or 0, setting.dense_layers, *limits
+    return known, setting.method, *rest, setting.metrics.get("resident_bytes_mean") or 0.0

@@ -322,10 +322,10 @@ def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setti
     """Draw the paper's accuracy (%) for finished settings that it ran too: hollow markers, and a line for dense."""
     for method in dict.fromkeys(s.method for _, s in points):
         ours = [(x, s) for x, s in points if s.method == method and s.complete]
-        found = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
-        if found:
+        pairs = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
+        if pairs:
             how = {**style(method), "linestyle": "", "markersize": 9, "markerfacecolor": "none"}
-            axis.plot(*zip(*found, strict=True), label=f"{method}, published", zorder=4, **how)
+            axis.plot(*zip(*pairs, strict=True), label=f"{method}, published", zorder=4, **how)
     dense = published(sweep.dense.config) if sweep.dense is not None and sweep.dense.complete else None
     if dense is not None:
         axis.axhline(dense, color="#000000", linestyle=":", linewidth=1.2, label="dense, published")

@@ -100,8 +100,8 @@ def published(config: dict[str, Any]) -> float | None:
     if not _as_published(config):
         return None
     if method["name"] == Quest.name:
-        found = table_1(config)
-        return None if found is None else found[0]
+        entry = table_1(config)
+        return None if entry is None else entry[0]
     budgets, models = _PUBLISHED.get(str(task["name"]), ((), {}))
     values = models.get(model_key(config))
     return None if values is None else dict(zip(budgets, values, strict=True)).get(method.get("token_budget"))
@@ -117,14 +117,14 @@ def table_1(config: dict[str, Any]) -> tuple[float, float] | None:
 def deviations(config: dict[str, Any]) -> list[str]:
     """How a run that has a published number differs from the paper's run, in words."""
     generation, samples = config["generation"], HUB_TASKS[config["task"]["name"]].samples
-    found = [] if generation["samples"] == samples else [f"samples {generation['samples']} instead of {samples}"]
+    differences = [] if generation["samples"] == samples else [f"samples {generation['samples']} instead of {samples}"]
     if config["method"]["name"] == Quest.name and config["method"]["group_reduction"] != "separate":
-        found.insert(0, "pages chosen per KV head, not query head")
+        differences.insert(0, "pages chosen per KV head, not query head")
     for name, theirs in _SAMPLING.items():
         ours = generation.get(name, theirs)
         if ours != theirs:
-            found.append(f"{name.replace('_', '-')} {ours:g} instead of {theirs:g}")
-    return found
+            differences.append(f"{name.replace('_', '-')} {ours:g} instead of {theirs:g}")
+    return differences
 
 
 def _as_published(config: dict[str, Any]) -> bool:

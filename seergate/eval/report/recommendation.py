@@ -13,13 +13,13 @@ METHOD = "gate"
 
 
 @dataclass(frozen=True)
-class _Found:
-    """The result of one kind of measurement: a sentence; ``tells``, whether the data could have shown a loss; and the
-    smallest budget from which on no loss was seen, or ``None``.
+class _Conclusion:
+    """The result of one kind of measurement: a sentence; ``conclusive``, whether the data could have shown a loss; and
+    the smallest budget from which on no loss was seen, or ``None``.
     """
 
     sentence: str
-    tells: bool
+    conclusive: bool
     budget: int | None
 
 
@@ -37,27 +37,27 @@ def recommendation(answers: Sweep, texts: Sweep) -> list[str]:
         Three sentences: by answers, by texts, and by both together.
     """
     by_answers, by_texts = _of_answers(answers), _of_texts(texts)
-    return [by_answers.sentence, by_texts.sentence, _together(by_answers, by_texts, answers)]
+    return [by_answers.sentence, by_texts.sentence, _combine(by_answers, by_texts, answers)]
 
 
-def _of_answers(sweep: Sweep) -> _Found:
+def _of_answers(sweep: Sweep) -> _Conclusion:
     dense, settings = sweep.dense, sweep.of(METHOD)
     assert dense is not None
     task = sweep.config["task"]
     of = f"{dense.accuracy.n} problems of the task {task['name']}"
     if at_chance(dense):
-        return _Found(
-            f"Answers cannot tell what a budget loses: dense attention itself answers {_right(dense)} of {of} right.",
+        return _Conclusion(
+            f"Answers cannot measure a budget's loss: dense attention itself answers {_right(dense)} of {of} right.",
             False,
             None,
         )
     compared = [sweep.difference(each, dense) for each in settings]
     start = f"Of {of}, dense attention answers {_right(dense)} right; the gates "
     parts = ", ".join(f"{_right(each)} at {_tokens(each.budget)}" for each in settings)
-    return _concluded(start + parts, settings, compared, "points")
+    return _conclude(start + parts, settings, compared, "points")
 
 
-def _of_texts(sweep: Sweep) -> _Found:
+def _of_texts(sweep: Sweep) -> _Conclusion:
     settings = sweep.of(METHOD)
     compared = [mean_and_interval([x["dense_loss"] - x["loss"] for x in each.samples]) for each in settings]
     first = settings[0].metrics
@@ -71,42 +71,42 @@ def _of_texts(sweep: Sweep) -> _Found:
         f"On {count} held-out text{'s' * (count != 1)} of {length:,} tokens dense attention has a perplexity of "
         f"{first['dense_perplexity']:.2f}; the gates {parts}"
     )
-    return _concluded(text, settings, compared, "% of perplexity", tells=count > 1)
+    return _conclude(text, settings, compared, "% of perplexity", conclusive=count > 1)
 
 
-def _concluded(
-    text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, tells: bool = True
-) -> _Found:
-    """Complete a sentence with the budget from which on no loss was seen, and how large a loss could go unseen."""
+def _conclude(
+    text: str, settings: Sequence[Setting], compared: Sequence[Difference], unit: str, conclusive: bool = True
+) -> _Conclusion:
+    """Complete a sentence with the budget from which on no loss was seen, and how large an unseen loss may be."""
     first = enough_from(compared)
     if first is None:
         largest = _tokens(settings[-1].budget)
         seen = (-compared[-1]).positive
-        said = f"a loss could be seen even at {largest}" if seen else f"too few to tell if {largest} lose something"
-        return _Found(f"{text}: {said}.", tells, None)
-    said = "no loss could be seen " + ("at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on")
+        loss = f"a measurable loss even at {largest}" if seen else f"too few to tell if {largest} cause a loss"
+        return _Conclusion(f"{text}: {loss}.", conclusive, None)
+    loss = "no measurable loss " + ("at any budget" if first == 0 else f"from {_tokens(settings[first].budget)} on")
     if compared[first].n == 1:
-        said += ", but a single one shows nothing"
+        loss += ", but a single one proves nothing"
     else:
-        said += f", where one of up to {max(0.0, -100 * compared[first].low):.1f} {unit} could go unseen"
-    return _Found(f"{text}: {said}.", tells, settings[first].budget)
+        loss += f", but one of up to {max(0.0, -100 * compared[first].low):.1f} {unit} is possible"
+    return _Conclusion(f"{text}: {loss}.", conclusive, settings[first].budget)
 
 
-def _together(answers: _Found, texts: _Found, sweep: Sweep) -> str:
-    telling = [found for found in (answers, texts) if found.tells]
-    if not telling:
-        return "So nothing here says which budget to take: give more problems or texts, or an easier task."
-    alone = "" if len(telling) == 2 else f", by {'texts' if texts.tells else 'answers'} alone"
-    budgets = [found.budget for found in telling if found.budget is not None]
-    if len(budgets) < len(telling):
+def _combine(answers: _Conclusion, texts: _Conclusion, sweep: Sweep) -> str:
+    conclusive = [result for result in (answers, texts) if result.conclusive]
+    if not conclusive:
+        return "So no budget can be recommended: give more problems or texts, or an easier task."
+    alone = "" if len(conclusive) == 2 else f", by {'texts' if texts.conclusive else 'answers'} alone"
+    budgets = [result.budget for result in conclusive if result.budget is not None]
+    if len(budgets) < len(conclusive):
         return (
-            f"So at no budget up to {_tokens(max(sweep.budgets))} is it clear that nothing is lost{alone}: train for "
+            f"So no budget up to {_tokens(max(sweep.budgets))} is clearly without loss{alone}: train for "
             "longer, or give larger budgets."
         )
     budget = max(budgets)
     return (
         f"So {_tokens(budget)}, {100 * budget / sweep.context:.0f} % of a context of {sweep.context:,.0f}, is the "
-        f"smallest budget that loses nothing that could be seen{alone}."
+        f"smallest budget with no measurable loss{alone}."
     )
 
 

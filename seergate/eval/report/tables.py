@@ -13,7 +13,7 @@ import numpy as np
 
 from seergate.escaping import markdown_text
 from seergate.eval.calibration.matching import MEASURES, record_path
-from seergate.eval.report.findings import in_points, with_ends
+from seergate.eval.report.findings import in_points, with_interval
 from seergate.eval.report.load import Setting, Sweep
 from seergate.eval.statistics.intervals import Difference, mean_and_interval
 from seergate.eval.statistics.metrics import REPLY
@@ -144,8 +144,8 @@ PROXIES: Columns = {
 TEXTS: Columns = {
     "method": lambda _, s: s.marked,
     "budget": lambda _, s: scaled(s.budget, 1, 0),
-    "KL": lambda _, s: with_ends(s.metrics, "kl"),
-    "KL, 99th percentile": lambda _, s: with_ends(s.metrics, "kl_p99"),
+    "KL": lambda _, s: with_interval(s.metrics, "kl"),
+    "KL, 99th percentile": lambda _, s: with_interval(s.metrics, "kl_p99"),
     "minus the gate's": _minus_gate,
     "perplexity": figure_of("perplexity"),
     "same token %": figure_of("agreement", 100),
@@ -215,9 +215,9 @@ def table_beside(
 BYTES_WORDS = {"resident": "resident bytes", "read": "bytes read per step"}
 EQUAL_BYTES_NOTE = (
     "A target of *n tokens* is the bytes that n tokens of the dense cache take; other targets are what a method "
-    "without a budget was measured to take. Each method got the setting that comes nearest on a replayed answer; *kB* "
-    "and *off by* are what its own answers then took. Methods that hold everything cannot hold less; those named "
-    "below the table could not come within 10 % of a target and were not run for it."
+    "without a budget was measured to take. Each method got the nearest setting on a replayed answer; *kB* and *off "
+    "by* were measured on its own answers. Methods that keep all tokens cannot hold less. Those named below the table "
+    "could not come within 10 % of a target and were not run for it."
 )
 
 
@@ -253,8 +253,8 @@ def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
                 add(target, s, f"{option}{m['value']}", m["target_bytes"])
         missed = {m["method"]: 100 * (m["bytes"] / m["target_bytes"] - 1) for m in group if not m["matched"]}
         if missed:
-            said = ", ".join(f"{method} ({percent:+.0f} %)" for method, percent in missed.items())
-            impossible.append(f"- {markdown_text(f'not possible at {target}: {said}')}")
+            listed = ", ".join(f"{method} ({percent:+.0f} %)" for method, percent in missed.items())
+            impossible.append(f"- {markdown_text(f'not possible at {target}: {listed}')}")
     header = ["target", "method", "setting", "kB", "off by %", "accuracy %", "95 % interval", "minus dense"]
     blocks = [EQUAL_BYTES_NOTE, markdown(header, rows, left=3), "\n".join(impossible)]
     return "\n\n".join(filter(None, blocks))

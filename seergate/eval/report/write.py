@@ -66,18 +66,18 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
     sweeps = load_sweeps(root, *others)
     out = out or root
     out.mkdir(parents=True, exist_ok=True)
-    parts, plots, said = [], [], []
+    parts, plots, sentences = [], [], []
     for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):
         suffix = f"-{i + 1}" if len(sweeps) > 1 else ""
         text, images = _section(sweep, out, suffix, why)
         parts.append(text)
         plots += images
-        said += findings(sweep)
+        sentences += findings(sweep)
     title = f"Decoding with a token budget: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}"
     markdown = "\n".join([f"# {markdown_text(title)}\n", *parts])
     write_text(out / "report.md", markdown)
     write_text(out / "report.html", to_html(title, markdown, out))
-    return Report(out / "report.md", out / "report.html", plots, said)
+    return Report(out / "report.md", out / "report.html", plots, sentences)
 
 
 def _name(sweep: Sweep) -> str:
@@ -104,7 +104,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
         picture = plot(accuracy_plot, "accuracy", "Accuracy against token budget") if sweep.budgets else []
         details = _details(sweep, plot)
     if why:
-        first.insert(0, f"A section of its own, as not all runs have: {markdown_text(_pairs(why))}.")
+        first.insert(0, f"A separate section, as not all runs have: {markdown_text(_pairs(why))}.")
     blocks = [
         *picture,
         "## What this shows",
@@ -167,9 +167,9 @@ def _sample_answers(sweep: Sweep) -> list[str]:
         for sample in s.samples:
             first.setdefault(str(sample["problem_id"]), {}).setdefault(s.label, sample)
     shared = [answers for answers in first.values() if len(answers) == max(map(len, first.values()))]
-    answers = min(shared, key=lambda found: abs(sum(bool(a["correct"]) for a in found.values()) - len(found) / 2))
+    answers = min(shared, key=lambda each: abs(sum(bool(a["correct"]) for a in each.values()) - len(each) / 2))
     some = next(iter(answers.values()))
-    problem = f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of what each wrote."
+    problem = f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of each completion."
     blocks = [markdown_text(problem)]
     for label, sample in answers.items():
         result = "right" if sample["correct"] else "wrong"
@@ -188,12 +188,12 @@ _FOLDED = "<details><summary>"
 
 
 _CORE_NOTE = (
-    "What stands in brackets, bars and bands are 95 % intervals. *minus dense*: points, on the same problems. "
+    "Brackets, error bars and bands are 95 % intervals. *minus dense*: points, on the same problems. "
     "*truncated*: the answer hit the length limit. *density*: tokens read per token of context. *held*: per sequence, "
     "mean over steps."
 )
 _TEXTS_NOTE = (
-    "The beginning of each text is read like a prompt; the tokens behind it are given one by one. KL is to dense "
+    "The beginning of each text is read like a prompt; the tokens after it are given one by one. KL is to dense "
     "attention's distribution of the next token, in nats per token: mean over texts, and 99th percentile of all "
     "tokens, with 95 % intervals clustered by text; beside it the paired difference from the first gate's at the same "
     "budget. "
@@ -208,19 +208,19 @@ _ACCURACY_NOTE = (
 )
 _COST_NOTE = (
     "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "
-    "cached*: per layer and KV head, mean over steps; what kv4bit has rounded lies beside the cache. *read per step* "
-    "counts keys, values and whatever the method read to decide. *held* is what a sequence's tokens and the method's "
-    "memory of them take, the same in any batch; its peak is often the prompt. *allocated* is a sequence's equal "
+    "cached*: per layer and KV head, mean over steps; tokens quantised by kv4bit are not counted. *read per step* "
+    "counts keys, values and whatever the method read to decide. *held*: memory of a sequence's tokens and of the "
+    "method's state for them, the same in any batch; its peak is often the prompt. *allocated* is a sequence's equal "
     "share of the batch's buffers, which are as long as the longest needs and have room to grow; on pages, of the "
-    "blocks in use. *tokens/s* is what the batch as a whole delivered on the machine below, and depends on what else "
-    "ran there."
+    "blocks in use. *tokens/s* is the speed of the whole batch on the machine below, and depends on what else ran "
+    "there."
 )
 _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
-    "*published* is its repository, of Quest its Table 1. The repository's loop samples with temperature and top-p "
-    "only, while a model's generation_config may add top-k, and its length limit counts the prompt; *unlike the "
-    "paper* names what a row had otherwise. A difference inside our interval is no difference; "
-    "the published numbers have an error of their own, not known."
+    "*published* is from its repository; for Quest, from its Table 1. The repository's loop samples with temperature "
+    "and top-p only, while a model's generation_config may add top-k, and its length limit counts the prompt; *unlike "
+    "the paper* names the options of a row that differ. A difference within our interval is no evidence; the error of "
+    "the published numbers is not known."
 )
 _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all samples, mean over problems."
 
@@ -254,7 +254,7 @@ def _whose(sweep: Sweep) -> str:
         return f"{markdown_text(sweep.proxies_on)}'s own generations, the same for every method"
     return (
         "reference reasoning, which is not known to be the same for all settings, so do not compare them by these "
-        "figures (`contexts` in `proxies.json` tells; `--measure-recall` beside a dense run measures anew)"
+        "figures (see `contexts` in `proxies.json`; `--measure-recall` with a dense run measures again)"
     )
 
 
@@ -264,7 +264,7 @@ def _windows(proxies: dict[str, Any]) -> str:
 
 def _recall_note(sweep: Sweep) -> str:
     recall = next(s.proxies for s in sweep.having("recall") if s.proxies is not None)
-    wrong = ", so that a method that loses its way is not measured on its own wrong path" if sweep.proxies_on else ""
+    wrong = ", so that a method is not measured on its own wrong answers" if sweep.proxies_on else ""
     return (
         f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
         f"{_windows(recall)} of {_whose(sweep)}{wrong}. Layers "

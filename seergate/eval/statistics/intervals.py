@@ -96,14 +96,14 @@ def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[
     if not common:
         raise ValueError("the two runs have no problem in common; they cannot be compared")
     differences = [_mean(ours[p]) - _mean(baseline[p]) for p in common]
-    found = mean_and_error(differences)
-    if found.n == 1:
-        return Difference(found.mean, found.se, 1)
+    diff = mean_and_error(differences)
+    if diff.n == 1:
+        return Difference(diff.mean, diff.se, 1)
     apart = [d * d for d in differences if abs(d) > ALIKE]
     size = math.sqrt((1 + math.fsum(apart)) / (1 + len(apart)))
     wider = mean_and_error([*differences, size, -size])
     half = t95(wider.n - 1) * wider.se
-    return Difference(found.mean, found.se, found.n, max(-1.0, wider.mean - half), min(1.0, wider.mean + half))
+    return Difference(diff.mean, diff.se, diff.n, max(-1.0, wider.mean - half), min(1.0, wider.mean + half))
 
 
 def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
@@ -135,13 +135,13 @@ def clustered_quantile(groups: Sequence[Sequence[float]], share: float) -> tuple
     not independent. The ends are ``nan`` for one group.
     """
     values = [np.asarray(group) for group in groups]
-    found = float(np.quantile(np.concatenate(values), share))
+    point = float(np.quantile(np.concatenate(values), share))
     if len(values) == 1:
-        return found, math.nan, math.nan
+        return point, math.nan, math.nan
     drawn = np.random.default_rng(0).integers(len(values), size=(RESAMPLES, len(values)))
     again = [np.quantile(np.concatenate([values[i] for i in some]), share) for some in drawn]
     low, high = np.quantile(again, (0.025, 0.975)).tolist()
-    return found, low, high
+    return point, low, high
 
 
 def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
@@ -164,9 +164,9 @@ def mean_and_error(values: Sequence[float]) -> Estimate:
 
 def mean_and_interval(values: Sequence[float]) -> Difference:
     """Mean of independent values, such as differences by text, with its 95 % interval by Student's t."""
-    found = mean_and_error(values)
-    half = t95(found.n - 1) * found.se
-    return Difference(found.mean, found.se, found.n, found.mean - half, found.mean + half)
+    diff = mean_and_error(values)
+    half = t95(diff.n - 1) * diff.se
+    return Difference(diff.mean, diff.se, diff.n, diff.mean - half, diff.mean + half)
 
 
 def wilson(estimate: Estimate, samples: int | None = None) -> tuple[float, float]:

@@ -112,14 +112,14 @@ def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
         ``_high``, the ends of its 95 % interval, clustered by text, which are ``None`` for one text; ``kl_se``,
         ``agreement_se``; ``perplexity`` and ``dense_perplexity``; ``n_problems``; means of `COSTS`, maxima of `PEAKS`.
     """
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for name in ("kl", "loss", "agreement"):
         mean = mean_and_interval([float(np.mean(text[name])) for text in texts])
-        found |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high, f"{name}_se": mean.se}
+        metrics |= {name: mean.mean, f"{name}_low": mean.low, f"{name}_high": mean.high, f"{name}_se": mean.se}
     p99, low, high = clustered_quantile([text["kl"] for text in texts], 0.99)
-    found |= {"kl_p99": p99, "kl_p99_low": low, "kl_p99_high": high}
-    found |= {"perplexity": math.exp(found["loss"]), "n_problems": len(texts), "n_samples": len(texts)}
-    found["dense_perplexity"] = math.exp(np.mean([text["dense_loss"] for text in texts]))
+    metrics |= {"kl_p99": p99, "kl_p99_low": low, "kl_p99_high": high}
+    metrics |= {"perplexity": math.exp(metrics["loss"]), "n_problems": len(texts), "n_samples": len(texts)}
+    metrics["dense_perplexity"] = math.exp(np.mean([text["dense_loss"] for text in texts]))
     read = {name: [text[name] for text in texts if name in text] for name in (*COSTS, *PEAKS, "n_tokens", "seconds")}
-    found |= {name: float((max if name in PEAKS else np.mean)(values)) for name, values in read.items() if values}
-    return {name: None if math.isnan(value) else value for name, value in found.items()}
+    metrics |= {name: float((max if name in PEAKS else np.mean)(values)) for name, values in read.items() if values}
+    return {name: None if math.isnan(value) else value for name, value in metrics.items()}

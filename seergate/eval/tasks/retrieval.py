@@ -115,8 +115,8 @@ def needle(
         one = "The special magic number for" if values == 1 else "One of the special magic numbers for"
         facts = [(random.random(), f"{one} {city} is {number}.") for city in cities for number in numbers[city]]
         facts[0] = depth, facts[0][1]
-        asked, single = listed(cities[:queries]), values * queries == 1
-        what = f"special magic number{'' if single else 's'} for {asked}"
+        places, single = listed(cities[:queries]), values * queries == 1
+        what = f"special magic number{'' if single else 's'} for {places}"
         return _Hidden(
             facts,
             "Some special magic numbers are hidden in the following text. Remember them; you will be asked for them.",
@@ -282,8 +282,8 @@ def _task(
             tokens, depth = length[i % len(length)], depths[i // len(length) % len(depths)]
             problem_id = f"{tokens}-{depth}-{i // (len(length) * len(depths))}"
             hidden = hide(Random(f"{name}/{seed}/{problem_id}"), depth / 100)
-            made = partial(hidden.problem, problem_id, start, chat)
-            yield made(_most(tokenizer, made, tokens - room, f"length is {tokens}"))
+            build = partial(hidden.problem, problem_id, start, chat)
+            yield build(_largest_count(tokenizer, build, tokens - room, f"length is {tokens}"))
 
     return Task(
         name=name,
@@ -305,14 +305,14 @@ def _task(
     )
 
 
-def _most(tokenizer: PreTrainedTokenizerBase, made: Callable[[int], Problem], tokens: int, what: str) -> int:
+def _largest_count(tokenizer: PreTrainedTokenizerBase, build: Callable[[int], Problem], tokens: int, what: str) -> int:
     """The largest number of sentences with which a problem's prompt has at most ``tokens`` tokens."""
 
     def size(count: int) -> int:
-        return len(encode(tokenizer, prompt_text(tokenizer, made(count))))
+        return len(encode(tokenizer, prompt_text(tokenizer, build(count))))
 
     if (least := size(0)) > tokens:
-        raise SeergateError(f"{what}; the question, what is to be found and the answer alone take more ({least})")
+        raise SeergateError(f"{what}; the question, the facts asked for and the answer alone take more ({least})")
     low, high = 0, 1
     while size(high) <= tokens:
         low, high = high, 2 * high

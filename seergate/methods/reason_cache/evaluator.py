@@ -144,7 +144,7 @@ class Evaluator:
         pages = None if row.pages is None else row.pages()
         if not index or pages is None or not (layers := pages.buffers()):
             return
-        candidates = self._similar_steps(row, steps, index)
+        candidates = self._similar_steps(steps, index)
         if not candidates:
             return
         steps[index].repeats = candidates[0]
@@ -161,13 +161,13 @@ class Evaluator:
             row.blocks[newer] = row.blocks[older]
             pages.decisions.append(Decision(uid, newer, older, *serials, kind))
 
-    def _similar_steps(self, row: _Row, steps: list[ReasoningStep], index: int) -> list[int]:
+    def _similar_steps(self, steps: list[ReasoningStep], index: int) -> list[int]:
         """Earlier steps that pass both parts of stage 1, the most similar first."""
         step = steps[index]
         with self._timed("lexical"):
-            found = [similarity(step, earlier) for earlier in steps[:index]]
-            threshold = adaptive_threshold(found, self.method.strict, self.method.soft)
-            similar = sorted((i for i in range(index) if found[i] > threshold), key=lambda i: (-found[i], -i))
+            scores = [similarity(step, earlier) for earlier in steps[:index]]
+            threshold = adaptive_threshold(scores, self.method.strict, self.method.soft)
+            similar = sorted((i for i in range(index) if scores[i] > threshold), key=lambda i: (-scores[i], -i))
         self.counts["similar_steps"] += len(similar)
         self._give_way()
         if self.method.structural_check and similar:

@@ -52,8 +52,8 @@ def formal_content(text: str, in_code: bool = False) -> Tree | None:
 
 
 def _plain_formulas(prose: str) -> list[Tree]:
-    found = [match.group() for match in PLAIN.finditer(prose)]
-    return [_token_tree("formula", formula) for formula in found if re.search(r"\d|=", formula)]
+    formulas = [match.group() for match in PLAIN.finditer(prose)]
+    return [_token_tree("formula", formula) for formula in formulas if re.search(r"\d|=", formula)]
 
 
 def _token_tree(label: str, text: str) -> Tree:

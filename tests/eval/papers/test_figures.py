@@ -12,7 +12,7 @@ from seergate import GateBank, GateConfig
 from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.config import SCORERS, is_retention
 from seergate.eval.papers.figures import FIGURES, SEER
-from seergate.eval.papers.looks import LOOKS
+from seergate.eval.papers.looks import STYLES
 from seergate.eval.sweep_plan import SweepPlan
 from tests.cli.test_evaluation import call
 from tests.support import evaluation as support
@@ -151,7 +151,7 @@ def test_figures_of_the_other_papers(name, tmp_path, capsys):
     """With their own settings for the tiny reasoner, on two small problems."""
     assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err
     (page,) = tmp_path.glob(f"*{name}.md")
-    text, look = page.read_text(), LOOKS[FIGURES[name].look]
+    text, look = page.read_text(), STYLES[FIGURES[name].style]
     assert text.startswith(f"# {FIGURES[name].source} on our runs: ") and "\n| " in text
     assert "Beside the paper's" not in text, "no paper has the tiny reasoner"
     assert (look.draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
@@ -171,7 +171,7 @@ def specs_of(values, sizes=(64,)):
 
 
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
-    assert set(FIGURES) < set(NAMES) and {figure.look for figure in FIGURES.values()} == set(LOOKS)
+    assert set(FIGURES) < set(NAMES) and {figure.style for figure in FIGURES.values()} == set(STYLES)
     for name, figure in FIGURES.items():
         for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
             specs = specs_of(values)

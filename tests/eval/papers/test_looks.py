@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from seergate.eval.papers.figures import FIGURES
-from seergate.eval.papers.looks import LOOKS, beside, ngram_entropy, repeated_steps
+from seergate.eval.papers.looks import STYLES, beside, ngram_entropy, repeated_steps
 from seergate.eval.report import load_sweeps
 from seergate.eval.report.plots import draw_published, pyplot
 from seergate.eval.settings import MethodSpec, grid
@@ -74,7 +74,7 @@ def runs_of(name: str, root: Path, bank) -> Path:
 def test_figures_have_the_numbers_that_are_known(name, drawn, tmp_path, bank):
     """Figure 8, for one, whose series are named "gate, all sparse" and "gate, layers 0,1 dense"."""
     (sweep,) = load_sweeps(runs_of(name, tmp_path, bank))
-    draw = LOOKS[FIGURES[name].look].draw
+    draw = STYLES[FIGURES[name].style].draw
     assert draw is not None
     text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
     assert set(re.findall(r"<!-- (\w+), published -->", text)) == drawn
@@ -98,7 +98,7 @@ def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
     (sweep,) = load_sweeps(tmp_path)
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in LOOKS["length_table"].table(sweep).splitlines()
+        for line in STYLES["length_table"].table(sweep).splitlines()
     ]
     beside = {(row[0], row[1]): row[4:] for row in rows[2:]}
     assert beside == {
@@ -114,10 +114,10 @@ def test_variants_without_a_common_problem_are_not_compared(tmp_path):
         reconfigure(write_run(tmp_path / name, "quest", 64, lambda i: i < 15), method={"dense_layers": layers})
     parted(tmp_path / "a", "quest-64")
     (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert len(LOOKS["spread"].read(found)) == 1
+    assert len(STYLES["spread"].read(found)) == 1
     parted(tmp_path / "b")
     (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert LOOKS["spread"].read(found) == []
+    assert STYLES["spread"].read(found) == []
 
 
 def test_entropy_of_ngrams_by_hand():
@@ -139,9 +139,9 @@ def test_a_correlation_that_does_not_exist_is_not_printed(tmp_path):
     for budget in (16, 32, 64):
         write_run(tmp_path, "gate", budget, lambda i: i < 9, recall=[0.5, budget / 64])
     (sweep,) = load_sweeps(tmp_path)
-    said = " ".join(LOOKS["proxies"].read(sweep))
+    said = " ".join(STYLES["proxies"].read(sweep))
     assert "nan" not in said and "the same in all 3 settings (gate)" in said
-    assert "nan" not in LOOKS["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
+    assert "nan" not in STYLES["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
 
 
 @pytest.mark.parametrize("contexts", ["other", None], ids=["others", "not recorded"])
@@ -149,15 +149,15 @@ def test_proxies_of_different_contexts_are_not_correlated(contexts, tmp_path):
     for budget in (16, 32, 64):
         run = write_run(tmp_path, "gate", budget, lambda i, right=budget // 4: i < right, recall=[0.5, budget / 64])
     (sweep,) = load_sweeps(tmp_path)
-    assert "rank correlation 1.00" in " ".join(LOOKS["proxies"].read(sweep))
+    assert "rank correlation 1.00" in " ".join(STYLES["proxies"].read(sweep))
     path = run / "proxies.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": contexts}))
     (sweep,) = load_sweeps(tmp_path)
-    assert "rank correlation" not in " ".join(LOOKS["proxies"].read(sweep))
-    assert "rank correlation" not in LOOKS["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
+    assert "rank correlation" not in " ".join(STYLES["proxies"].read(sweep))
+    assert "rank correlation" not in STYLES["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
 
 
 def test_no_length_stands_beside_an_unfinished_run(tmp_path, bank):
     write(tmp_path, MethodSpec("dense"), None, n=20, right=14)
     (sweep,) = load_sweeps(tmp_path)
-    assert "74.5" not in LOOKS["length_table"].table(sweep)
+    assert "74.5" not in STYLES["length_table"].table(sweep)

@@ -15,7 +15,7 @@ def test_findings_follow_from_the_numbers(runs):
     dense, gate, quest, against, recall = write_report(runs).findings
     assert dense.startswith("dense answers 90 % of 20 problems right")
     assert gate.startswith("gate at 64 tokens (63 % of the full context) is +0.0 (-14 to +14) points from dense")
-    assert "up to 14 points could go unseen" in gate  # of twenty, all alike: t(21) sqrt(2 / (22 * 21)) = 13.7
+    assert "up to 14 points is possible" in gate  # of twenty, all alike: t(21) sqrt(2 / (22 * 21)) = 13.7
     # nine of twenty lost, one more lost and one won: -40.9 ± t(21) sqrt((11 - 22 * .409 ** 2) / 21 / 22) = 26.2
     assert quest == "quest at 64 tokens is -45.0 (-67 to -15) points from dense; no tested budget was enough."
     assert (
@@ -89,7 +89,7 @@ def test_one_problem_proves_nothing_either_way(tmp_path):
     write_run(tmp_path, "gate", 64, lambda i: True, n=1)
     write_run(tmp_path, "quest", 64, lambda i: False, n=1)
     _, gate, quest, *_ = write_report(tmp_path).findings
-    assert gate.endswith("no loss could be shown, but one of up to 100 points could go unseen here.")
+    assert gate.endswith("no measurable loss, but one of up to 100 points is possible.")
     assert quest.endswith("too few problems to tell if that is a loss.")
 
 
@@ -150,7 +150,7 @@ def test_level_with_dense_needs_enough_problems(tmp_path):
 def test_better_than_dense_is_called_odd(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: i < 8)
     write_run(tmp_path, "gate", 64, lambda i: i < 20)
-    assert "more than chance explains" in write_report(tmp_path).findings[1]
+    assert "better than dense" in write_report(tmp_path).findings[1]
 
 
 def test_cautions(tmp_path):
@@ -187,9 +187,11 @@ def test_there_is_no_verdict_where_dense_is_no_better_than_guessing(tmp_path, ri
         reconfigure(directory, task={"chance": chance})
     report = write_report(tmp_path)
     text = report.markdown.read_text()
-    assert f"**Dense answers {5 * right} % right, which is not clearly better than guessing: nothing here says" in text
-    assert "no loss could be shown" not in text.lower() and len(report.findings) == 1
-    assert "- dense itself is not clearly better than guessing, so the comparison says nothing." in text
+    assert (
+        f"**Dense answers {5 * right} % right, which is not clearly better than guessing: the cost of sparsity" in text
+    )
+    assert "no measurable loss" not in text.lower() and len(report.findings) == 1
+    assert "- dense itself is not clearly better than guessing, so differences from it are not meaningful." in text
 
 
 def test_a_setting_that_does_nothing_is_named(tmp_path):
@@ -199,14 +201,14 @@ def test_a_setting_that_does_nothing_is_named(tmp_path):
     write_run(tmp_path, "quest", 64, lambda i: True, recall=[1.0, 1.0])
     (sweep,) = load_sweeps(tmp_path)
     assert idle(sweep) == [
-        "gate at 100 read everything at every step, so it shows nothing of sparsity.",
-        "quest at 64 gave dense attention's logits bit for bit: what it sets does nothing.",
+        "gate at 100 read the whole context at every step, so it does not measure sparsity.",
+        "quest at 64 reproduced dense attention's logits bit for bit: its options have no effect.",
     ]
-    assert "- gate at 100 read everything" in write_report(tmp_path).markdown.read_text()
+    assert "- gate at 100 read the whole context" in write_report(tmp_path).markdown.read_text()
 
 
 def test_answers_in_which_nothing_was_found_are_told_of(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: True)
     lines = write_run(tmp_path, "gate", 64, lambda i: False) / "samples.jsonl"
     lines.write_text(lines.read_text().replace('"pred": "1"', '"pred": null'))
-    assert "in 100 % of gate at 64's answers none was found." in write_report(tmp_path).markdown.read_text()
+    assert "no result was found in 100 % of gate at 64's answers." in write_report(tmp_path).markdown.read_text()

@@ -47,18 +47,15 @@ def test_no_loss_at_any_budget(tmp_path):
     first, second, third = said(tmp_path, {"dense": 18, "b32": 18, "b64": 18}, {"b32": 0.001, "b64": 0.0})
     assert first == (
         "Of 20 problems of the task needle, dense attention answers 18 right; the gates 18 at 32 tokens, 18 at 64 "
-        "tokens: no loss could be seen at any budget, where one of up to 13.7 points could go unseen."
+        "tokens: no measurable loss at any budget, but one of up to 13.7 points is possible."
     )  # t(21) sqrt(2 / (22 * 21)), as in a report
     # the mean of 20 that are 1.1 or -.9 hundredths apart: t(19) * .01026 / sqrt(20) = .0048 on either side
     assert second == (
         "On 20 held-out texts of 3,072 tokens dense attention has a perplexity of 7.39; the gates +0.1 % at 32 tokens "
-        "(KL 0.0010 nats per token), +0.0 % at 64 tokens (KL 0.0000 nats per token): no loss could be seen at any "
-        "budget, where one of up to 0.6 % of perplexity could go unseen."
+        "(KL 0.0010 nats per token), +0.0 % at 64 tokens (KL 0.0000 nats per token): no measurable loss at any "
+        "budget, but one of up to 0.6 % of perplexity is possible."
     )
-    assert (
-        third
-        == "So 32 tokens, 32 % of a context of 101, is the smallest budget that loses nothing that could be seen."
-    )
+    assert third == "So 32 tokens, 32 % of a context of 101, is the smallest budget with no measurable loss."
 
 
 def test_no_loss_at_some_budgets(tmp_path):
@@ -68,37 +65,35 @@ def test_no_loss_at_some_budgets(tmp_path):
         {"dense": 18, "b32": 2, "b64": 18, "b96": 18},
         {"b32": 0.3, "b64": 0.05, "b96": 0.0},
     )
-    assert "2 at 32 tokens" in first and "no loss could be seen from 64 tokens on, where" in first
-    assert "+35.0 % at 32 tokens" in second and "no loss could be seen from 96 tokens on, where" in second
-    assert third.startswith("So 96 tokens, 95 % of a context of 101, is the smallest budget that loses nothing")
+    assert "2 at 32 tokens" in first and "no measurable loss from 64 tokens on, but" in first
+    assert "+35.0 % at 32 tokens" in second and "no measurable loss from 96 tokens on, but" in second
+    assert third.startswith("So 96 tokens, 95 % of a context of 101, is the smallest budget with no measurable loss")
 
 
 def test_a_loss_at_every_budget(tmp_path):
     first, second, third = said(tmp_path, {"dense": 18, "b32": 2, "b64": 4}, {"b32": 0.3, "b64": 0.1})
-    assert first.endswith("4 at 64 tokens: a loss could be seen even at 64 tokens.")
-    assert second.endswith("a loss could be seen even at 64 tokens.")
-    assert third == (
-        "So at no budget up to 64 tokens is it clear that nothing is lost: train for longer, or give larger budgets."
-    )
+    assert first.endswith("4 at 64 tokens: a measurable loss even at 64 tokens.")
+    assert second.endswith("a measurable loss even at 64 tokens.")
+    assert third == ("So no budget up to 64 tokens is clearly without loss: train for longer, or give larger budgets.")
 
 
 def test_what_only_one_of_the_two_allows_is_no_recommendation(tmp_path):
     *_, third = said(tmp_path, {"dense": 18, "b32": 18, "b64": 18}, {"b32": 0.3, "b64": 0.1})
-    assert third.startswith("So at no budget up to 64 tokens")
+    assert third.startswith("So no budget up to 64 tokens")
 
 
 def test_too_few_problems(tmp_path):
     """Two of eighteen lost is no loss that can be told from chance, and not none either."""
     first, _, third = said(tmp_path, {"dense": 18, "b64": 16}, {"b64": 0.0})
-    assert first.endswith("16 at 64 tokens: too few to tell if 64 tokens lose something.")
-    assert third.startswith("So at no budget up to 64 tokens is it clear")
+    assert first.endswith("16 at 64 tokens: too few to tell if 64 tokens cause a loss.")
+    assert third.startswith("So no budget up to 64 tokens is clearly without loss")
 
 
-@pytest.mark.parametrize(("loss", "budget"), [(0.0, "So 64 tokens"), (0.1, "So at no budget up to 64 tokens")])
+@pytest.mark.parametrize(("loss", "budget"), [(0.0, "So 64 tokens"), (0.1, "So no budget up to 64 tokens")])
 def test_dense_attention_at_chance_leaves_the_texts(tmp_path, loss, budget):
     first, _, third = said(tmp_path, {"dense": 0, "b64": 0}, {"b64": loss})
     assert first == (
-        "Answers cannot tell what a budget loses: dense attention itself answers 0 of 20 problems of the task needle "
+        "Answers cannot measure a budget's loss: dense attention itself answers 0 of 20 problems of the task needle "
         "right."
     )
     assert third.startswith(budget) and "by texts alone" in third
@@ -106,7 +101,7 @@ def test_dense_attention_at_chance_leaves_the_texts(tmp_path, loss, budget):
 
 def test_one_text_shows_nothing(tmp_path):
     _, second, third = said(tmp_path, {"dense": 18, "b64": 18}, {"n": 1, "b64": 0.0})
-    assert "On 1 held-out text of" in second and second.endswith("but a single one shows nothing.")
-    assert third.endswith("nothing that could be seen, by answers alone.")
+    assert "On 1 held-out text of" in second and second.endswith("but a single one proves nothing.")
+    assert third.endswith("no measurable loss, by answers alone.")
     *_, nothing = recommendation(needles(tmp_path / "b", dense=0, b64=0), texts(tmp_path / "b", n=1, b64=0.0))
-    assert nothing.startswith("So nothing here says which budget to take")
+    assert nothing.startswith("So no budget can be recommended")
