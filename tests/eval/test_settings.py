@@ -60,8 +60,8 @@ def test_methods_as_text(text, expected):
         ("h2o:interval=2:interval=3", "'interval' twice"),
         ("quest:dense_layers=0,1", "whole numbers with \\+"),
         ("gate:block_size=16", "no option 'block_size'"),
-        ("oracle+gate:read_budget=8", "only one that evicts"),
-        ("h2o+gate+gate:read_budget=8", "only one that evicts"),
+        ("oracle+gate:read_budget=8", "only a method that evicts"),
+        ("h2o+gate+gate:read_budget=8", "only a method that evicts"),
         ("reason_cache+gate:reads=quest", "no option 'reads'"),
     ],
 )
