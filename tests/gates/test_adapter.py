@@ -72,7 +72,7 @@ def test_fresh_and_loaded_gates_ignore_the_default_dtype_and_device(saved):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
 def test_round_trip(saved, dtype):
-    """``None``: gates of two dtypes are saved in the wider one, since a scorer computes in the dtype of its weights."""
+    """``None``: gates of two dtypes are saved in the wider one, since a scorer computes in one dtype."""
     bank, path = saved
     bank.to(dtype or torch.float32)
     for _, gate in bank if dtype is None else ():
@@ -118,7 +118,7 @@ def test_base_and_gates_are_loaded_together_and_saved_side_by_side(saved, tmp_pa
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_loading_with_options_is_attaching_to_a_model_loaded_with_them(saved, quantised):
-    """Device map, dtype and quantisation: the same logits, other than without them and than those of dense decoding."""
+    """Device map, dtype and quantisation: the same logits, which differ from those without and of dense decoding."""
     options: dict = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
     if quantised:
         quantization, transformers = pytest.importorskip("torchao.quantization"), pytest.importorskip("transformers")
