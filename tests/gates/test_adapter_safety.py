@@ -10,12 +10,8 @@ import random
 import resource
 import shutil
 import struct
-import subprocess
-import sys
-import time
 import tracemalloc
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
@@ -37,15 +33,12 @@ def banks():
 
 
 def same_tensors(a, b):
-    mine, theirs = a.state_dict(), b.state_dict()
-    return mine.keys() == theirs.keys() and all(
-        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]) for name, tensor in mine.items()
-    )
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 def same(a, b):
-    described = (a.config, replace(a.geometry, base_model=None)) == (b.config, replace(b.geometry, base_model=None))
-    return described and same_tensors(a, b)
+    return a.config == b.config and not a.geometry.mismatches(b.geometry) and same_tensors(a, b)
 
 
 def without_sum(directory):
@@ -112,12 +105,8 @@ def test_hostile_files_cost_little_memory_and_run_nothing(banks, tmp_path, monke
     torch.save({"layers.0.k_proj.weight": Bomb(target)}, weights)
     refused("not a readable safetensors file")
     assert not target.exists()
-    torch.load(weights, weights_only=False)
+    torch.load(weights.rename(gates / "bomb.pt"), weights_only=False)
     assert target.exists(), "an ordinary reader runs it"
-
-
-class Killed(BaseException):
-    """Stands for a signal."""
 
 
 def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(banks, tmp_path, monkeypatch):
@@ -130,11 +119,11 @@ def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(banks, tmp_pa
 
         def deadly(source, target, done=done, fatal=fatal):
             if len(done) == fatal:
-                raise Killed
+                raise KeyboardInterrupt
             done.append(target)
             replace_file(source, target)
 
-        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(os, "replace", deadly)
             new.save_pretrained(directory)
         try:
@@ -146,27 +135,6 @@ def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(banks, tmp_pa
         new.save_pretrained(directory)
         assert same(GateBank.from_pretrained(directory), new)
     assert outcomes[0] == "old" and outcomes[-1] == "new" and "a mixture" not in outcomes and "refused" in outcomes
-
-
-@pytest.mark.soak
-def test_killed_for_real(banks, tmp_path):
-    """SIGKILL at random moments of a process that saves the same gates again and again: they are always whole."""
-    code = (
-        "import sys, seergate\n"
-        "bank = seergate.GateBank.from_pretrained(sys.argv[1])\n"
-        "print('ready', flush=True)\n"
-        "while True: bank.save_pretrained(sys.argv[2])\n"
-    )
-    out, rng = tmp_path / "out", random.Random(1)
-    for place in (tmp_path / "a", out):
-        banks[0].save_pretrained(place)
-    for _ in range(12):
-        command = [sys.executable, "-c", code, str(tmp_path / "a"), str(out)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0.05, 0.5))
-            process.kill()
-        assert same(GateBank.from_pretrained(out), banks[0])
 
 
 def test_what_cannot_be_saved_leaves_the_old_adapter(banks, tmp_path):
@@ -201,37 +169,26 @@ def flip_bits(path, rng):
     path.write_bytes(data)
 
 
-def truncate(path, rng):
-    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
-
-
-def remove(path, rng):
-    path.unlink()
+def places(node):
+    """All places of a JSON value, as (dictionary or list, key)."""
+    for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
+        yield node, key
+        yield from places(node[key])
 
 
 def edit_json(path, rng):
     """Change, remove or rename an entry of a JSON file, or of the header of a safetensors file."""
-    data, places = path.read_bytes(), []
+    data = path.read_bytes()
     start = 8 + struct.unpack("<Q", data[:8])[0] if path.suffix == ".safetensors" else 0
     if path.suffix not in (".json", ".safetensors"):
         return flip_bits(path, rng)
-
-    def walk(node):
-        for key in node if isinstance(node, dict) else range(len(node)):
-            places.append((node, key))
-            if isinstance(node[key], (dict, list)):
-                walk(node[key])
-
     record = json.loads(data[8:start] if start else data)
-    walk(record)
-    node, key = rng.choice(places)
-    action = rng.choice(["set", "set", "set", "delete", "rename"])
-    if action == "set":
-        node[key] = rng.choice(VALUES)
-    elif action == "rename" and isinstance(node, dict):
-        node[f"../{key}"] = node.pop(key)
-    else:
-        del node[key]
+    node, key = rng.choice(list(places(record)))
+    old, action = node.pop(key), rng.choice(["set", "set", "set", "delete", "rename"])
+    if action != "delete" and isinstance(node, dict):
+        node[f"../{key}" if action == "rename" else key] = old if action == "rename" else rng.choice(VALUES)
+    elif action != "delete":
+        node.insert(key, rng.choice(VALUES))
     text = json.dumps(record).encode()
     size = struct.pack("<Q", rng.choice([len(text), len(text), 0, 2**40, 2**64 - 1])) if start else b""
     return path.write_bytes(size + text + (data[start:] if start else b""))
@@ -258,7 +215,11 @@ def plant_bomb(path, rng):
         torch.save({"layers.0.k_proj.weight": Bomb(target)}, path)
 
 
-HARMS = [flip_bits, flip_bits, truncate, remove, edit_json, edit_json, edit_json, edit_json, exchange, plant_bomb]
+def truncate(path, rng):
+    path.unlink() if rng.random() < 0.5 else path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+
+
+HARMS = [flip_bits, flip_bits, truncate, truncate, *[edit_json] * 4, exchange, plant_bomb]
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.soak)])

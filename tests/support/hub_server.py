@@ -48,7 +48,7 @@ class Repo:
     def commit(self, ref: str, tree: dict[str, File], **entry: Any) -> str:
         sha = hashlib.sha1(f"{len(self.commits)}{sorted((p, f.etag) for p, f in tree.items())}".encode()).hexdigest()
         self.commits[sha], self.refs[ref] = tree, sha
-        self.log.append({"ref": ref, "sha": sha, **entry})
+        self.log.append(entry)
         return sha
 
     def tree(self, revision: str = "main") -> dict[str, File]:
@@ -189,21 +189,17 @@ class Hub:
                 entries.append({"type": "file", "oid": git_oid(file.data), "size": size, "path": path, **large})
         return entries
 
-    def preupload(self, tree: dict[str, File], files: list[dict[str, Any]]) -> dict[str, Any]:
-        answers = []
-        for file in files:
-            lfs = file["path"].endswith((".safetensors", ".pth", ".png")) or file["size"] > 10 << 20
-            old = tree.get(file["path"])
-            answer = {"path": file["path"], "uploadMode": "lfs" if lfs else "regular", "shouldIgnore": False}
-            answers.append({**answer, "oid": old.etag if old else None})
-        return {"files": answers}
+    def preupload(self, tree: dict[str, File], paths: list[str]) -> dict[str, Any]:
+        modes = {path: "lfs" if path.endswith((".safetensors", ".png")) else "regular" for path in paths}
+        oids = {path: tree[path].etag if path in tree else None for path in paths}
+        common = {"shouldIgnore": False}
+        return {"files": [{"path": p, "uploadMode": modes[p], "oid": oids[p], **common} for p in paths]}
 
     def lfs_batch(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
-        entries = [{"oid": item["oid"], "size": item["size"]} for item in objects]
-        for entry in entries:
+        for entry in objects:
             if entry["oid"] not in self.lfs:
                 entry["actions"] = {"upload": {"href": f"{self.storage}/lfs/{entry['oid']}"}}
-        return {"transfer": "basic", "objects": entries}
+        return {"transfer": "basic", "objects": objects}
 
     def commit(self, name: str, revision: str, lines: list[dict[str, Any]], repo: Repo, pr: bool) -> dict[str, Any]:
         header, tree = lines[0]["value"], dict(repo.tree(revision))
@@ -237,12 +233,12 @@ class Handler(BaseHTTPRequestHandler):
     def body(self) -> bytes:
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = []
-        while size := int(self.rfile.readline(), 16):
-            parts.append(self.rfile.read(size))
+        body, size = b"", -1
+        while size:
+            size = int(self.rfile.readline(), 16)
+            body += self.rfile.read(size)
             self.rfile.readline()
-        self.rfile.readline()
-        return b"".join(parts)
+        return body
 
     def answer(self) -> None:
         parts = urlsplit(self.path)
@@ -293,9 +289,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.send({}, 302, {**headers, "Location": f"{hub.storage}/lfs/{file.sha256}"})
         raise Refusal(404, f"the stand-in has no {self.command} {path}")
 
-    def about(
-        self, name: str, what: str | None, revision: str, folder: str, user: str | None, query: Any, body: bytes
-    ) -> Any:
+    def about(self, name: str, what: str, revision: str, folder: str, user: Any, query: Any, body: bytes) -> Any:
         """The answer about one repository."""
         hub, pr = self.hub, query.get("create_pr") == ["1"]
         if what in (None, "revision"):
@@ -309,7 +303,7 @@ class Handler(BaseHTTPRequestHandler):
             return hub.branch(name, revision, user)
         repo = hub.writable(name, user, pr)
         if what == "preupload":
-            return hub.preupload(repo.tree(revision), json.loads(body)["files"])
+            return hub.preupload(repo.tree(revision), [file["path"] for file in json.loads(body)["files"]])
         return hub.commit(name, revision, [json.loads(line) for line in body.splitlines()], repo, pr)
 
     def send(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
