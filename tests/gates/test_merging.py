@@ -48,7 +48,8 @@ def test_average(bank, model):
 
 def test_subset_and_conversion(bank, model, tmp_path):
     half = bank.subset([1])
-    assert half.geometry.layers == (1,) and torch.equal(half.gate(1).q_proj.weight, bank.gate(1).q_proj.weight)
+    assert half.geometry.layers == (1,) and len(half) == 1
+    assert torch.equal(half.gate(1).q_proj.weight, bank.gate(1).q_proj.weight)
     with seergate.attached(model, half, token_budget=16) as handle:
         model.generate(input_ids=prompt(60), max_new_tokens=8)
         density = handle.stats()["density_per_layer"]
