@@ -181,7 +181,7 @@ def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
         axes.axhline(100 * result["accuracy"], color="black", ls="--", lw=1, label=f"dense, {result.get('task', '')}")
     axes.set_xscale("log", base=2)
     ticks = sorted({budget for points in lines.values() for budget, _, _ in points})
-    axes.set_xticks(ticks, ticks)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.set(xlabel="token budget", ylabel="accuracy (%)", ylim=(0, 104))
     for text in axes.legend(frameon=False).get_texts():
