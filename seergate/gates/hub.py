@@ -10,7 +10,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, has_own_text
+from seergate.gates.card import CARD_FILE, LICENCE, PLOT_FILE, Source, has_own_text
 from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
 from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
@@ -158,7 +158,7 @@ def licence_of_base(bank: Gates, token: str | bool | None) -> dict[str, str]:
             data = HfApi(token=token).model_info(name, revision=revision).card_data
     except Exception:  # a card without a licence is no reason to fail
         return {}
-    values = {key: getattr(data, key, None) for key in ("license", "license_name", "license_link")}
+    values = {key: getattr(data, key, None) for key in LICENCE}
     return {key: str(value) for key, value in values.items() if value}
 
 

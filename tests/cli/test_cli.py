@@ -69,11 +69,11 @@ def test_help_names_every_command(seergate):
     done = seergate("--help")
     assert done.returncode == 0
     assert set(COMMANDS) >= {"demo", "plan", "train", "eval", "report", "sweep", "doctor"}
-    for command, module in (COMMANDS | {"figure": seergate.cli.figure}).items():
+    for command, module in COMMANDS.items():
         assert re.search(rf"^    {command}\s+{re.escape(module.HELP[0][:20])}", done.stdout, re.M), command
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "figure", "eval show"])
+@pytest.mark.parametrize("command", [*COMMANDS, "eval show"])
 def test_help_of_everything(seergate, monkeypatch, command):
     """What it does, its options, and examples that its own parser understands."""
     monkeypatch.setenv("COLUMNS", "200")

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import markdown
@@ -172,6 +173,7 @@ def test_an_owners_text_stays(bank, tmp_path):
         "---\nno end",
         "",
         "---\n---\n",
+        "---\ndate: 2026-99-99\n---\ntext",
         "text only\n",
         "\udcff".encode("utf-8", "surrogateescape"),
     ):
@@ -228,6 +230,7 @@ def test_results_of_an_evaluation(bank, tmp_path, capsys):
 def test_what_a_record_says_is_no_markup(bank, tmp_path):
     hostile = "a*b*c|`[x](javascript:1)` ![t](http://host/t.png) <img src=x>\n~~~\n```\n" + END
     bank.results = tuple({**row, "task": hostile} for row in RESULTS)
+    bank.geometry = replace(bank.geometry, base_model=f"org/{END}")
     bank.training_record = {"config": {"data": hostile, "max_steps": 5}, hostile: hostile}
     bank.save_pretrained(tmp_path / "gates")
     _, text = read(tmp_path / "gates")

@@ -1,4 +1,4 @@
-"""The published format: imported exactly, decoded as the published code decodes, written back to the same bytes."""
+"""The published format: read exactly, decoded as the published code decodes, written back to the same bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import zipfile
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,29 +21,19 @@ from tests.support.models import prompt, tiny_model
 from tests.support.published import RELEASES, PublishedGate, Release
 
 SMALL = Release("small", "qwen3", 2, 4, 2, 64, 96, 128, 0.0, head_dim=128)
+CONFIG, WEIGHTS = "config.json", "attn_gate_weights.pth"
 
 
-class NoRotation:
-    """The base model's RoPE plays no part in gate scores."""
-
-    def rotate(self, x, positions):
-        raise AssertionError
-
-    unrotate = rotate
-
-
-def step(q, k, start):
-    """`Step` of one row from raw ``q [H, S, D]``, ``k [K, S, D]``; what scoring does not look at is empty."""
-    count = k.shape[1]
-    empty = k.new_zeros(1, k.shape[0], 0, k.shape[2])
-    lengths = torch.tensor([start + count])
-    return Step(q[None], k[None], q[None], k[None], [start], [count], empty, empty, lengths, 1.0)
+@pytest.fixture
+def published(tmp_path):
+    SMALL.save(tmp_path / "published")
+    return tmp_path / "published"
 
 
 @pytest.mark.soak
 @pytest.mark.plain_empty
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.name)
-def test_published_release(release, tmp_path, monkeypatch):
+def test_published_release(release, tmp_path):
     """True shapes, random tensors: size of the file, scores in prefill and decode, blocks read, and the way back."""
     tensors = release.save(tmp_path / "published")
     assert round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 1) == release.megabytes
@@ -53,54 +42,46 @@ def test_published_release(release, tmp_path, monkeypatch):
     bank = GateBank.from_pretrained(tmp_path / "gates")
     assert bank.decode_defaults == {"compat": "published"} and len(bank) == release.layers
     assert bank.geometry.base_model == f"org/{release.name}" and bank.config == GateConfig()
-    assert bank.gate(0).k_proj.weight.dtype == torch.bfloat16
-
     assert main(["export", str(tmp_path / "gates"), str(tmp_path / "back"), "--format", "published"]) == 0
-    again = torch.load(tmp_path / "back" / "attn_gate_weights.pth", weights_only=True)
+    again = torch.load(tmp_path / "back" / WEIGHTS, weights_only=True)
     assert again.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert again[name].dtype == tensor.dtype and torch.equal(
-            again[name].view(torch.int16), tensor.view(torch.int16)
-        )
-    before, after = (json.loads((tmp_path / place / "config.json").read_text()) for place in ("published", "back"))
+        assert again[name].dtype == tensor.dtype == torch.bfloat16
+        assert torch.equal(again[name].view(torch.int16), tensor.view(torch.int16))
+    before, after = (json.loads((tmp_path / place / CONFIG).read_text()) for place in ("published", "back"))
     assert before == after
-
-    bank.float()
     for layer in (0, release.layers - 1):
-        compare_scores(bank, tensors, layer, release, prompt_length=150, steps=45)
+        compare_scores(bank.float(), tensors, layer, release, prompt_length=150, steps=45)
 
 
 def compare_scores(bank, tensors, layer, release, prompt_length, steps):
-    """One sequence through both, token by token; the block that is open after the prompt closes on the way."""
-    spec = LayerSpec(
-        layer, 1, release.heads, release.kv_heads, release.head_dim, torch.float32, torch.device("cpu"), NoRotation()
-    )
+    """One sequence through both, token by token; a block that the prompt leaves open closes while decoding."""
+    heads, kv_heads, dim = release.heads, release.kv_heads, release.head_dim
+    # Gate scores do not use the base model's RoPE.
+    spec = LayerSpec(layer, 1, heads, kv_heads, dim, torch.float32, torch.device("cpu"), None)
     rules = [DecodeConfig(token_budget=128, compat="published"), DecodeConfig(threshold=0.2, compat="published")]
-    methods = [Gate.from_config(bank, rule) for rule in rules]
-    states = [method.new_state(spec) for method in methods]
+    decoders = [Gate.from_config(bank, rule) for rule in rules]
+    states = [decoder.new_state(spec) for decoder in decoders]
     theirs = PublishedGate(tensors, layer)
-    q = torch.randn(release.heads, prompt_length + steps, release.head_dim)
-    k = torch.randn(release.kv_heads, prompt_length + steps, release.head_dim)
-    first = step(q[:, :prompt_length], k[:, :prompt_length], 0)
+    q = torch.randn(heads, prompt_length + steps, dim)
+    k = torch.randn(kv_heads, prompt_length + steps, dim)
+
+    def step(start, end):
+        part, empty = (q[None, :, start:end], k[None, :, start:end]), k.new_zeros(1, kv_heads, 0, dim)
+        return Step(*part, *part, [start], [end - start], empty, empty, torch.tensor([end]), 1.0)
+
     for state in states:
-        state.append(first)
+        state.append(step(0, prompt_length))
     theirs.prefill(k[:, :prompt_length])
-    closed = 0
+    assert (prompt_length + steps) // 64 > prompt_length // 64, "no block closes while decoding"
     for t in range(prompt_length, prompt_length + steps):
-        now = step(q[:, t : t + 1], k[:, t : t + 1], t)
-        expected = theirs.decode(q[:, t], k[:, t])
-        whole = (t + 1) // 64  # the open block's logit is 0 there, and set when selecting here
-        closed += (t + 1) % 64 == 0
-        for method, state, rule in zip(methods, states, rules, strict=True):
+        now, expected, whole = step(t, t + 1), theirs.decode(q[:, t], k[:, t]), (t + 1) // 64
+        for decoder, state, rule in zip(decoders, states, rules, strict=True):
             state.append(now)
-            torch.testing.assert_close(
-                state.scores(now)[0, :, :whole].double(), expected[:, :whole], rtol=1e-4, atol=1e-4
-            )
-            chosen = method.select(state, now)
-            found = [{b for b in row if b >= 0} for row in chosen.indices[0].tolist()]
-            wanted = theirs.blocks_read(expected, rule.token_budget, rule.threshold or 0.0)
-            assert found == wanted, (t, rule)
-    assert closed, "no block closed while decoding, so nothing was said about its position"
+            scores = state.scores(now)[0, :, :whole].double()  # the open block's logit is 0 there, and set in `select`
+            torch.testing.assert_close(scores, expected[:, :whole], rtol=1e-4, atol=1e-4)
+            found = [{b for b in row if b >= 0} for row in decoder.select(state, now).indices[0].tolist()]
+            assert found == theirs.blocks_read(expected, rule.token_budget, rule.threshold or 0.0), (t, rule)
 
 
 def test_scores_of_a_small_one(tmp_path):
@@ -110,48 +91,50 @@ def test_scores_of_a_small_one(tmp_path):
     compare_scores(bank.float(), tensors, 1, SMALL, prompt_length=60, steps=150)
 
 
-def test_it_decodes_as_published_unless_told_otherwise(tmp_path):
-    SMALL.save(tmp_path / "published")
-    base = tiny_model("qwen3", head_dim=128)
+def test_it_is_read_wherever_gates_are_and_decodes_as_published_unless_told_otherwise(published, tmp_path, capsys):
+    base = tiny_model("qwen3", head_dim=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     base.save_pretrained(tmp_path / "base")
-    bank = GateBank.from_pretrained(tmp_path / "published")
-    bank.geometry = replace(bank.geometry, base_model=str(tmp_path / "base"))
+    edit(published, base_model=str(tmp_path / "base"))
+    assert main(["export", str(published), str(tmp_path / "gates")]) == 0
+    bank, converted = (GateBank.from_pretrained(place) for place in (published, tmp_path / "gates"))
+    assert bank.diff(converted).fields == [] and bank.diff(converted).same_weights
     record = bank.training_record
     assert "rope" not in record["published_config"] and record["imported_from"] == "published"
-    # its RoPE base is that of the configuration, which the tiny model does not share
-    base.config.rope_parameters["rope_theta"] = 1e6
-    base.save_pretrained(tmp_path / "base")
-    bank.save_pretrained(tmp_path / "gates")
-
-    def compat(model):
-        return seergate.handle_of(model).method.compat
-
-    assert compat(seergate.load(tmp_path / "gates", token_budget=128)) == "published"
-    assert compat(seergate.load(tmp_path / "gates", token_budget=128, compat=None)) is None
-    assert compat(seergate.load(tmp_path / "gates", config=DecodeConfig(token_budget=128))) == "published"
-    assert compat(seergate.load(tmp_path / "gates", config=DecodeConfig(token_budget=128, compat=None))) is None
+    tokens = []
+    for arguments, options, compat in (
+        ((published,), {"token_budget": 128}, "published"),
+        ((tmp_path / "gates",), {"token_budget": 128}, "published"),
+        ((bank, DecodeConfig(token_budget=128)), {}, "published"),
+        (("gate",), {"bank": bank, "token_budget": 128}, "published"),
+        ((methods.Gate(bank=bank, token_budget=128),), {}, "published"),
+        ((bank, DecodeConfig(token_budget=128, compat=None)), {}, None),
+    ):
+        with seergate.attached(base, *arguments, **options) as handle:
+            assert handle.method.compat == compat
+            tokens.append(base.generate(input_ids=prompt(300), max_new_tokens=8) if options else tokens[0])
+    for options, compat in (
+        ({"token_budget": 128}, "published"),
+        ({"token_budget": 128, "compat": None}, None),
+        ({"config": DecodeConfig(token_budget=128)}, "published"),
+        ({"config": DecodeConfig(token_budget=128, compat=None)}, None),
+        ({"top_p": 0.9, "compat": None}, None),
+    ):
+        model = seergate.load(published, **options)
+        assert seergate.handle_of(model).method.compat == compat
+        if options == {"token_budget": 128}:
+            tokens.append(model.generate(input_ids=prompt(300), max_new_tokens=8))
+    assert all(torch.equal(each, tokens[0]) for each in tokens)
     for wrong in ({"top_p": 0.9}, {"config": DecodeConfig(top_p=0.9)}):
         with pytest.raises(ValueError, match='compat is "published".*or pass compat=None'):
-            seergate.load(tmp_path / "gates", **wrong)
-    assert compat(seergate.load(tmp_path / "gates", top_p=0.9, compat=None)) is None
-    model = seergate.load(tmp_path / "gates", token_budget=128)
-    model.generate(input_ids=prompt(300), max_new_tokens=5)
-    assert seergate.handle_of(model).stats()["method"] == "gate"
-    bank = GateBank.from_pretrained(tmp_path / "gates")
-    seergate.handle_of(model).detach()
-    for arguments, options in (
-        ((bank,), {"token_budget": 128}),
-        ((bank, DecodeConfig(token_budget=128)), {}),
-        (("gate",), {"bank": bank, "token_budget": 128}),
-        ((methods.Gate(bank=bank, token_budget=128),), {}),
-    ):
-        with seergate.attached(model, *arguments, **options) as handle:
-            assert handle.method.compat == "published"
-    with seergate.attached(model, bank, DecodeConfig(token_budget=128, compat=None)) as handle:
-        assert handle.method.compat is None
+            seergate.load(published, **wrong)
     bank.decode_defaults = {"threshold": 0.25}
     assert methods.make_method("gate", bank=bank).threshold == 0.25
     assert methods.make_method("gate", bank=bank, token_budget=128).threshold is None
+    capsys.readouterr()
+    assert main(["info", str(published)]) == 0
+    assert "{'compat': 'published'}" in capsys.readouterr().out
+    assert main(["export", str(published), str(published)]) == 2
+    assert "is not empty" in capsys.readouterr().err
 
 
 def test_our_own_gates_in_the_published_format(tmp_path):
@@ -159,94 +142,90 @@ def test_our_own_gates_in_the_published_format(tmp_path):
     model.save_pretrained(tmp_path / "base")
     bank = GateBank.for_model(type(model).from_pretrained(tmp_path / "base"), GateConfig(block_size=32))
     export_published(bank, tmp_path / "published")
-    config = json.loads((tmp_path / "published" / "config.json").read_text())
+    config = json.loads((tmp_path / "published" / CONFIG).read_text())
     assert config["seerattn_gate_block_size"] == 32 and config["rope_theta"] and config["rope_scaling"] is None
     assert "rope_parameters" not in config and config["base_model"] == str(tmp_path / "base")
     again = GateBank.from_pretrained(tmp_path / "published")
-    assert again.config == bank.config and not bank.geometry.mismatches(again.geometry)
-    for name, tensor in bank.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
+    assert again.diff(bank).same_weights and again.config == bank.config
+    assert not bank.geometry.mismatches(again.geometry)
 
 
-def test_scaled_rope_comes_along(tmp_path):
-    SMALL.save(tmp_path / "published")
+def test_scaled_rope_comes_along(published):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    path = tmp_path / "published" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": yarn}))
-    geometry = GateBank.from_pretrained(tmp_path / "published").geometry
-    model = tiny_model(
-        "qwen3", head_dim=128, rope_parameters={**yarn, "rope_theta": 1e6}, max_position_embeddings=40960
-    )
+    edit(published, rope_scaling=yarn)
+    geometry, rope = GateBank.from_pretrained(published).geometry, {**yarn, "rope_theta": 1e6}
+    model = tiny_model("qwen3", head_dim=128, rope_parameters=rope, max_position_embeddings=40960)
     expected = GateBank.for_model(model, GateConfig()).geometry
     assert geometry.attention_scaling == expected.attention_scaling != 1.0
     assert geometry.inv_freq == expected.inv_freq
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("family", "options", "message"),
     [
-        (GateConfig(block_size=8, gate_dim=16), "block_size is 8 .*"),
-        (GateConfig(block_size=32, gate_dim=8), "gate_dim is 8"),
-        (GateConfig(block_size=32, gate_dim=16, k_pooling=("avg", "max")), "k_pooling is"),
+        ("qwen3", GateConfig(block_size=8, gate_dim=16), "block_size is 8 .*"),
+        ("qwen3", GateConfig(block_size=32, gate_dim=8), "gate_dim is 8"),
+        ("qwen3", GateConfig(block_size=32, gate_dim=16, k_pooling=("avg", "max")), "k_pooling is"),
+        ("llama", GateConfig(block_size=16, gate_dim=16), "model_type is 'llama'"),
     ],
 )
-def test_gates_that_the_published_code_cannot_use(options, message, tmp_path):
-    bank = GateBank.for_model(tiny_model("qwen3"), options)
+def test_gates_that_the_published_code_cannot_use(family, options, message, tmp_path):
     with pytest.raises(SeergateError, match=message):
-        export_published(bank, tmp_path / "out")
+        export_published(GateBank.for_model(tiny_model(family), options), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_other_families_and_directories_are_refused(tmp_path):
-    llama = GateBank.for_model(tiny_model("llama"), GateConfig(block_size=16, gate_dim=16))
-    with pytest.raises(SeergateError, match="model_type is 'llama'"):
-        export_published(llama, tmp_path / "out")
-    SMALL.save(tmp_path / "published")
-    bank = GateBank.from_pretrained(tmp_path / "published")
+@pytest.mark.parametrize(("method", "written"), [("token_budget", "threshold"), ("nz_ratio", "nz_ratio")])
+def test_a_sparsity_method_that_the_published_constructor_refuses_is_not_written(method, written, published, tmp_path):
+    """It takes threshold and nz_ratio only; some files have token_budget, which is set after construction."""
+    edit(published, seerattn_sparsity_method=method)
+    bank = GateBank.from_pretrained(published)
+    assert bank.training_record["published_config"].get("seerattn_sparsity_method", "gone") == method
+    export_published(bank, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / CONFIG).read_text())["seerattn_sparsity_method"] == written
     tiny_model("qwen3").save_pretrained(tmp_path / "model")
     with pytest.raises(SeergateError, match="of something else"):
         export_published(bank, tmp_path / "model")
 
 
-@pytest.mark.parametrize(("method", "written"), [("token_budget", "threshold"), ("nz_ratio", "nz_ratio")])
-def test_a_sparsity_method_that_the_published_constructor_refuses_is_not_written(method, written, tmp_path):
-    """It takes threshold and nz_ratio only; some files have token_budget, which is set after construction."""
-    SMALL.save(tmp_path / "published")
-    edit_config(tmp_path / "published", seerattn_sparsity_method=method)
-    bank = GateBank.from_pretrained(tmp_path / "published")
-    assert bank.training_record["published_config"].get("seerattn_sparsity_method", "gone") == method
-    export_published(bank, tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["seerattn_sparsity_method"] == written
+def edit(path, **changes):
+    """Set entries of the configuration; ``"gone"`` removes one."""
+    config = json.loads((path / CONFIG).read_text()) | changes
+    (path / CONFIG).write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
 
 
-def edit_config(path, **changes):
-    config = json.loads((path / "config.json").read_text()) | changes
-    (path / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "gone"}))
+def tensor(name, change):
+    """A harm: the tensor of this name becomes ``change`` of it, or goes if that is ``None``."""
+
+    def harm(path):
+        weights = torch.load(path / WEIGHTS, weights_only=True)
+        weights[name] = change(weights.pop(name, torch.zeros(2)))
+        torch.save({key: value for key, value in weights.items() if value is not None}, path / WEIGHTS)
+
+    return harm
 
 
-def edit_weights(path, change):
-    weights = torch.load(path / "attn_gate_weights.pth", weights_only=True)
-    change(weights)
-    torch.save(weights, path / "attn_gate_weights.pth")
-
-
-Q0 = "model.layers.0.self_attn.attn_gate.attngate_linear_q.weight"
-K1 = "model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"
-NORM0 = "model.layers.0.self_attn.attn_gate.attngate_qnorm.weight"
+Q0, K1, NORM0 = (
+    f"model.layers.{name}.weight"
+    for name in (
+        "0.self_attn.attn_gate.attngate_linear_q",
+        "1.self_attn.attn_gate.attngate_linear_k",
+        "0.self_attn.attn_gate.attngate_qnorm",
+    )
+)
 
 
 def compressed(path):
-    file = path / "attn_gate_weights.pth"
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(path / WEIGHTS) as archive:
         entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(path / WEIGHTS, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in entries.items():
             archive.writestr(name, data)
 
 
 def overlapping(path):
-    """Ten more entries, all of them the same bytes."""
-    with zipfile.ZipFile(path / "attn_gate_weights.pth", "a") as archive:
+    """Ten more entries with the same bytes."""
+    with zipfile.ZipFile(path / WEIGHTS, "a") as archive:
         largest = max(archive.filelist, key=lambda entry: entry.file_size)
         for number in range(10):
             archive.filelist.append(copy.copy(largest))
@@ -254,98 +233,50 @@ def overlapping(path):
         archive._didModify = True
 
 
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (lambda p: (p / "config.json").unlink(), r"holds no config\.json"),
-        (lambda p: (p / "attn_gate_weights.pth").unlink(), r"holds no attn_gate_weights\.pth"),
-        (lambda p: (p / "config.json").write_text("{"), "not readable JSON"),
-        (lambda p: (p / "config.json").write_text('{"model_type": "qwen3"}'), "no seerattn_ entries"),
-        (lambda p: edit_config(p, seerattn_gate_type="Qavg_Kmaxminavg"), "sparse prefill"),
-        (lambda p: edit_config(p, seerattn_use_qk_norm=False), "seerattn_use_qk_norm is False, but the weights have"),
-        (lambda p: edit_config(p, seerattn_gate_block_size=3), "block_size is 3"),
-        (lambda p: edit_config(p, seerattn_gate_hidden_size=64), r"has shape \(128,\); it must be \(64,\)"),
-        (lambda p: edit_config(p, seerattn_k_seq_pooling_type="Kmaxavg"), r"has shape \(2, 384, 128\)"),
-        (lambda p: edit_config(p, seerattn_k_seq_pooling_type="Kmaxmedian"), "must be like 'Kmaxminavg'"),
-        (lambda p: edit_config(p, seerattn_q_head_pooling_type="Qorig"), "is 'Qorig'"),
-        (lambda p: edit_config(p, seerattn_q_head_pooling_type="Qavg"), "attngate|q_proj.weight belongs to no gate"),
-        (lambda p: edit_config(p, num_key_value_heads=4), "has shape"),
-        (lambda p: edit_config(p, num_hidden_layers=10**7), "num_hidden_layers is 10000000"),
-        (lambda p: edit_config(p, model_type="gpt2"), "no model can be built|not supported"),
-        (lambda p: edit_config(p, model_type="gone"), "no model can be built"),
-        (lambda p: edit_config(p, base_model=["x"]), "base_model is"),
-        (lambda p: edit_weights(p, lambda w: w.pop(Q0)), "layers.0.q_proj.weight is missing"),
-        (lambda p: edit_weights(p, lambda w: w.pop(NORM0)), "layers.0.q_norm.weight is missing"),
-        (lambda p: edit_weights(p, lambda w: w.update({"lm_head.weight": torch.zeros(2)})), "belongs to no gate"),
-        (lambda p: edit_weights(p, lambda w: w.update({Q0.replace("0", "7"): w[Q0]})), "of 3 layers"),
-        (
-            lambda p: edit_weights(p, lambda w: w.update({Q0.replace("attngate_linear_q", "mask_linear_q"): w[Q0]})),
-            "sparse prefill",
-        ),
-        (
-            lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0][:, 0]})),
-            r"layers.0.q_proj.weight has shape .*\(gates for sparse prefill\?\)$",
-        ),
-        (
-            lambda p: edit_weights(p, lambda w: w.update({K1: w[K1][0]})),
-            r"layers.1.k_proj.weight has shape .*\(gates for sparse prefill\?\)$",
-        ),
-        (lambda p: edit_weights(p, lambda w: w.update({NORM0: w[NORM0][1:]})), r"\(127,\); it must be \(128,\)$"),
-        (lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0].int()})), "has dtype"),
-        (lambda p: edit_weights(p, lambda w: w.update({Q0: w[Q0] * torch.nan})), "not finite"),
-        (lambda p: edit_weights(p, lambda w: w.clear()), "holds no tensors"),
-        (lambda p: torch.save([1, 2], p / "attn_gate_weights.pth"), "must hold a dictionary of tensors"),
-        (lambda p: torch.save({Q0: "text"}, p / "attn_gate_weights.pth"), "must hold a dictionary of tensors"),
-        (
-            lambda p: (p / "attn_gate_weights.pth").write_bytes((p / "attn_gate_weights.pth").read_bytes()[:-999]),
-            "not a readable file of PyTorch tensors",
-        ),
-        (lambda p: (p / "attn_gate_weights.pth").write_bytes(b""), "not a readable file of PyTorch tensors"),
-        (compressed, "it is compressed"),
-        (overlapping, "its entries are larger than the file"),
-    ],
-)
-def test_damage_is_named(harm, message, tmp_path):
-    SMALL.save(tmp_path / "published")
-    harm(tmp_path / "published")
+UNREADABLE, PREFILL = "not a readable file of PyTorch tensors", r"has shape .*\(gates for sparse prefill\?\)$"
+DAMAGE = [
+    ({"seerattn_gate_type": "Qavg_Kmaxminavg"}, "sparse prefill"),
+    ({"seerattn_use_qk_norm": False}, "seerattn_use_qk_norm is False, but the weights have"),
+    ({"seerattn_gate_block_size": 3}, "block_size is 3"),
+    ({"seerattn_gate_hidden_size": 64}, r"has shape \(128,\); it must be \(64,\)"),
+    ({"seerattn_k_seq_pooling_type": "Kmaxavg"}, r"has shape \(2, 384, 128\)"),
+    ({"seerattn_k_seq_pooling_type": "Kmaxmedian"}, "must be like 'Kmaxminavg'"),
+    ({"seerattn_q_head_pooling_type": "Qorig"}, "is 'Qorig'"),
+    ({"seerattn_q_head_pooling_type": "Qavg"}, "attngate|q_proj.weight belongs to no gate"),
+    ({"num_key_value_heads": 4}, "has shape"),
+    ({"num_hidden_layers": 10**7}, "num_hidden_layers is 10000000"),
+    ({"model_type": "gpt2"}, "no model can be built|not supported"),
+    ({"model_type": "gone"}, "no model can be built"),
+    ({"base_model": ["x"]}, "base_model is"),
+    (lambda p: (p / CONFIG).unlink(), r"holds no config\.json"),
+    (lambda p: (p / CONFIG).write_text("{"), "not readable JSON"),
+    (lambda p: (p / CONFIG).write_text('{"model_type": "qwen3"}'), "no seerattn_ entries"),
+    (tensor(Q0, lambda w: None), "layers.0.q_proj.weight is missing"),
+    (tensor(NORM0, lambda w: None), "layers.0.q_norm.weight is missing"),
+    (tensor("lm_head.weight", lambda w: w), "belongs to no gate"),
+    (tensor(Q0.replace("0", "7"), lambda w: w), "of 3 layers"),
+    (tensor(Q0.replace("attngate_linear_q", "mask_linear_q"), lambda w: w), "sparse prefill"),
+    (tensor(Q0, lambda w: w[:, 0]), f"layers.0.q_proj.weight {PREFILL}"),
+    (tensor(K1, lambda w: w[0]), f"layers.1.k_proj.weight {PREFILL}"),
+    (tensor(NORM0, lambda w: w[1:]), r"\(127,\); it must be \(128,\)$"),
+    (tensor(Q0, lambda w: w.int()), "has dtype"),
+    (tensor(Q0, lambda w: w * torch.nan), "not finite"),
+    (lambda p: torch.save({}, p / WEIGHTS), "holds no tensors"),
+    (lambda p: torch.save([1, 2], p / WEIGHTS), "must hold a dictionary of tensors"),
+    (lambda p: torch.save({Q0: "text"}, p / WEIGHTS), "must hold a dictionary of tensors"),
+    (lambda p: torch.save({Q0: Bomb(p / "exploded")}, p / WEIGHTS), UNREADABLE),
+    (lambda p: (p / WEIGHTS).write_bytes(pickle.dumps(Bomb(p / "exploded"))), UNREADABLE),
+    (lambda p: (p / WEIGHTS).write_bytes((p / WEIGHTS).read_bytes()[:-999]), UNREADABLE),
+    (lambda p: (p / WEIGHTS).write_bytes(b""), UNREADABLE),
+    (lambda p: (p / WEIGHTS).unlink(), r"holds no attn_gate_weights\.pth"),
+    (compressed, "it is compressed"),
+    (overlapping, "its entries are larger than the file"),
+]
+
+
+@pytest.mark.parametrize(("harm", "message"), DAMAGE)
+def test_damage_is_named(harm, message, published):
+    edit(published, **harm) if isinstance(harm, dict) else harm(published)
     with pytest.raises(SeergateError, match=message):
-        GateBank.from_pretrained(tmp_path / "published")
-
-
-@pytest.mark.parametrize("as_archive", [True, False])
-def test_a_pickle_that_does_something_is_not_run(as_archive, tmp_path):
-    SMALL.save(tmp_path / "published")
-    bomb, target = tmp_path / "published" / "attn_gate_weights.pth", tmp_path / "exploded"
-    if as_archive:
-        torch.save({Q0: Bomb(target)}, bomb)
-    else:
-        bomb.write_bytes(pickle.dumps(Bomb(target)))
-    with pytest.raises(SeergateError, match="not a readable file of PyTorch tensors"):
-        GateBank.from_pretrained(tmp_path / "published")
-    assert not target.exists()
-    torch.load(bomb, weights_only=False) if as_archive else pickle.loads(bomb.read_bytes())
-    assert target.exists(), "the bomb of this test is none"
-
-
-def test_it_is_read_directly_wherever_gates_are(tmp_path, capsys):
-    """By its place: as a bank, by `attach`, `seergate.load` and the commands; the same as converted first."""
-    SMALL.save(tmp_path / "published")
-    base = tiny_model("qwen3", head_dim=128, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    base.save_pretrained(tmp_path / "base")
-    edit_config(tmp_path / "published", base_model=str(tmp_path / "base"))
-    assert main(["export", str(tmp_path / "published"), str(tmp_path / "gates")]) == 0
-    direct, converted = (GateBank.from_pretrained(tmp_path / place) for place in ("published", "gates"))
-    assert direct.diff(converted).fields == [] and direct.diff(converted).same_weights
-    tokens = []
-    for place in ("published", "gates"):
-        with seergate.attached(base, tmp_path / place, token_budget=128) as handle:
-            tokens.append(base.generate(input_ids=prompt(300), max_new_tokens=8))
-            assert handle.method.compat == "published"
-    model = seergate.load(tmp_path / "published", token_budget=128)
-    tokens.append(model.generate(input_ids=prompt(300), max_new_tokens=8))
-    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
-    capsys.readouterr()
-    assert main(["info", str(tmp_path / "published")]) == 0
-    assert "{'compat': 'published'}" in capsys.readouterr().out
-    assert main(["export", str(tmp_path / "published"), str(tmp_path / "published")]) == 2
-    assert "is not empty" in capsys.readouterr().err
+        GateBank.from_pretrained(published)
+    assert not (published / "exploded").exists(), "a pickle was run"

@@ -1,8 +1,7 @@
-"""A stand-in of the Hugging Face Hub that speaks enough of its HTTP API for the real client, on 127.0.0.1.
+"""A stand-in for the Hugging Face Hub on 127.0.0.1: enough of its HTTP API for the real client.
 
-Repositories, branches, commits, pull requests, LFS uploads and downloads, range requests, tokens, private
-repositories, datasets to read; and faults on demand: a status instead of an answer, or a connection cut in the middle
-of a body.
+It holds repositories of models and datasets with branches, commits, pull requests and large files (LFS), and checks
+tokens. On demand it refuses a request with a status, or closes the connection in the middle of a body.
 """
 
 from __future__ import annotations
@@ -49,58 +48,47 @@ class Repo:
     def commit(self, ref: str, tree: dict[str, File], **entry: Any) -> str:
         sha = hashlib.sha1(f"{len(self.commits)}{sorted((p, f.etag) for p, f in tree.items())}".encode()).hexdigest()
         self.commits[sha], self.refs[ref] = tree, sha
-        self.log.append({"ref": ref, "sha": sha, **entry})
+        self.log.append(entry)
         return sha
 
-    def resolve(self, revision: str) -> str | None:
-        return self.refs.get(revision) or (revision if revision in self.commits else None)
-
     def tree(self, revision: str = "main") -> dict[str, File]:
-        return self.commits[self.refs[revision]]
+        return self.commits[self.sha(revision)]
+
+    def sha(self, revision: str) -> str:
+        if revision not in self.refs and revision not in self.commits:
+            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return self.refs.get(revision, revision)
 
 
 @dataclass
 class Fault:
     method: str
-    path: re.Pattern[str]
+    path: str
+    times: int
     status: int | None = None
-    cut_after: int | None = None  # bytes of the body, then the connection is closed
-    times: int = 1
+    cut_after: int | None = None  # bytes of the body
 
 
 class Refusal(Exception):
     def __init__(self, status: int, message: str, code: str | None = None, **body: str) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.body = status, message, code, body
+        self.status, self.code, self.body = status, code, {"error": message, **body}
 
 
 class Hub:
-    """``with Hub() as hub: HfApi(endpoint=hub.url)``.
+    """``with Hub() as hub: HfApi(endpoint=hub.url)``."""
 
-    Args:
-        tokens: token -> organisations that it may write to.
-    """
-
-    def __init__(self, tokens: dict[str, set[str]] | None = None) -> None:
-        self.tokens = {"writer": {"org"}, "reader": set()} if tokens is None else tokens
+    def __init__(self) -> None:
+        self.tokens = {"writer": {"writer", "org"}, "reader": {"reader"}}  # token -> namespaces that it may write to
         self.repos: dict[str, Repo] = {}  # a dataset's name begins with "datasets/"
         self.lfs: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str, dict[str, str]]] = []
-        self._lock = threading.RLock()
-        hub = self
-
-        class Bound(Handler):
-            pass
-
-        Bound.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Bound)
+        self._lock = threading.Lock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": self}))
         self._server.daemon_threads = True
         port = self._server.server_address[1]
-        self.url, self.storage = (
-            f"http://127.0.0.1:{port}",
-            f"http://localhost:{port}",
-        )  # large files have another host
+        self.url, self.storage = f"http://127.0.0.1:{port}", f"http://localhost:{port}"  # large files: another host
 
     def __enter__(self) -> Hub:
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
@@ -111,22 +99,22 @@ class Hub:
         self._server.server_close()
 
     def hold(self, name: str, files: dict[str, File], private: bool = False) -> Repo:
-        """A repository that somebody has uploaded already."""
+        """A repository with files that are there already."""
         repo = self.repos[name] = Repo(private=private)
         repo.commit("main", files, summary="upload")
         self.lfs |= {file.sha256: file.data for file in files.values() if file.lfs}
         return repo
 
     def fail(self, method: str, path: str, status: int, times: int = 1) -> None:
-        self.faults.append(Fault(method, re.compile(path), status=status, times=times))
+        self.faults.append(Fault(method, path, times, status=status))
 
     def cut(self, method: str, path: str, after: int, times: int = 1) -> None:
-        self.faults.append(Fault(method, re.compile(path), cut_after=after, times=times))
+        self.faults.append(Fault(method, path, times, cut_after=after))
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self._lock:
             for fault in self.faults:
-                if fault.times > 0 and fault.method == method and fault.path.search(path):
+                if fault.times > 0 and fault.method == method and re.search(fault.path, path):
                     fault.times -= 1
                     return fault
         return None
@@ -135,146 +123,100 @@ class Hub:
         """The headers of the requests so far."""
         return [h for m, p, h in self.requests if m == method and re.search(path, p)]
 
-    # ------------------------------------------------------------------------------------------------------------ API
-
-    def user_of(self, headers: Any) -> str | None:
-        given = headers.get("Authorization", "")
-        token = given.removeprefix("Bearer ").strip()
-        if given and token not in self.tokens:
-            raise Refusal(401, "Invalid credentials in Authorization header")
-        return token or None
-
-    def may_write(self, user: str, owner: str) -> bool:
-        """A token's name is its user's, who has a namespace of that name."""
-        return owner == user or owner in self.tokens[user]
+    # What the API answers. ``user`` is the token, which is also the name of its user.
 
     def repo(self, name: str, user: str | None) -> Repo:
-        found = self.repos.get(name)
-        owner = name.removeprefix("datasets/").split("/")[0]
-        hidden = found is not None and found.private and (user is None or not self.may_write(user, owner))
-        if found is None or hidden:
+        found, owner = self.repos.get(name), name.removeprefix("datasets/").split("/")[0]
+        if found is None or (found.private and owner not in self.tokens.get(user or "", ())):
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
         return found
 
-    def writable(self, name: str, user: str | None, *, pull_request: bool = False) -> Repo:
+    def writable(self, name: str, user: str | None, pull_request: bool = False) -> Repo:
         if user is None:
             raise Refusal(401, "Invalid username or password.")
         repo = self.repo(name, user)
-        if not self.may_write(user, name.split("/")[0]) and not pull_request:
+        if name.split("/")[0] not in self.tokens[user] and not pull_request:
             raise Refusal(403, "Forbidden: you do not have write access to this repository")
         return repo
 
     def create(self, body: dict[str, Any], user: str | None) -> dict[str, Any]:
         if user is None:
             raise Refusal(401, "Invalid username or password.")
-        organisation = body.get("organization") or user
-        name = f"{organisation}/{body['name']}"
-        if not self.may_write(user, organisation):
+        owner = body.get("organization") or user
+        name = f"{owner}/{body['name']}"
+        if owner not in self.tokens[user]:
             raise Refusal(403, "You don't have the rights to create a model under this namespace")
         if name in self.repos:
             raise Refusal(409, "You already created this model repo", url=f"{self.url}/{name}")
-        repo = self.repos[name] = Repo(private=body.get("visibility") == "private" or bool(body.get("private")))
-        repo.commit("main", {".gitattributes": File(b"*.safetensors filter=lfs\n")}, summary="initial commit")
+        private = body.get("visibility") == "private" or bool(body.get("private"))
+        self.hold(name, {".gitattributes": File(b"*.safetensors filter=lfs\n")}, private)
         return {"url": f"{self.url}/{name}", "name": name}
 
-    def branch(self, name: str, branch: str, body: dict[str, Any], user: str | None) -> dict[str, Any]:
+    def branch(self, name: str, branch: str, user: str | None) -> dict[str, Any]:
         repo = self.writable(name, user)
         if branch in repo.refs:
             raise Refusal(409, f"Reference already exists: refs/heads/{branch}")
-        repo.refs[branch] = self.sha(repo, body.get("startingPoint") or "main")
+        repo.refs[branch] = repo.sha("main")
         return {}
-
-    def sha(self, repo: Repo, revision: str) -> str:
-        found = repo.resolve(revision)
-        if found is None:
-            raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
-        return found
 
     def info(self, name: str, revision: str, user: str | None) -> dict[str, Any]:
         repo = self.repo(name, user)
-        sha = self.sha(repo, revision)
-        tree = repo.commits[sha]
+        sha, tree = repo.sha(revision), repo.tree(revision)
         card = tree["README.md"].data.decode() if "README.md" in tree else ""
         data = yaml.safe_load(card.split("---")[1]) if card.startswith("---") else None
         siblings = [{"rfilename": path} for path in sorted(tree)]
         name = name.removeprefix("datasets/")
         return {"id": name, "sha": sha, "siblings": siblings, "private": repo.private, "cardData": data, "tags": []}
 
-    def list_tree(
-        self, name: str, revision: str, user: str | None, folder: str = "", *, recursive: bool = False
-    ) -> list[dict[str, Any]]:
+    def list_tree(self, tree: dict[str, File], folder: str, recursive: bool) -> list[dict[str, Any]]:
         """Files and folders directly in ``folder``, or all files below it."""
         prefix = f"{folder}/" if folder else ""
-        names = {prefix + path.removeprefix(prefix).split("/")[0] for path in self.all_of(name, revision, user)
-                 if path.startswith(prefix)}  # fmt: skip
-        if folder and not names:
-            raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound")
-        if recursive:
-            names = {path for path in self.all_of(name, revision, user) if path.startswith(prefix)}
-        return self.paths_info(name, revision, sorted(names), user)
+        below = [path for path in tree if path.startswith(prefix)]
+        if folder and not below:
+            raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
+        return self.paths_info(
+            tree, sorted(below if recursive else {prefix + path[len(prefix) :].split("/")[0] for path in below})
+        )
 
-    def all_of(self, name: str, revision: str, user: str | None) -> dict[str, File]:
-        repo = self.repo(name, user)
-        return repo.commits[self.sha(repo, revision)]
-
-    def paths_info(self, name: str, revision: str, paths: list[str], user: str | None) -> list[dict[str, Any]]:
-        tree, entries = self.all_of(name, revision, user), []
-        folders = {str(parent) for path in tree for parent in PurePosixPath(path).parents}
+    def paths_info(self, tree: dict[str, File], paths: list[str]) -> list[dict[str, Any]]:
+        folders, entries = {str(parent) for path in tree for parent in PurePosixPath(path).parents}, []
         for path in paths:
             if path in folders:
                 entries.append({"type": "directory", "oid": git_oid(path.encode()), "path": path, "size": 0})
-            if path not in tree:
-                continue
-            file = tree[path]
-            entry: dict[str, Any] = {"type": "file", "oid": git_oid(file.data), "size": len(file.data), "path": path}
-            if file.lfs:
-                entry["lfs"] = {"oid": file.sha256, "size": len(file.data), "pointerSize": 130}
-            entries.append(entry)
+            elif path in tree:
+                file, size = tree[path], len(tree[path].data)
+                large = {"lfs": {"oid": file.sha256, "size": size, "pointerSize": 130}} if file.lfs else {}
+                entries.append({"type": "file", "oid": git_oid(file.data), "size": size, "path": path, **large})
         return entries
 
-    def preupload(self, name: str, revision: str, body: dict[str, Any], user: str | None, pr: bool) -> dict[str, Any]:
-        repo = self.writable(name, user, pull_request=pr)
-        tree = repo.commits[self.sha(repo, revision)]
-        answers = []
-        for file in body["files"]:
-            lfs = file["path"].endswith((".safetensors", ".pth", ".png")) or file["size"] > 10 << 20
-            old = tree.get(file["path"])
-            oid = old.etag if old else None
-            mode = "lfs" if lfs else "regular"
-            answers.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        return {"files": answers}
+    def preupload(self, tree: dict[str, File], paths: list[str]) -> dict[str, Any]:
+        modes = {path: "lfs" if path.endswith((".safetensors", ".png")) else "regular" for path in paths}
+        oids = {path: tree[path].etag if path in tree else None for path in paths}
+        common = {"shouldIgnore": False}
+        return {"files": [{"path": p, "uploadMode": modes[p], "oid": oids[p], **common} for p in paths]}
 
-    def lfs_batch(self, name: str, body: dict[str, Any], user: str | None) -> dict[str, Any]:
-        self.repo(name, user)
-        objects = []
-        for item in body["objects"]:
-            entry = {"oid": item["oid"], "size": item["size"]}
-            if item["oid"] not in self.lfs:
-                verify = {"href": f"{self.url}/api/verify"}
-                entry["actions"] = {"upload": {"href": f"{self.storage}/lfs/{item['oid']}"}, "verify": verify}
-            objects.append(entry)
+    def lfs_batch(self, objects: list[dict[str, Any]]) -> dict[str, Any]:
+        for entry in objects:
+            if entry["oid"] not in self.lfs:
+                entry["actions"] = {"upload": {"href": f"{self.storage}/lfs/{entry['oid']}"}}
         return {"transfer": "basic", "objects": objects}
 
-    def commit(self, name: str, revision: str, lines: list[dict[str, Any]], user: str | None, pr: bool) -> Any:
-        repo = self.writable(name, user, pull_request=pr)
-        parent = self.sha(repo, revision)
-        header = lines[0]["value"]
-        if header.get("parentCommit") not in (None, parent):
+    def commit(self, name: str, revision: str, lines: list[dict[str, Any]], repo: Repo, pr: bool) -> dict[str, Any]:
+        header, tree = lines[0]["value"], dict(repo.tree(revision))
+        if header.get("parentCommit") not in (None, repo.sha(revision)):
             raise Refusal(412, "A commit has happened since. Please refresh and try again.")
-        tree = dict(repo.commits[parent])
-        for line in lines[1:]:
-            value = line["value"]
-            if line["key"] == "file":
+        for kind, value in ((line["key"], line["value"]) for line in lines[1:]):
+            if kind == "file":
                 tree[value["path"]] = File(base64.b64decode(value["content"]))
-            elif line["key"] == "lfsFile":
+            elif kind == "lfsFile":
                 if value["oid"] not in self.lfs:
                     raise Refusal(400, f"LFS object {value['oid']} was not uploaded")
                 tree[value["path"]] = File(self.lfs[value["oid"]], lfs=True)
-            elif line["key"] == "deletedFile" and tree.pop(value["path"], None) is None:
+            elif kind == "deletedFile" and tree.pop(value["path"], None) is None:
                 raise Refusal(404, "A file with this name doesn't exist", "EntryNotFound")
         number = sum(ref.startswith("refs/pr/") for ref in repo.refs) + 1
-        ref = f"refs/pr/{number}" if pr else revision
-        sha = repo.commit(ref, tree, summary=header["summary"], description=header.get("description", ""))
+        entry = {"summary": header["summary"], "description": header.get("description", "")}
+        sha = repo.commit(f"refs/pr/{number}" if pr else revision, tree, **entry)
         answer = {"commitUrl": f"{self.url}/{name}/commit/{sha}", "commitOid": sha, "success": True}
         return answer | ({"pullRequestUrl": f"{self.url}/{name}/discussions/{number}"} if pr else {})
 
@@ -289,122 +231,99 @@ class Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def body(self) -> bytes:
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            parts = []
-            while size := int(self.rfile.readline(), 16):
-                parts.append(self.rfile.read(size))
-                self.rfile.readline()
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body, size = b"", -1
+        while size:
+            size = int(self.rfile.readline(), 16)
+            body += self.rfile.read(size)
             self.rfile.readline()
-            return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        return body
 
     def answer(self) -> None:
-        hub, parts = self.hub, urlsplit(self.path)
+        parts = urlsplit(self.path)
         path, query = unquote(parts.path), parse_qs(parts.query)
-        hub.requests.append((self.command, path, dict(self.headers)))
-        body = self.body()
-        fault = hub.take_fault(self.command, path)
+        self.hub.requests.append((self.command, path, dict(self.headers)))
+        body, self.fault = self.body(), self.hub.take_fault(self.command, path)
         try:
-            if fault is not None and fault.status is not None:
-                raise Refusal(fault.status, f"stand-in refuses with {fault.status}")
-            self.route(path, query, body, fault)
+            if self.fault is not None and self.fault.status is not None:
+                raise Refusal(self.fault.status, f"stand-in refuses with {self.fault.status}")
+            self.route(path, query, body)
         except Refusal as refusal:
-            headers = {"X-Error-Code": refusal.code} if refusal.code else {}
-            headers["X-Error-Message"] = refusal.message
-            self.send_json({"error": refusal.message, **refusal.body}, refusal.status, headers)
+            code = {"X-Error-Code": refusal.code} if refusal.code else {}
+            self.send(refusal.body, refusal.status, {**code, "X-Error-Message": str(refusal)})
 
     do_GET = do_HEAD = do_POST = do_PUT = answer
 
-    def route(self, path: str, query: dict[str, list[str]], body: bytes, fault: Fault | None) -> None:
-        hub, user = self.hub, self.hub.user_of(self.headers)
-        pr = query.get("create_pr") == ["1"]
-        recursive = query.get("recursive", ["false"])[0].lower() in ("true", "1")
+    def route(self, path: str, query: dict[str, list[str]], body: bytes) -> None:
+        hub, given = self.hub, self.headers.get("Authorization", "")
+        user = given.removeprefix("Bearer ").strip() or None
+        if given and user not in hub.tokens:
+            raise Refusal(401, "Invalid credentials in Authorization header")
         if path == "/api/repos/create":
-            return self.send_json(hub.create(json.loads(body), user))
+            return self.send(hub.create(json.loads(body), user))
         if path == "/api/validate-yaml":
-            return self.send_json({"errors": [], "warnings": []})
-        if path == "/api/verify":
-            known = json.loads(body)["oid"] in hub.lfs
-            return self.send_json({}, 200 if known else 404)
+            return self.send({"errors": [], "warnings": []})
         if match := re.fullmatch(r"/lfs/(\w+)", path):
             if self.command == "PUT":
                 if hashlib.sha256(body).hexdigest() != match[1]:
                     raise Refusal(400, "the content does not have this oid")
                 hub.lfs[match[1]] = body
-                return self.send_json({})
-            if match[1] not in hub.lfs:
-                raise Refusal(404, "no such object")
-            return self.send_bytes(hub.lfs[match[1]], {"ETag": f'"{match[1]}"'}, fault)
-        if match := re.fullmatch(r"/api/models/(\w[^/]*/[^/]+)/(revision|tree|preupload|commit|branch)/(.+)", path):
-            name, what, revision = match[1], match[2], match[3].rstrip("/")
-            if what == "revision":
-                return self.send_json(hub.info(name, revision, user))
-            if what == "tree":
-                revision, folder = re.fullmatch(r"(refs/pr/\d+|[^/]+)/?(.*)", revision).groups()
-                return self.send_json(hub.list_tree(name, revision, user, folder, recursive=recursive))
-            if what == "preupload":
-                return self.send_json(hub.preupload(name, revision, json.loads(body), user, pr))
-            if what == "branch":
-                return self.send_json(hub.branch(name, revision, json.loads(body or b"{}"), user))
-            lines = [json.loads(line) for line in body.splitlines()]
-            return self.send_json(hub.commit(name, revision, lines, user, pr))
-        if match := re.fullmatch(r"/api/models/([^/]+/[^/]+)", path):
-            return self.send_json(hub.info(match[1], "main", user))
-        if match := re.fullmatch(r"/api/(datasets/[^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)/?(.*))?", path):
+            return self.send({} if self.command == "PUT" else hub.lfs[match[1]], headers={"ETag": f'"{match[1]}"'})
+        ref = r"(refs/pr/\d+|[^/]+)"
+        if match := re.fullmatch(rf"/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)(?:/([\w-]+)/{ref}/?(.*))?", path):
             name, what, revision, folder = match[1], match[2], match[3] or "main", match[4] or ""
-            if what == "tree":
-                return self.send_json(hub.list_tree(name, revision, user, folder, recursive=recursive))
-            if what == "paths-info":
-                return self.send_json(hub.paths_info(name, revision, parse_qs(body.decode())["paths"], user))
-            return self.send_json(hub.info(name, revision, user))
+            return self.send(self.about(name, what, revision, folder, user, query, body))
         if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-            return self.send_json(hub.lfs_batch(match[1], json.loads(body), user))
-        if match := re.fullmatch(r"/((?:datasets/)?[^/]+/[^/]+)/resolve/(refs/pr/\d+|[^/]+)/(.+)", path):
-            return self.send_file(match[1], match[2], match[3], user, fault)
+            hub.repo(match[1], user)
+            return self.send(hub.lfs_batch(json.loads(body)["objects"]))
+        if match := re.fullmatch(rf"/((?:datasets/)?[^/]+/[^/]+)/resolve/{ref}/(.+)", path):
+            repo = hub.repo(match[1], user)
+            file = repo.tree(match[2]).get(match[3])
+            if file is None:
+                raise Refusal(404, "Entry not found", "EntryNotFound")
+            headers = {"X-Repo-Commit": repo.sha(match[2]), "ETag": f'"{file.etag}"'}
+            if not file.lfs:
+                return self.send(file.data, headers=headers)
+            headers |= {"X-Linked-Etag": f'"{file.sha256}"', "X-Linked-Size": str(len(file.data))}
+            return self.send({}, 302, {**headers, "Location": f"{hub.storage}/lfs/{file.sha256}"})
         raise Refusal(404, f"the stand-in has no {self.command} {path}")
 
-    def send_file(self, name: str, revision: str, path: str, user: str | None, fault: Fault | None) -> None:
-        repo = self.hub.repo(name, user)
-        sha = self.hub.sha(repo, revision)
-        file = repo.commits[sha].get(path)
-        if file is None:
-            raise Refusal(404, "Entry not found", "EntryNotFound")
-        headers = {"X-Repo-Commit": sha, "ETag": f'"{file.etag}"'}
-        if not file.lfs:
-            return self.send_bytes(file.data, headers, fault)
-        linked = {"X-Linked-Etag": f'"{file.sha256}"', "X-Linked-Size": str(len(file.data))}
-        location = {"Location": f"{self.hub.storage}/lfs/{file.sha256}"}
-        return self.send_json({}, 302, headers | linked | location)
+    def about(self, name: str, what: str, revision: str, folder: str, user: Any, query: Any, body: bytes) -> Any:
+        """The answer about one repository."""
+        hub, pr = self.hub, query.get("create_pr") == ["1"]
+        if what in (None, "revision"):
+            return hub.info(name, revision, user)
+        if what == "tree":
+            recursive = query.get("recursive", [""])[0].lower() in ("true", "1")
+            return hub.list_tree(hub.repo(name, user).tree(revision), folder, recursive)
+        if what == "paths-info":
+            return hub.paths_info(hub.repo(name, user).tree(revision), parse_qs(body.decode())["paths"])
+        if what == "branch":
+            return hub.branch(name, revision, user)
+        repo = hub.writable(name, user, pr)
+        if what == "preupload":
+            return hub.preupload(repo.tree(revision), [file["path"] for file in json.loads(body)["files"]])
+        return hub.commit(name, revision, [json.loads(line) for line in body.splitlines()], repo, pr)
 
-    def send_bytes(self, data: bytes, headers: dict[str, str], fault: Fault | None) -> None:
-        status, total = 200, len(data)
-        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, end = int(match[1]), min(int(match[2] or total), total - 1)
-            status, data = 206, data[start : end + 1]
-            headers = headers | {"Content-Range": f"bytes {start}-{end}/{total}"}
+    def send(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        """Send bytes, of which a range if it is asked for, or JSON."""
+        headers, data = {**(headers or {})}, value
+        if not isinstance(value, bytes):
+            headers["Content-Type"], data = "application/json", json.dumps(value).encode()
+        elif match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            start, end = int(match[1]), min(int(match[2] or len(value)), len(value) - 1)
+            status, data = 206, value[start : end + 1]
+            headers["Content-Range"] = f"bytes {start}-{end}/{len(value)}"
         self.send_response(status)
-        for key, value in (headers | {"Content-Length": str(len(data)), "Accept-Ranges": "bytes"}).items():
-            self.send_header(key, value)
+        for key, text in {**headers, "Content-Length": str(len(data)), "Accept-Ranges": "bytes"}.items():
+            self.send_header(key, text)
         self.end_headers()
         if self.command == "HEAD":
             return
-        if fault is not None and fault.cut_after is not None:
-            self.wfile.write(data[: fault.cut_after])
+        cut = self.fault.cut_after if self.fault is not None else None
+        self.wfile.write(data[:cut])
+        if cut is not None:
             self.wfile.flush()
             self.close_connection = True
             self.connection.shutdown(2)
-            return
-        self.wfile.write(data)
-
-    def send_json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        data = json.dumps(value).encode()
-        self.send_response(status)
-        for key, text in {
-            "Content-Type": "application/json",
-            "Content-Length": str(len(data)),
-            **(headers or {}),
-        }.items():
-            self.send_header(key, text)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
