@@ -61,7 +61,7 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
         return []
     *lines, last = path.read_bytes().split(b"\n")
     lines += [last] if _is_whole(last) else []
-    needed = FIELDS if name == SAMPLES else FIELDS[: -len(GRADE)]
+    of_answers = FIELDS if name == SAMPLES else FIELDS[: -len(GRADE)]
     samples: list[dict[str, Any]] = []
     seen: set[Key] = set()
     for number, line in enumerate(lines, 1):
@@ -72,6 +72,7 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
             raise SeergateError(
                 f"{path}, line {number} is damaged; remove that line to have its sample made again"
             ) from error
+        needed = ("n_tokens",) if "kl" in sample else of_answers  # scored texts have no answers
         if missing := [name for name in needed if name not in sample]:
             raise SeergateError(
                 f"{path}, line {number} has a sample without {missing[0]!r}; remove that line to have it made again"

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-import seergate.cli.figure
 from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
@@ -161,12 +160,11 @@ def test_commands_of_other_packages(seergate, tmp_path, monkeypatch):
         (package / "entry_points.txt").write_text(f"[seergate.commands]\n{declared}")
     own = "HELP = ('says mine', '', [])\nadd_arguments = lambda parser: None\n"
     (tmp_path / "their_command.py").write_text(f"{own}def run(options):\n    print('mine was run')\n    return 0\n")
-    assert "the command 'figure' is not registered" in refusal(seergate("figure", "5"))
     assert "the command 'lost' (nowhere.at_all) cannot be loaded" in refusal(seergate("lost"))
     assert "did you mean 'mine'?" in refusal(seergate("mines"))
     assert seergate("mine", "--plugin", "tests.support.evictors").stdout == "mine was run\n"
     listed = seergate("--help").stdout
-    assert "says mine" in listed and "cannot be loaded" in listed and "figure" not in listed
+    assert "says mine" in listed and "cannot be loaded" in listed
 
 
 def test_a_mistake_in_a_process_of_its_own():

@@ -13,7 +13,7 @@ from seergate.errors import SeergateError
 from seergate.eval.collector import Collector
 from seergate.eval.generation.engine import Generation, Request
 from seergate.eval.grading.judge import GradingPool
-from seergate.eval.store import SAMPLES, UNGRADED, SampleLog, key_of, read_samples
+from seergate.eval.store import GRADE, SAMPLES, UNGRADED, SampleLog, key_of, read_samples
 from tests.eval.test_runner import small
 from tests.support import evaluation as support
 
@@ -222,7 +222,8 @@ def room_for(path, size):
 def test_a_line_for_which_there_is_no_room_leaves_nothing(tmp_path, name):
     """Neither a part of it at once, nor the rest of it later."""
     with SampleLog(tmp_path) as log, GradingPool() as judges:
-        made = [collector(log, judges, 3)._ungraded(generation(number)) for number in range(3)]
+        grade = dict.fromkeys(GRADE)
+        made = [collector(log, judges, 3)._ungraded(generation(number)) | grade for number in range(3)]
         write = log.keep if name == UNGRADED else log.append
         write(made[0])
         with pytest.raises(OSError, match="File too large"), room_for(tmp_path / name, 20):
