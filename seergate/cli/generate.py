@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_count, check_counts
-from seergate.cli.arguments import decoding_args, model_args, run_args
+from seergate.cli.arguments import decoding_args, eval_args, model_args
 from seergate.errors import SeergateError
 from seergate.escaping import Terminal
 
@@ -43,12 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_args(parser)
     decoding_args(parser, "gate", f" [{REAL_BUDGET}; tiny: {TINY_BUDGET}]")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny: a problem, as it solves]")
+    prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny model: a sample problem]")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file that holds it")
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="longest answer [%(default)s]")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="the page, such as read.html")
-    run_args(parser)
+    eval_args(parser, "threads", "dtype", "device")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from seergate.errors import SeergateError, sentence
 from seergate.gates.files import CONFIG_FILE
-from seergate.paths import exists, gguf_file, shipped
+from seergate.paths import gguf_file, shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,17 +43,6 @@ def gates_for(model: str, gates: str | None) -> str | None:
         return gates
     beside = Path(model_path(model)).resolve() / "gates"
     return str(beside) if (beside / CONFIG_FILE).is_file() else None
-
-
-def named_gates(text: str) -> str | dict[str, str]:
-    """Parse ``--gates``: one adapter, or several named ones as ``NAME=DIR,NAME=DIR``."""
-    if os.sep in text.partition("=")[0] or "=" not in text or exists(text):
-        return text
-    pairs = [part.strip().partition("=") for part in text.split(",")]
-    named = {name: place for name, _, place in pairs}
-    if not all(name and place for name, _, place in pairs) or len(named) < len(pairs):
-        raise argparse.ArgumentTypeError(f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names")
-    return named
 
 
 def bank_for(model: str, gates: str | None) -> GateBank | None:

@@ -11,10 +11,9 @@ import yaml
 
 from seergate import GateBank, GateConfig
 from seergate.cli.main import main
-from seergate.cli.models import named_gates
 from seergate.eval import make_task
 from seergate.eval.settings import grid, with_each
-from seergate.eval.sweep_plan import SweepPlan
+from seergate.eval.sweep_plan import SweepPlan, named_gates
 from tests.support import evaluation as support
 from tests.support.models import tiny_model
 
