@@ -31,11 +31,11 @@ class Command:
     trains: bool = False
 
 
-def eval_args(parser: argparse._ActionsContainer, *names: str, **changed: Any) -> None:
-    """Add options of `seergate eval`, with their defaults."""
+def eval_args(parser: argparse._ActionsContainer, *names: str, defaults: bool = True, **changed: Any) -> None:
+    """Add fields of `SweepPlan` as options, see `add_options`."""
     from seergate.eval.sweep_plan import SweepPlan
 
-    add_options(parser, SweepPlan, *names, defaults=True, **changed)
+    add_options(parser, SweepPlan, *names, defaults=defaults, **changed)
 
 
 def model_args(parser: argparse._ActionsContainer, gates: str = "[gates/ of the model]") -> None:

@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seergate.cli import runs
-from seergate.cli.arguments import Command, given
-from seergate.options import add_options
+from seergate.cli.arguments import Command, eval_args, given
 
 HELP = (
     "accuracy, length and cost of decoding methods on a task",
@@ -43,11 +42,9 @@ SUBCOMMANDS = {"show": runs.SHOW}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options: those of `SweepPlan` and of tasks. An option that is not given keeps its default."""
-    from seergate.eval.sweep_plan import SweepPlan
-
     groups = {title: parser.add_argument_group(title) for title in GROUPS}
     for title, names in GROUPS.items():
-        add_options(groups[title], SweepPlan, *names.split())
+        eval_args(groups[title], *names.split(), defaults=False)
     task = groups["task"]
     task.add_argument(
         "--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of data sets]"
@@ -98,10 +95,8 @@ SWEEP_HELP = (
 
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
-    from seergate.eval.sweep_plan import SweepPlan
-
     parser.add_argument("file", type=Path, metavar="FILE", help="the grid, as YAML")
-    add_options(parser, SweepPlan, "model", "gates", "out", "match", help="instead of the file's")
+    eval_args(parser, "model", "gates", "out", "match", defaults=False, help="instead of the file's")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, instead of the file's")
     parser.add_argument("--no-report", action="store_true", help="leave out the report")
 

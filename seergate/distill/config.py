@@ -338,16 +338,9 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def gates(self, head_dim: int) -> GateConfig:
         """Return the gates' architecture; ``gate_dim`` defaults to the scorer's width, or else to ``head_dim``."""
-        return GateConfig(
-            block_size=self.block_size,
-            gate_dim=scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim,
-            k_pooling=self.k_pooling,
-            q_pooling=self.q_pooling,
-            qk_norm=self.qk_norm,
-            rope=self.rope,
-            scorer=self.scorer,
-            sink_blocks=self.sink_blocks,
-        )
+        given = {item.name: getattr(self, item.name) for item in fields(GateConfig)}
+        width = scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim
+        return GateConfig(**{**given, "gate_dim": width})
 
     @property
     def loss_options(self) -> dict[str, Any]:

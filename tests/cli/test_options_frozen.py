@@ -31,8 +31,12 @@ def frozen() -> str:
             if getattr(kind, "trains", False):
                 options = ["(those of train)", *(option for option in options if option not in training)]
             found[full] = options
-    lines = [f"{name}: {' '.join(option for option in found[name] if option not in ('-h', '--help'))}" for name in found]
-    return "\n".join(textwrap.fill(line, 118, subsequent_indent="    ", break_on_hyphens=False) for line in lines) + "\n"
+    lines = [
+        f"{name}: {' '.join(option for option in found[name] if option not in ('-h', '--help'))}" for name in found
+    ]
+    return (
+        "\n".join(textwrap.fill(line, 118, subsequent_indent="    ", break_on_hyphens=False) for line in lines) + "\n"
+    )
 
 
 def test_commands_and_options_are_those_of_the_list() -> None:
