@@ -1,42 +1,33 @@
-"""Every command and option is a decision: options.txt lists them. If a change is meant, write the list anew.
+"""Every command and option is a decision; options.txt lists them. If a change is meant, write the list anew.
 
 python -m tests.cli.test_options_frozen
 """
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 
 from seergate.cli import train
 from seergate.cli.main import COMMANDS, _parser_of
-from seergate.options import Parser
 
 LIST = Path(__file__).with_name("options.txt")
 
 
-def options_of(parser: Parser) -> list[str]:
-    """Options, and names of positional arguments, in the order of the help."""
-    return [text for action in parser._actions for text in action.option_strings or [action.dest]]
-
-
 def frozen() -> str:
-    """One paragraph per command; commands that take the options of training list only their own."""
-    training = options_of(train.train_parser(None, "", ()))
-    found = {"train": training}
+    """A line per command: positional arguments and options; commands that take those of training list their own."""
+    parsers = {"train": train.train_parser(None, "", ())}
     for name, command in COMMANDS.items():
         below = {f"{name} {below}": kind for below, kind in getattr(command, "SUBCOMMANDS", {}).items()}
-        for full, kind in {**({} if command is train else {name: command}), **below}.items():
-            options = options_of(_parser_of(kind, full))
-            if getattr(kind, "trains", False):
-                options = ["(those of train)", *(option for option in options if option not in training)]
-            found[full] = options
-    lines = [
-        f"{name}: {' '.join(option for option in found[name] if option not in ('-h', '--help'))}" for name in found
-    ]
-    return (
-        "\n".join(textwrap.fill(line, 118, subsequent_indent="    ", break_on_hyphens=False) for line in lines) + "\n"
-    )
+        parsers |= {full: _parser_of(kind, full) for full, kind in {name: command, **below}.items() if kind != train}
+    found = {
+        name: [x for a in parser._actions for x in a.option_strings or [a.dest]] for name, parser in parsers.items()
+    }
+    lines, training = [], found["train"]
+    for name, options in found.items():
+        known = training if name != "train" and set(training) <= set(options) else ["-h", "--help"]
+        own = ["(train)"] * (known is training) + [option for option in options if option not in known]
+        lines.append(f"{name}: {' '.join(own)}")
+    return "\n".join(lines) + "\n"
 
 
 def test_commands_and_options_are_those_of_the_list() -> None:
