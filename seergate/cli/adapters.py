@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.cli.arguments import Command, numbers
+from seergate.cli.arguments import Command
 from seergate.errors import SeergateError
 from seergate.gates.card import percent_right, scoring
+from seergate.options import listed
 from seergate.paths import directory_here, exists, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", choices=["seergate", "published"], default="seergate", help="[%(default)s]")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights [unchanged]")
     parser.add_argument("--layers", type=_layer_list, metavar="I,J-K", help="keep the gates of these layers [all]")
-    parser.add_argument("--weights", type=numbers, metavar="A,B", help="weights of an average [equal]")
+    parser.add_argument("--weights", type=listed(float), metavar="A,B", help="weights of an average [equal]")
     parser.add_argument("--loaded-as", metavar="NAME", help="directory or Hub id in the card's example [DST]")
     _add_card_options(parser)
     _add_source_options(parser)

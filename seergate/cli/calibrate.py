@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import run_args
+from seergate.cli.arguments import eval_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
     from seergate.eval.calibration.calibrator import Calibration
 
 HELP = (
-    "find out what LazyEviction or TriAttention need to know about a model",
+    "measure LazyEviction's window and TriAttention's statistics",
     "lazy_eviction: answers some problems of a task and notes when attention comes back to each token. The window is\n"
     "the recurrence interval that 80 % of tokens do not exceed. Also tells how many tokens are milestones (used, and\n"
     "then no more) or phoenixes (used again after a cache of the budget would have lost them). Writes JSON.\n"
@@ -35,17 +35,16 @@ FEW_TOKENS = 500
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("method", metavar="METHOD", help="for which method: lazy_eviction or tri_attention")
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
+    eval_args(parser, "model", "max_new_tokens")
     parser.add_argument("--task", default="chain_sum", help="a task's name or a .jsonl file [%(default)s]")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
     parser.add_argument("--share", type=float, default=0.8, help="of tokens inside the window [%(default)s]")
     parser.add_argument(
         "--budget", type=int, default=1024, metavar="N", help="cache size, for phoenixes [%(default)s]"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="[runs/calibrate-MODEL-METHOD.*]")
-    run_args(parser)
+    eval_args(parser, "dtype", "device")
 
 
 def run(options: argparse.Namespace) -> None:

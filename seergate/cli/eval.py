@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from seergate.cli import runs
-from seergate.cli.arguments import Command, given, integers, named_gates, numbers, run_args, some_integers, words
+from seergate.cli.arguments import Command, eval_args, given
 
 HELP = (
     "accuracy, length and cost of decoding methods on a task",
@@ -29,41 +29,23 @@ HELP = (
     ],
 )
 TAKES_METHODS = REPORTS = True
+GROUPS = {
+    "settings to compare": "model gates method budget match threshold block_size dense_layers",
+    "task": "task",
+    "generation": "samples max_new_tokens max_total_tokens temperature top_p top_k min_p seed batch_size "
+    "measure_recall engine workers ray_address dtype device threads",
+    "output": "out",
+}
+"""Group of options in the help -> fields of `SweepPlan`."""
 SUBCOMMANDS = {"show": runs.SHOW}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options, named after fields of `SweepPlan`; an option that is not given keeps its default."""
-    what = parser.add_argument_group("what is compared")
-    what.add_argument("--model", help="preset, directory, GGUF file or Hub id (org/name) [tiny-reasoner]")
-    what.add_argument(
-        "--gates",
-        type=named_gates,
-        metavar="DIR",
-        help="directory or Hub id (org/name) of gates; or NAME=DIR,NAME=DIR to compare them [gates/ of the model]",
-    )
-    what.add_argument(
-        "--method", type=words, metavar="A,B", help="methods, with options as NAME:OPTION=VALUE:... [dense,gate]"
-    )
-    what.add_argument(
-        "--budget", type=some_integers, metavar="N,M", help="tokens read per KV head and step [the task's]"
-    )
-    what.add_argument(
-        "--match",
-        choices=("budget", "resident", "read"),
-        help="what a budget equalises: the token budget, or the bytes held or read per step of that many dense tokens",
-    )
-    what.add_argument(
-        "--threshold", type=numbers, metavar="X,Y", help="of the gate's probabilities, with or without budgets"
-    )
-    what.add_argument(
-        "--block-size", type=some_integers, metavar="N,M", help="of methods that select blocks [the gates', else 64]"
-    )
-    what.add_argument("--dense-layers", type=integers, metavar="I,J", help="layers that stay dense [none]")
-    task = parser.add_argument_group("task")
-    task.add_argument(
-        "--task", metavar="A,B", help="tasks, with options as NAME:OPTION=VALUE:..., or .jsonl files [chain_sum]"
-    )
+    """Declare the options: those of `SweepPlan` and of tasks. An option that is not given keeps its default."""
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    for title, names in GROUPS.items():
+        eval_args(groups[title], *names.split(), defaults=False)
+    task = groups["task"]
     task.add_argument(
         "--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of data sets]"
     )
@@ -74,30 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     task.add_argument("--task-source", metavar="FILE", help="local copy of a Hub task (json, parquet, csv)")
     task.add_argument("--grader", help="of a file: math, letter, digit, exact, contains or number [math]")
-    how = parser.add_argument_group("generation")
-    how.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's; 1 of chain_sum]")
-    how.add_argument("--max-new-tokens", type=int, metavar="N", help="longest answer [what the task allows]")
-    how.add_argument("--max-total-tokens", type=int, metavar="N", help="the same with the prompt [32768 of Hub tasks]")
-    how.add_argument("--temperature", type=float, help="0 is greedy [chain_sum: 0; others: the model's own sampling]")
-    how.add_argument("--top-p", type=float, help="with --temperature [1]")
-    how.add_argument("--top-k", type=int, help="with --temperature; 0 is off [0]")
-    how.add_argument("--min-p", type=float, help="with --temperature; 0 is off [0]")
-    how.add_argument("--seed", type=int, help="of the samples' random numbers [0]")
-    how.add_argument("--batch-size", type=int, metavar="N", help="samples generated together [what fits into memory]")
-    how.add_argument(
-        "--measure-recall",
-        action="store_true",
-        default=None,
-        help="also the cheap proxies: recall of attention mass, next-token KL to dense, perplexity",
-    )
-    how.add_argument("--engine", choices=("transformers", "vllm", "sglang"), help="what generates [transformers]")
-    how.add_argument("--workers", type=int, metavar="N", help="generate in N workers, by Ray [in this process]")
-    how.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster, or auto [start one here]")
-    run_args(how)
-    how.add_argument("--threads", type=int, metavar="N", help="CPU threads of each process [all cores, divided]")
-    out = parser.add_argument_group("output")
-    out.add_argument("--out", metavar="DIR", help="directory of the runs [runs/eval-MODEL-TASK]")
-    out.add_argument("--no-report", action="store_true", help="leave out the report")
+    groups["output"].add_argument("--no-report", action="store_true", help="leave out the report")
 
 
 TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source")
@@ -137,10 +96,7 @@ SWEEP_HELP = (
 
 def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the grid, as YAML")
-    parser.add_argument("--model", help="instead of the file's")
-    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="instead of the file's")
-    parser.add_argument("--out", metavar="DIR", help="instead of the file's")
-    parser.add_argument("--match", choices=("budget", "resident", "read"), help="instead of the file's")
+    eval_args(parser, "model", "gates", "out", "match", defaults=False, help="instead of the file's")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, instead of the file's")
     parser.add_argument("--no-report", action="store_true", help="leave out the report")
 

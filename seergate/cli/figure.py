@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import given, named_gates, words
+from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.papers.figures import FIGURES, TRAINED
+from seergate.options import listed
 
 HELP = (
     "regenerate a figure or table of one of five papers, or see what methods do to one answer",
@@ -52,18 +53,18 @@ NAMES = (*FIGURES, *APART, *ALIASES)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("--model", default="tiny-reasoner", help="preset, directory, GGUF or Hub id [%(default)s]")
-    parser.add_argument("--gates", type=named_gates, metavar="DIR", help="gates; or NAME=DIR, several with commas")
+    eval_args(parser, "model")
+    eval_args(parser, "gates", help="of gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
-    parser.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's]")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer at most [the task's]")
+    eval_args(parser, "samples", "max_new_tokens", "batch_size", "workers")
     parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="[what fits into memory]")
     args = parser.add_argument_group("kept and recurrence")
-    args.add_argument("--method", type=words, metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]")
+    args.add_argument(
+        "--method", type=listed(str), metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]"
+    )
     args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
     args.add_argument("--layer", type=int, metavar="N", help="layer to draw [the first from 1 on that can be gated]")
     args.add_argument("--head", type=int, metavar="N", help="KV head to draw [0]")
@@ -72,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
     )
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="generating processes, by Ray [this one]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_count, check_counts
-from seergate.cli.arguments import decoding_args, model_args, run_args
+from seergate.cli.arguments import decoding_args, eval_args, model_args
 from seergate.errors import SeergateError
 from seergate.escaping import Terminal
 
@@ -46,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the user's turn [tiny model: a sample problem]")
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the user's turn")
     parser.add_argument("--max-new-tokens", type=int, default=1024, metavar="N", help="maximum length [%(default)s]")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="HTML page of the blocks read, such as read.html")
-    run_args(parser)
+    eval_args(parser, "threads", "dtype", "device")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import Command, given, model_args, run_args
+from seergate.cli.arguments import Command, eval_args, given, model_args
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) 
     parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
     parser.add_argument("--budget", type=int, metavar="N", help="token budget of the selection [the gates'; tiny: 64]")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
-    run_args(parser)
+    eval_args(parser, "dtype", "device")
 
 
 def _prepared(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:

@@ -35,9 +35,9 @@ from seergate.cli import eval as evaluation
 from seergate.cli.arguments import Command
 from seergate.cli.console import OK, guarded
 from seergate.cli.openmp import bound_spinning
-from seergate.distill.config import Parser
 from seergate.errors import SeergateError, did_you_mean, how_to_install
 from seergate.escaping import Terminal
+from seergate.options import Parser
 from seergate.version import __version__
 
 COMMANDS: dict[str, ModuleType | Command] = {

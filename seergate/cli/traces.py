@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from seergate.cli.arguments import decoding_args, given, model_args, run_args
+from seergate.cli.arguments import decoding_args, eval_args, given, model_args
 from seergate.durable import lock
 from seergate.errors import SeergateError
 
@@ -52,11 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="tokens of an answer [rest of --max-length]")
     parser.add_argument("--keep-cut", action="store_true", help="keep answers that are cut at the limit")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="answers per batch [what fits into memory]")
-    parser.add_argument(
-        "--engine", choices=("transformers", "vllm", "sglang"), default="transformers", help="[%(default)s]"
-    )
-    run_args(parser)
+    eval_args(parser, "batch_size", "engine", "dtype", "device")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -23,8 +23,9 @@ import yaml
 from seergate.cli.arguments import Command
 from seergate.cli.console import guarded
 from seergate.cli.openmp import bound_spinning
-from seergate.distill.config import Parser, TrainConfig, load_train_config, option_parser, read_options
+from seergate.distill.config import TrainConfig, load_train_config, option_parser, read_options
 from seergate.models.names import presets
+from seergate.options import Parser
 from seergate.paths import shipped
 
 HELP = (

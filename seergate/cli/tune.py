@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import some_integers
+from seergate.cli.arguments import eval_args
 from seergate.errors import SeergateError
 from seergate.progress import duration
 
@@ -70,19 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a .jsonl file of rows as for `seergate train`, or a file or directory of texts; a part is held out "
         "[Python's library and /usr/share/doc]",
     )
-    parser.add_argument(
-        "--budget",
-        type=some_integers,
-        metavar="N,M",
-        help="tokens read per KV head and step [1/8, 1/4, 1/2 of a text]",
-    )
+    eval_args(parser, "budget", help="tokens read per KV head and step [1/8, 1/4, 1/2 of a text]")
     parser.add_argument(
         "--max-length", type=int, metavar="N", help=f"tokens of a text [{CONTEXT}, or the model's positions]"
     )
-    parser.add_argument(
-        "--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto", help="dtype of the model [auto]"
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads [all cores]")
+    eval_args(parser, "dtype", help="dtype of the model [auto]")
+    eval_args(parser, "threads")
     parser.add_argument("--out", metavar="DIR", help="output directory [runs/tune-MODEL]")
 
 

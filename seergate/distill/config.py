@@ -1,7 +1,7 @@
 """The configuration of a distillation run: `TrainConfig`, its presets, and overrides.
 
-`transformers.HfArgumentParser` derives the command line from the dataclasses. The values of presets, other YAML files
-and Python callers go through the same parser.
+`seergate.options` derives the command line from the dataclasses. The values of presets, other YAML files and Python
+callers go through the same parser.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -23,6 +23,7 @@ from seergate.durable import naming
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES
 from seergate.models.names import ORG_NAME, locate, preset_of
+from seergate.options import Parser, add_options, as_text, option
 from seergate.paths import exists, shipped
 from seergate.yaml_file import read_yaml
 
@@ -47,11 +48,6 @@ MOST_PACKS = 1_000_000
 _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
 
-def _option(default: Any, help: str, **argparse_options: Any) -> Any:
-    """Return a dataclass field with its help text and options for argparse."""
-    return field(default=default, metadata={"help": help.replace("%", "%%"), **argparse_options})
-
-
 class _Joined(argparse.Action):
     """Joins several arguments into one string, separated by commas."""
 
@@ -65,33 +61,31 @@ class ModelOptions:
 
     _argument_group_name = "model"
 
-    model: str = _option(
+    model: str = option(
         MISSING, f"preset of configs/, directory, GGUF or Hub id (org/name) of the frozen model [{DEFAULT_PRESET}]"
     )
-    revision: str | None = _option(None, "revision of the model on the Hub")
-    rope_scaling: str | None = _option(
+    revision: str | None = option(None, "revision of the model on the Hub")
+    rope_scaling: str | None = option(
         None,
         "RoPE instead of the model's own, as a JSON object of transformers' form: "
         '\'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\'',
     )
-    output_dir: str | None = _option(None, "where the run goes [runs/<model>-gates]")
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = _option(
+    output_dir: str | None = option(None, "where the run goes [runs/<model>-gates]")
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = option(
         "auto", "the frozen model's precision [bfloat16 on a GPU, float32 on a CPU]; gates train in float32"
     )
-    quantize: Literal["none", "bnb-8bit", "bnb-4bit", "torchao-int8"] = _option(
+    quantize: Literal["none", "bnb-8bit", "bnb-4bit", "torchao-int8"] = option(
         "none", "keep the frozen model's linear layers in 8 or 4 bits (needs bitsandbytes or torchao)"
     )
-    base_memory_gb: float | None = _option(
+    base_memory_gb: float | None = option(
         None,
         "device memory for the frozen model in GB, per process; other layers are offloaded to host memory, then to "
         "disk, and fetched for each pack [all of it on the device]",
     )
-    shard_base: bool | None = _option(
+    shard_base: bool | None = option(
         None,
         "shard the frozen model over the processes and gather one layer at a time "
         "[if a copy per process does not fit]",
-        nargs="?",
-        const=True,
     )
 
 
@@ -101,32 +95,32 @@ class GateOptions:
 
     _argument_group_name = "gate"
 
-    block_size: int = _option(64, "tokens per block, 8..256")
-    gate_dim: int | None = _option(
+    block_size: int = option(64, "tokens per block, 8..256")
+    gate_dim: int | None = option(
         None,
         "width of the gate [the model's head dimension; "
         f"{' and '.join(f'{kind.gate_dim} for {name}' for name, kind in SCORERS.items() if kind.gate_dim)}]",
     )
-    k_pooling: tuple[str, ...] = _option(POOLINGS, "how the keys of a block are pooled: some of max,min,avg")
-    q_pooling: str = _option("proj", "how a group's query heads become one: proj, avgproj, avg or none")
-    qk_norm: bool = _option(True, "RMSNorm on the gate's queries and keys")
-    rope: bool = _option(True, "rotary position embedding on the gate's queries and keys")
-    scorer: str = _option(
+    k_pooling: tuple[str, ...] = option(POOLINGS, "how the keys of a block are pooled: some of max,min,avg")
+    q_pooling: str = option("proj", "how a group's query heads become one: proj, avgproj, avg or none")
+    qk_norm: bool = option(True, "RMSNorm on the gate's queries and keys")
+    rope: bool = option(True, "rotary position embedding on the gate's queries and keys")
+    scorer: str = option(
         "attn_gate",
         "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
         "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
         choices=SCORERS.keys(),  # a view, which shows those that a program adds
     )
-    sink_blocks: int = _option(0, "number of first blocks that are left out of training and always read in decoding")
-    anchors: tuple[int, ...] = _option(
+    sink_blocks: int = option(0, "number of first blocks that are left out of training and always read in decoding")
+    anchors: tuple[int, ...] = option(
         (), "layers with gates; each gate also selects for the layers above it, up to the next one [all layers]"
     )
-    init: Literal["random", "model"] = _option(
+    init: Literal["random", "model"] = option(
         "random",
         "initial weights of fresh gates: random, or model: the model's own product of queries and pooled keys, plus "
         "random weights (attn_gate as wide as the model's heads)",
     )
-    init_gates: str | None = _option(
+    init_gates: str | None = option(
         None, "gates to begin with, of the same model and architecture: a directory or Hub id [fresh ones]"
     )
 
@@ -137,28 +131,28 @@ class DataOptions:
 
     _argument_group_name = "data"
 
-    data: str = _option(
+    data: str = option(
         "open-r1/OpenR1-Math-220k",
         "dataset: Hub id, a local file or directory (JSONL, JSON, Parquet, Arrow) or chain_sum; or "
         "several as SOURCE:SHARE (org/a:0.7 b.jsonl:0.3); a Hub id may have a revision (org/a@main:0.7)",
         nargs="+",
         action=_Joined,
     )
-    data_config: str | None = _option(None, "configuration of a Hub dataset [its default]")
-    data_revision: str | None = _option(None, "revision of a Hub dataset [its newest]")
-    data_split: str = _option("train", "split of the dataset")
-    data_column: str | None = _option(
+    data_config: str | None = option(None, "configuration of a Hub dataset [its default]")
+    data_revision: str | None = option(None, "revision of a Hub dataset [its newest]")
+    data_split: str = option("train", "split of the dataset")
+    data_column: str | None = option(
         None, "column with the conversation or text [messages, prompt+completion or text]"
     )
-    data_limit: int | None = _option(None, "use this many rows at most; with chain_sum, the number of problems")
-    streaming: bool = _option(False, "read a Hub dataset row by row instead of downloading it (set data_limit too)")
-    chain_sum_variables: tuple[int, ...] = _option((8, 75), "smallest and largest problem of chain_sum")
-    chat_template: str | None = _option(None, "a .jinja file to use instead of the model's own chat template")
-    max_length: int = _option(
+    data_limit: int | None = option(None, "use this many rows at most; with chain_sum, the number of problems")
+    streaming: bool = option(False, "read a Hub dataset row by row instead of downloading it (set data_limit too)")
+    chain_sum_variables: tuple[int, ...] = option((8, 75), "smallest and largest problem of chain_sum")
+    chat_template: str | None = option(None, "a .jinja file to use instead of the model's own chat template")
+    max_length: int = option(
         MAX_LENGTH, "maximum tokens per pack and sample; the default is limited to the model's positions"
     )
-    over_length: Literal["truncate", "drop"] = _option("truncate", "what happens to samples longer than max_length")
-    token_cache: str | None = _option(None, "directory for tokenised data [~/.cache/seergate/tokens]")
+    over_length: Literal["truncate", "drop"] = option("truncate", "what happens to samples longer than max_length")
+    token_cache: str | None = option(None, "directory for tokenised data [~/.cache/seergate/tokens]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,35 +161,35 @@ class RecipeOptions:
 
     _argument_group_name = "recipe"
 
-    recipe: Literal["paper", "recommended"] = _option(
+    recipe: Literal["paper", "recommended"] = option(
         "paper",
         "the defaults of all other options: paper for those of SeerAttention-R, or recommended for those of "
         "configs/recipes/recommended.yaml, which is the default of models without a preset",
     )
-    max_steps: int = _option(800, "optimizer steps")
-    packs_per_step: int = _option(16, "packs per optimizer step, over all processes together")
-    gradient_accumulation_steps: int | None = _option(
+    max_steps: int = option(800, "optimizer steps")
+    packs_per_step: int = option(16, "packs per optimizer step, over all processes together")
+    gradient_accumulation_steps: int | None = option(
         None, "packs per optimizer step of each process; sets packs_per_step to this times the number of processes"
     )
-    learning_rate: float = _option(1e-3, "peak learning rate of AdamW")
-    min_lr: float = _option(1e-5, "learning rate that the cosine ends at")
-    warmup_steps: int = _option(20, "steps of linear warm-up")
-    weight_decay: float = _option(0.0, "AdamW's weight decay")
-    max_grad_norm: float = _option(1.0, "largest norm of the gradient; 0 switches clipping off")
-    row_start: float = _option(0.5, "only rows from this fraction of each sample on count in the loss, in [0, 1)")
-    row_stride: int = _option(1, "count only every N-th of these rows, at another offset in each pack")
-    reduction: Literal["row_mean", "published"] = _option(
+    learning_rate: float = option(1e-3, "peak learning rate of AdamW")
+    min_lr: float = option(1e-5, "learning rate that the cosine ends at")
+    warmup_steps: int = option(20, "steps of linear warm-up")
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    max_grad_norm: float = option(1.0, "largest norm of the gradient; 0 switches clipping off")
+    row_start: float = option(0.5, "only rows from this fraction of each sample on count in the loss, in [0, 1)")
+    row_stride: int = option(1, "count only every N-th of these rows, at another offset in each pack")
+    reduction: Literal["row_mean", "published"] = option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
-    target: Literal["max", "sum", "selected"] = _option(
+    target: Literal["max", "sum", "selected"] = option(
         "max",
         "what the gate learns of a block's attention: the largest probability, the sum of all, or the sum restricted "
         "to the blocks that the gate selects",
     )
-    target_budget: int = _option(
+    target_budget: int = option(
         2048, "token budget of the gate's selection (target selected), or of a KV head's cache (scorer trim_kv)"
     )
-    seed: int = _option(0, "seed of the gates' initial values and of the order of the packs")
+    seed: int = option(0, "seed of the gates' initial values and of the order of the packs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,23 +198,23 @@ class RunOptions:
 
     _argument_group_name = "checkpoints, evaluation, logging and engine"
 
-    save_steps: int = _option(100, "steps between checkpoints; 0 keeps only the last")
-    save_total_limit: int = _option(2, "checkpoints to keep")
-    resume: bool = _option(True, "continue from the newest checkpoint in output_dir")
-    eval_steps: int = _option(100, "steps between evaluations on held-out packs; 0 switches them off")
-    eval_packs: int = _option(16, "packs held out for evaluation, at most a tenth of all")
-    eval_row_start: float | None = _option(
+    save_steps: int = option(100, "steps between checkpoints; 0 keeps only the last")
+    save_total_limit: int = option(2, "checkpoints to keep")
+    resume: bool = option(True, "continue from the newest checkpoint in output_dir")
+    eval_steps: int = option(100, "steps between evaluations on held-out packs; 0 switches them off")
+    eval_packs: int = option(16, "packs held out for evaluation, at most a tenth of all")
+    eval_row_start: float | None = option(
         None, "rows from this fraction of each sample on count in evaluations [row_start]"
     )
-    logging_steps: int = _option(10, "steps between plain log lines where there is no terminal")
-    recall_budgets: tuple[int, ...] = _option(
+    logging_steps: int = option(10, "steps between plain log lines where there is no terminal")
+    recall_budgets: tuple[int, ...] = option(
         (1024, 2048, 4096), "token budgets, shorter than packs, at which the recall of teacher mass is logged"
     )
-    report_to: tuple[str, ...] = _option(
+    report_to: tuple[str, ...] = option(
         ("tensorboard",), f"where every step's numbers go: some of {','.join(TRACKERS)}, or none"
     )
-    push_to_hub: str | None = _option(None, "Hub repository (org/name) for the finished gates")
-    deepspeed: str | None = _option(
+    push_to_hub: str | None = option(None, "Hub repository (org/name) for the finished gates")
+    deepspeed: str | None = option(
         None,
         "DeepSpeed configuration file, or none; the deepspeed launcher implies ds_configs/zero2.json",
         nargs="?",
@@ -343,16 +337,9 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def gates(self, head_dim: int) -> GateConfig:
         """Return the gates' architecture; ``gate_dim`` defaults to the scorer's width, or else to ``head_dim``."""
-        return GateConfig(
-            block_size=self.block_size,
-            gate_dim=scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim,
-            k_pooling=self.k_pooling,
-            q_pooling=self.q_pooling,
-            qk_norm=self.qk_norm,
-            rope=self.rope,
-            scorer=self.scorer,
-            sink_blocks=self.sink_blocks,
-        )
+        given = {item.name: getattr(self, item.name) for item in fields(GateConfig)}
+        width = scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim
+        return GateConfig(**{**given, "gate_dim": width})
 
     @property
     def loss_options(self) -> dict[str, Any]:
@@ -431,67 +418,16 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         """Inverse of `to_dict`. Numbers, lists and booleans may also be strings, since YAML reads ``1e-3`` as one."""
         _check_names(values)
         given = {name: value for name, value in values.items() if value is not None}  # None is always the default
-        options = [f"--{name}={_text(value)}" for name, value in given.items()]
+        options = [f"--{name}={as_text(value)}" for name, value in given.items()]
         return cls(**vars(option_parser(prog="").parse_args(options)))
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return json.dumps(value)
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that raises `SeergateError` instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise a `SeergateError` with the message."""
-        raise SeergateError(f"{message} (see {self.prog} --help)" if self.prog else message)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; the error for an unknown option suggests the most similar known one."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        for text in unknown:
-            name = text.partition("=")[0]
-            known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"{name!r} is not an option{f'; {did_you_mean(name, known)}' if name.startswith('-') else ''}")
-        return parsed
-
-    def list_only(self, *names: str) -> None:
-        """List only these options in the help."""
-        for action in self._actions:
-            if action.dest not in names:
-                action.help = argparse.SUPPRESS
 
 
 def option_parser(**arguments: Any) -> Parser:
     """Return a parser of all options; its result holds only given options. ``arguments`` are for `ArgumentParser`."""
-    from transformers import HfArgumentParser
-
-    class OptionParser(Parser, HfArgumentParser):
-        pass
-
-    groups = TrainConfig.__bases__[::-1]
-    defaults = {item.name: item.default for item in fields(TrainConfig)}
-    layout = argparse.RawDescriptionHelpFormatter
-    parser: Any = OptionParser(groups, formatter_class=layout, allow_abbrev=False, **arguments)  # type: ignore[arg-type]
-    for action in parser._actions:
-        default = defaults.get(action.dest)
-        if default not in (None, MISSING):
-            action.help = f"{action.help} [{_text(default)}]"
-        if get_origin(action.type) is tuple:
-            action.type = _comma_separated(get_args(action.type)[0])
-        action.default, action.required = argparse.SUPPRESS, False
-        action.option_strings = [text for text in action.option_strings if "_" not in text]  # accepted, but not listed
+    parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **arguments)
+    for kind in TrainConfig.__bases__[::-1]:
+        add_options(parser.add_argument_group(vars(kind)["_argument_group_name"]), kind)
     return parser
-
-
-def _comma_separated(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
-    def read(text: str) -> tuple[Any, ...]:
-        return tuple(kind(item.strip()) for item in text.split(",") if item.strip())
-
-    read.__name__ = f"comma-separated {kind.__name__}"
-    return read
 
 
 def read_options(path: Path) -> dict[str, Any]:

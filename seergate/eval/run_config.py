@@ -24,37 +24,36 @@ from seergate.eval.tasks.task import Problem, Task, contents_hash, digest_of
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.models.families import usable_positions, why_no_longer
 from seergate.models.gate_bank import GateBank
+from seergate.options import option
 
 ENGINES = ("transformers", *SERVERS)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of a run; ``None`` takes the task's own value.
+    """Options of a run; ``None`` takes the task's own value. ``metadata["help"]`` describes those of the command line.
 
     Attributes:
-        samples: answers per problem.
-        max_new_tokens: limit of an answer. If either limit is given, both replace the task's.
-        max_total_tokens: limit of prompt and answer together.
+        max_new_tokens, max_total_tokens: if either limit is given, both replace the task's.
         sampling: the sampling; by default the task's, or else that of the model's generation configuration.
-        seed: seed of the samples' random numbers.
         batch_size: samples generated together; does not affect results. ``None`` estimates what fits into memory.
-        measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
+        measure_recall: see `seergate.eval.proxies`.
         model_name: name of the model in the records; a path or Hub id.
-        engine: the engine that generates: ``"transformers"``, or a server's name (`seergate.eval.generation.served`);
-            it affects results.
+        engine: see `seergate.eval.generation.served`; it affects results.
         on_progress: called after every graded sample, one call at a time, from a grading thread.
     """
 
-    samples: int | None = None
-    max_new_tokens: int | None = None
-    max_total_tokens: int | None = None
+    samples: int | None = option(None, "answers per problem [the paper's; 1 of chain_sum]")
+    max_new_tokens: int | None = option(None, "longest answer [what the task allows]")
+    max_total_tokens: int | None = option(None, "the same with the prompt [32768 of Hub tasks]")
     sampling: Sampling | None = None
-    seed: int = 0
+    seed: int = option(0, "sampling seed")
     batch_size: int | None = 16
-    measure_recall: bool = False
+    measure_recall: bool = option(
+        False, "also the cheap proxies: recall of attention mass, next-token KL to dense, perplexity"
+    )
     model_name: str = ""
-    engine: str = ENGINES[0]
+    engine: str = option(ENGINES[0], "generation backend", choices=ENGINES)
     on_progress: Callable[[Progress], None] | None = None
 
     def samples_of(self, task: Task) -> int:

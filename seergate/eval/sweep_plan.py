@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +21,8 @@ from seergate.eval.settings import MethodSpec, grid
 from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.task import Task
 from seergate.methods import Dense, has_gates
+from seergate.options import listed, option
+from seergate.paths import exists
 from seergate.yaml_file import read_yaml
 
 MATCHES = ("budget", *MEASURES)
@@ -27,53 +31,61 @@ NOT_WRITTEN = ("sampling", "model_name", "on_progress")
 """Options of a run that are derived from others, or cannot be written, and so are not accepted in a file."""
 
 
+def named_gates(text: str) -> str | dict[str, str]:
+    """Parse ``--gates``: one adapter, or several named ones as ``NAME=DIR,NAME=DIR``."""
+    if os.sep in text.partition("=")[0] or "=" not in text or exists(text):
+        return text
+    pairs = [part.strip().partition("=") for part in text.split(",")]
+    named = {name: place for name, _, place in pairs}
+    if not all(name and place for name, _, place in pairs) or len(named) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names")
+    return named
+
+
 @dataclass(frozen=True, kw_only=True)
 class SweepPlan(RunOptions):
     """A grid of settings on one task, and how to run them. Lists span the grid; a file may give a single value.
 
+    Each option is described by its ``metadata["help"]``, which is also the command line's help.
+
     Attributes:
-        model: preset, directory or Hub id.
-        gates: adapter directory or Hub id; or name -> adapter, in which case methods with gates run once with each
-            adapter of their block size.
-        method: methods, with options as ``NAME:OPTION=VALUE`` (`read_method`). ``dense`` runs once, and first.
-        budget: token budgets; empty takes the task's.
-        match: quantity that is equal between methods at a budget: ``budget`` (tokens), ``resident`` (bytes held on
-            average) or ``read`` (bytes read per step). Budgets in bytes are given as tokens of the dense cache
-            (`seergate.eval.calibration.matching`).
-        threshold: thresholds for methods that select blocks, in addition to the budgets.
-        block_size: tokens per block, for methods that select blocks; empty takes the block size of the gates if a
-            method decodes with gates, else 64. Other methods have their own block size.
-        dense_layers: choices of layers that stay dense; see `MethodSpec`.
-        task: name, also with options as ``NAME:OPTION=VALUE``, or file (`make_task`); empty is `chain_sum`.
-        task_options: options of the task, such as ``problems``.
-        temperature, top_p, top_k, min_p: the sampling; without a temperature, the task's or the model's own.
-        workers: number of workers that generate, by Ray; 0 generates in this process.
-        ray_address: address of a running Ray cluster; see `seergate.eval.sweep`.
-        dtype, device, threads: how the model is loaded and run.
-        out: directory of the runs.
+        gates: with several adapters, methods with gates run once with each one of their block size.
+        match: see `seergate.eval.calibration.matching`.
+        task_options: options of the task, such as ``problems`` (`make_task`).
     """
 
-    model: str = "tiny-reasoner"
-    gates: str | dict[int | str, str] | None = None
-    method: list[str] = field(default_factory=lambda: ["dense", "gate"])
-    budget: list[int] = field(default_factory=list)
-    match: str = "budget"
-    threshold: list[float | int] = field(default_factory=list)
-    block_size: list[int] = field(default_factory=list)
-    dense_layers: list[tuple[int, ...] | None] = field(default_factory=lambda: [None])
-    task: str = ""
+    model: str = option("tiny-reasoner", "preset, directory, GGUF file or Hub id (org/name)")
+    gates: str | dict[int | str, str] | None = option(
+        None,
+        "directory or Hub id (org/name) of gates; or NAME=DIR,NAME=DIR to compare them [gates/ of the model]",
+        type=named_gates,
+        metavar="DIR",
+    )
+    method: list[str] = option(["dense", "gate"], "methods, with options as NAME:OPTION=VALUE:...; dense runs first")
+    budget: list[int] = option([], "tokens read per KV head and step [the task's]")
+    match: str = option(
+        MATCHES[0],
+        "match settings by: the token budget, or the bytes held or read per step of that many dense tokens",
+        choices=MATCHES,
+    )
+    threshold: list[float | int] = option([], "of the gate's probabilities, with or without budgets")
+    block_size: list[int] = option([], "of methods that select blocks [the gates', else 64]")
+    dense_layers: list[tuple[int, ...] | None] = option(
+        [None], "layers that stay dense [none]", type=listed(int, least=0), metavar="I,J"
+    )
+    task: str = option("", "tasks, with options as NAME:OPTION=VALUE:..., or .jsonl files [chain_sum]", metavar="A,B")
     task_options: dict[str, Any] = field(default_factory=dict)
-    temperature: float | int | None = None
-    top_p: float | int = 1.0
-    top_k: int = 0
-    min_p: float | int = 0.0
-    batch_size: int | None = None
-    workers: int = 0
-    ray_address: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    out: str | None = None
+    temperature: float | int | None = option(None, "0 is greedy [chain_sum: 0; others: the model's own sampling]")
+    top_p: float | int = option(1.0, "with --temperature")
+    top_k: int = option(0, "with --temperature; 0 is off")
+    min_p: float | int = option(0.0, "with --temperature; 0 is off")
+    batch_size: int | None = option(None, "samples generated together [what fits into memory]")
+    workers: int = option(0, "generate in N workers, by Ray [in this process]")
+    ray_address: str | None = option(None, "a running Ray cluster, or auto [start one here]", metavar="ADDRESS")
+    dtype: str = option("auto", "auto is as saved", choices=("auto", "float32", "bfloat16", "float16"))
+    device: str = option("auto", "auto, cpu, cuda or cuda:N")
+    threads: int | None = option(None, "CPU threads per process [all cores, divided]")
+    out: str | None = option(None, "directory of the runs [runs/eval-MODEL-TASK]", metavar="DIR")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model_name", self.model)

@@ -10,11 +10,10 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
-from seergate.cli.arguments import named_gates
 from seergate.cli.main import main
 from seergate.eval import make_task
 from seergate.eval.settings import grid, with_each
-from seergate.eval.sweep_plan import SweepPlan
+from seergate.eval.sweep_plan import SweepPlan, named_gates
 from tests.support import evaluation as support
 from tests.support.models import tiny_model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from seergate.config import RULE_OPTIONS
@@ -27,17 +27,13 @@ def check_served(method: str, *others: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """The method that selects blocks, and its rule.
+    """The method that selects blocks, and its options.
 
     Attributes:
         gates: adapter directory or Hub repository; required for methods with gates, refused for others.
         revision: branch, tag or commit of the Hub repository.
         method: a method with `Method.serving_scores`.
-        token_budget, budget_share, threshold, top_p: at most one of these (see `DecodeConfig`); by default the
-            gates' own rule.
-        budget_min, budget_max: bounds of ``budget_share``.
-        dense_layers: layers with dense attention; by default the method's own.
-        anchors: layers whose blocks the layers above them reuse (`DecodeConfig.anchors`); by default the gates'.
+        rule: options of the method, some of `RULES` (see `DecodeConfig`); others are the gates', or the method's own.
 
     Raises:
         SeergateError: if a value is invalid; names the key, its value and what it must be.
@@ -46,14 +42,7 @@ class Settings:
     gates: str | None = None
     revision: str | None = None
     method: str = "gate"
-    token_budget: int | None = None
-    budget_share: float | None = None
-    budget_min: int | None = None
-    budget_max: int | None = None
-    threshold: float | None = None
-    top_p: float | None = None
-    dense_layers: tuple[int, ...] | None = None
-    anchors: tuple[int, ...] | None = None
+    rule: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_served(self.method)
@@ -67,11 +56,9 @@ class Settings:
         if self.revision is not None and self.gates is None:
             raise SeergateError(f"seergate.revision is {self.revision!r} without gates; leave it out")
         for name in ("dense_layers", "anchors"):
-            layers = getattr(self, name)
-            if layers is not None:
-                if not isinstance(layers, (list, tuple)):
-                    raise SeergateError(f"seergate.{name} is {layers!r}; it must be a list of layers")
-                object.__setattr__(self, name, tuple(layers))
+            layers = self.rule.get(name, ())
+            if not isinstance(layers, (list, tuple)):
+                raise SeergateError(f"seergate.{name} is {layers!r}; it must be a list of layers")
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:
@@ -88,11 +75,12 @@ class Settings:
         values = additional_config[KEY]
         if not isinstance(values, dict):
             raise SeergateError(f"seergate is {values!r}; it must be an object such as {{'gates': 'org/name'}}")
-        known = [field.name for field in fields(cls)]
+        known = [*(field.name for field in fields(cls) if field.name != "rule"), *RULES]
         for name in values:
             if name not in known:
                 raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), known)}")
-        return cls(**values)
+        rule = {name: values[name] for name in RULES if values.get(name) is not None}
+        return cls(**{name: value for name, value in values.items() if name not in RULES}, rule=rule)
 
     def said(self, method: SelectingMethod, layers: int) -> str:
         """A line for the server's log, with the method and the number of layers that select."""
@@ -109,9 +97,7 @@ class Settings:
 
     def selector(self, bank: Gates | None, page: int) -> SelectingMethod:
         """Create the method, with the gates ``bank``; without gates, a block is a server page of ``page`` tokens."""
-        given = {name: getattr(self, name) for name in RULES if getattr(self, name) is not None}
-        if bank is None:
-            given["block_size"] = page
-        method = make_method(self.method, bank=bank, **given)
+        size = {"block_size": page} if bank is None else {}
+        method = make_method(self.method, bank=bank, **self.rule, **size)
         assert isinstance(method, SelectingMethod)
         return method
