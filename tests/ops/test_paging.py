@@ -88,29 +88,3 @@ def test_only_the_selected_blocks_of_pages_are_read(dtype, lengths):
     got = ops.sparse_decode(q, pages, pages, chosen, ends, 4, page_table=table)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (torch.zeros(2, 3), "page_table is torch.float32; it must be an int32 tensor"),
-        (torch.zeros(3, 3).int(), r"page_table has shape \[3, 3\]; it must be \[2, P\]"),
-        (torch.full((2, 3), 8).int(), "page_table has pages 8 to 8; each must be in 0..7"),
-    ],
-)
-def test_refused(table, message):
-    q, (_, pages, _) = torch.randn(2, 4, 4).double(), caches()
-    with pytest.raises(ValueError, match=message):
-        ops.dense_decode(q, pages, pages, page_table=table)
-
-
-def test_pages_hold_whole_blocks():
-    q, (_, pages, table) = torch.randn(2, 4, 4).double(), caches()
-    with pytest.raises(ValueError, match="k has pages of 8 tokens; it must have a multiple of block_size, 16"):
-        ops.sparse_decode(q, pages, pages, torch.zeros(2, 2, 1).int(), LENGTHS, 16, page_table=table)
-
-
-def test_length_beyond_the_table():
-    q, (_, pages, table) = torch.randn(2, 4, 4).double(), caches()
-    with pytest.raises(ValueError, match=r"lengths is \[25, 1\]; each must be in 1..24"):
-        ops.dense_decode(q, pages, pages, torch.tensor([25, 1]), page_table=table)

@@ -61,10 +61,3 @@ def test_by_hand(attend):
     output, held = attend(q, k, v, torch.tensor([[0.5], [0.9], [0.3]]).log(), torch.tensor([0, 3]).int(), 1.0)
     assert output[2, 0].tolist() == pytest.approx([0.363771, 0.036471, 0.599757], abs=1e-6)
     assert held[:, 0].tolist() == pytest.approx([1, 1.5, 2.15])
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(9, 3), torch.zeros(8, 2)])
-def test_what_is_refused(wrong):
-    (q, k, v, _), borders = pack([9])
-    with pytest.raises(ValueError, match="log_beta has shape"):
-        ops.retained_attention(q, k, v, wrong, borders)

@@ -63,18 +63,3 @@ def test_by_hand(retention_kl):
     assert stats.rows.item() == 2 and stats.recall.item() == pytest.approx(2 / 3)
     loss, stats = retention_kl(q, k, scores, borders, 2, sm_scale=1.0)
     assert loss.item() == pytest.approx(0, abs=1e-7) and stats.rows.item() == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"distance": 0}, "distance is 0; it must be a whole number, 1 or greater"),
-        ({"recall_budgets": (2,)}, r"each must be an integer of at least block_size \(3\)"),
-        ({"scores": torch.zeros(5, 2)}, "scores has shape"),
-        ({"row_start": 1.0}, "row_start is 1.0"),
-    ],
-)
-def test_what_is_refused(change, message):
-    q, k, scores, borders = pack([9])
-    with pytest.raises(ValueError, match=message):
-        ops.retention_kl(**({"q": q, "k": k, "scores": scores, "cu_seqlens": borders, "distance": 3} | change))
