@@ -272,11 +272,11 @@ def documented_options() -> dict[str, set[str]]:
     return found
 
 
-def test_documented_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_options(asked: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that the help of each command has the options that are passed to it."""
     monkeypatch.setenv("COLUMNS", "200")  # so that no option is wrapped
-    documented = documented_options()
-    assert len(documented) > 8
-    for command, options in documented.items():
+    assert len(asked) > 8
+    for command, options in asked.items():
         name, *arguments = command.split()
         run = run_seergate if name == "seergate" else partial(run_script, name)
         done = run(*arguments, "--help")
@@ -286,6 +286,10 @@ def test_documented_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
             listed += run_seergate("train", "--help").stdout
         missing = {option for option in options if not re.search(rf"{option}\b", listed)}
         assert not missing, (command, missing)
+
+
+def test_documented_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_options(documented_options(), monkeypatch)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
