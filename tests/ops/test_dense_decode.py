@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from tests.ops.test_memory import peak_bytes
-from tests.ops.test_sparse_decode import TOLERANCE, cache
-from tests.support.op_inputs import examples, relative
+from tests.ops.test_sparse_decode import TOLERANCE
+from tests.support.op_inputs import decode_inputs as cache
+from tests.support.op_inputs import examples, poison, relative
 
 
 @examples(60)
@@ -28,8 +29,7 @@ def test_against_the_reference(lengths, group, kv_heads, dtype, extras):
     q, k, v = cache(batch=len(lengths or [0]), kv_heads=kv_heads, group=group, value_dim=24, dtype=dtype)
     held = None if lengths is None else torch.tensor(lengths)
     if held is not None:
-        beyond = torch.arange(48) >= held[:, None]
-        k, v = (x.masked_fill(beyond[:, None, :, None], math.nan) for x in (k, v))
+        k, v = (poison(x, held) for x in (k, v))
     options = {}
     if "sinks" in extras:
         options["sinks"] = torch.randn(q.shape[1])
