@@ -9,17 +9,14 @@ import torch
 
 from seergate import ops
 from seergate.ops import reference
+from tests.support.op_inputs import Pack
 
 BOTH = pytest.mark.parametrize("retention_kl", [reference.retention_kl, ops.retention_kl], ids=["reference", "torch"])
 
 
-def pack(lengths, group=2, kv_heads=2, dtype=torch.float64):
-    random = torch.Generator().manual_seed(sum(lengths))
-    tokens = sum(lengths)
-    q = torch.randn(tokens, group * kv_heads, 8, generator=random, dtype=dtype)
-    k = torch.randn(tokens, kv_heads, 8, generator=random, dtype=dtype)
-    scores = torch.rand(tokens, kv_heads, generator=random, dtype=dtype).requires_grad_()
-    return q, k, scores, torch.tensor([0, *lengths]).cumsum(0).int()
+def pack(lengths, group=2):
+    made = Pack.random(lengths, group=group, dim=8, spread=1.0)
+    return made.q, made.k, torch.rand(sum(lengths), 2, dtype=torch.float64).requires_grad_(), made.cu
 
 
 @pytest.mark.parametrize("lengths", [[1], [63], [5, 0, 40, 1, 17]])

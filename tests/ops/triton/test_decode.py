@@ -19,7 +19,7 @@ F32, F16 = TOLERANCE
 
 @pytest.fixture(params=["few long splits", "many short splits"])
 def splits(request, monkeypatch):
-    """One program per row and head, or as many as there are tiles, and these as small as they get."""
+    """One program per row and head, or one per tile of the smallest size."""
     if request.param == "many short splits":
         monkeypatch.setattr(launch, "MIN_TILES", 1)
         monkeypatch.setattr(launch, "STAGE_BYTES", 1024)
@@ -193,7 +193,7 @@ def test_any_shape_and_layout(batch, kv_heads, group, block_size, capacity, dims
 @pytest.mark.plain_empty
 @pytest.mark.parametrize("where", ["rows", "tokens", "pages"])
 def test_offsets_beyond_32_bits(where, splits, device):
-    """A cache whose last numbers lie further than 2^31 numbers from its first; only a little of it is ever touched."""
+    """A cache that spans more than 2^31 elements, of which few are touched."""
     far = 2**31 + 64
     size = {"rows": (2, 1, 64, 16), "tokens": (1, 1, 64 * 3, 16), "pages": (2, 1, 64, 16)}[where]
     buffer = torch.empty(2 * far, dtype=torch.float16, device=device)

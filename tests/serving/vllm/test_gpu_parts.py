@@ -365,9 +365,7 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monk
 
 
 def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three kernels and FlashAttention's two; the first layer makes the plan, the schedule and the statistics, and a
-    layer with an anchor launches attention alone.
-    """
+    """Three kernels and FlashAttention's two; the first layer plans, and a layer with an anchor only attends."""
     from triton.runtime.jit import JITFunction
 
     names: list[str] = []
