@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread, fixed seeds, poisoned memory, no use of what is going away."""
+"""For every test: no network, one thread, fixed seeds, poisoned memory; deprecation warnings are errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-# Read when the libraries are imported, so they are set before any of them is.
+# The libraries read these when they are imported.
 if os.environ.get("SEERGATE_TEST_HUB") != "1":
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -32,8 +32,8 @@ if not torch.cuda.is_available():
 
 torch.set_num_threads(1)  # pytest-xdist runs one process per core; more threads would only fight over them
 
-# PyTorch notes at the first use of a device context which functions make tensors. Let that be now, before the tests
-# replace some: a model of eight billion weights that is meant to be on "meta" would otherwise be made in memory.
+# PyTorch registers the functions that make tensors at the first use of a device context: before tests replace some,
+# or a large model on "meta" would be made in memory.
 with torch.device("meta"):
     torch.zeros(1)
 
@@ -47,7 +47,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # slow: kernels run in Python
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Most tests of what evicts have prompts beyond the budget; that it warns of them is tested by itself."""
+    """Ignore the warning of evicting methods about prompts beyond the budget; it has a test of its own."""
     config.addinivalue_line("filterwarnings", r"ignore:.*a prompt has \d+ tokens and token_budget is:UserWarning")
     metadata = tempfile.TemporaryDirectory()
     config.add_cleanup(metadata.cleanup)
@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _declare_entry_points(folder: Path) -> None:
-    """Write what `pip install -e .` writes: commands and plugins are this checkout's, whatever is installed."""
+    """Write entry points as `pip install -e .` does, so that commands and plugins are this checkout's."""
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     written = folder / f"seergate-{project['version']}.dist-info"
     written.mkdir()
@@ -93,7 +93,7 @@ def model() -> PreTrainedModel:
 
 
 def _poisoned(allocate):
-    """`allocate`, but floating-point memory holds NaN instead of whatever was there before."""
+    """``allocate``, but with NaN in floating-point memory."""
 
     def wrapper(*args, **kwargs):
         tensor = allocate(*args, **kwargs)
@@ -109,7 +109,7 @@ def _poisoned(allocate):
 
 @pytest.fixture(autouse=True)
 def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading memory that was never written gives NaN, not a lucky zero (as in flash-linear-attention's tests)."""
+    """Memory that was never written is NaN (as in flash-linear-attention's tests)."""
     if request.node.get_closest_marker("plain_empty"):
         return
     for owner, name in (
@@ -123,28 +123,17 @@ def _poisoned_empty(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 _GOING_AWAY = re.compile(r"deprecat|will be removed|will be an error|no longer supported in", re.IGNORECASE)
-
-
 _OLD_NAMES = "`past_key_values`/`cache_params` are deprecated"  # before 5.24, transformers knew no other
-
-
-class _Collector(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        if _GOING_AWAY.search(message) and not message.startswith(_OLD_NAMES):
-            self.messages.append(message)
 
 
 @pytest.fixture(autouse=True)
 def _no_logged_deprecations() -> Iterator[None]:
-    """transformers logs most of its deprecations instead of warning; a test that causes one fails."""
-    logger = logging.getLogger("transformers")
-    collector = _Collector()
-    logger.addHandler(collector)
+    """A test fails if transformers logs a deprecation, which it does more often than it warns."""
+    logger, handler, records = logging.getLogger("transformers"), logging.Handler(logging.WARNING), []
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
     yield
-    logger.removeHandler(collector)
-    assert not collector.messages, f"transformers says that this is going away: {collector.messages}"
+    logger.removeHandler(handler)
+    deprecations = filter(_GOING_AWAY.search, (record.getMessage() for record in records))
+    deprecations = [message for message in deprecations if not message.startswith(_OLD_NAMES)]
+    assert not deprecations, f"transformers deprecates this: {deprecations}"

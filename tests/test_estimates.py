@@ -1,4 +1,4 @@
-"""`benchmarks/estimates.py`: what docs/scale.md says comes from it, and what it counts is what the code has."""
+"""`benchmarks/estimates.py` writes the tables of docs/scale.md and counts what the code has."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ def test_the_page_has_the_scripts_tables():
     assert filled(page) == page, "run `python benchmarks/estimates.py --write`"
     assert "**Nothing here was\nmeasured on a GPU.**" in page
 
-
-def test_a_page_without_a_place_is_refused():
     with pytest.raises(ValueError, match="the page has 0 places for '<!-- estimate: reading -->'; it must have one"):
         filled("# Scale")
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py`: its plan in Triton's interpreter, and on a GPU where there is one (``pytest -m gpu``)."""
+"""`benchmarks/gpu_check.py`: its plan in Triton's interpreter, and on a GPU with ``pytest -m gpu``."""
 
 from __future__ import annotations
 

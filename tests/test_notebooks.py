@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, and are kept without what they printed."""
+"""The notebooks run from top to bottom, and are stored without outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cells(notebook: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def run(notebook: Path) -> tuple[dict[str, Any], Any]:
-    """Run the cells one after the other, as a kernel does: their names, and what the last expression gave."""
+    """Run the cells in order; returns their names and the value of the last expression."""
     names, shown = {"__name__": "__main__"}, None
     for cell in cells(notebook, "code"):
         tree = ast.parse("".join(cell["source"]))

@@ -1,4 +1,4 @@
-"""What is uploaded: a wheel and an archive that PyPI takes, and that run where there is nothing else of seergate's."""
+"""The wheel and the source archive pass PyPI's checks, and the wheel runs in an empty environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; it must not fail."""
+    """The output of a command, which must not fail."""
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(cwd)}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
@@ -26,7 +26,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with both."""
+    """The folder of the wheel and the archive."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
     return folder

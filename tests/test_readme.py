@@ -1,4 +1,4 @@
-"""The Python of the README and of the documents runs as it is printed, on the shipped model."""
+"""The Python blocks of the README and the documents run as printed, on the shipped model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CALLS = {
     "docs/decoding.md": "seergate.handle_of(model).detach(); tokens_by_position(model, bank, prompt, Path('trace'))",
     "docs/decode-engine.md": "rounded(model, bank, prompt); offloaded(model, bank, prompt)",
 }
-"""Page -> what is run after its blocks, which define functions."""
+"""Code to run after the blocks of pages that define functions."""
 PAGES = [
     page
     for page in map(named, (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
@@ -34,14 +34,14 @@ PAGES = [
 
 
 def on_the_shipped_model(block: str) -> str:
-    """The block with a small model for a large one, and answers that end."""
+    """The block with a small model and short answers."""
     block = block.replace("HuggingFaceTB/SmolLM2-135M-Instruct", "checkpoints/tiny-reasoner")
     return re.sub(r"max_new_tokens=(\d+)", lambda n: n[0] if int(n[1]) <= 500 else "max_new_tokens=40", block)
 
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What a reader has who reads on: a checkout, a model with gates for it, and a prompt."""
+    """Names that the pages assume: a model, its gates and a prompt, in a checkout."""
     for name in ("checkpoints", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
@@ -89,9 +89,5 @@ def test_readme_is_short_and_counts_right() -> None:
     for extra in re.findall(r"seergate\[(\w+)\]", text):
         assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
-
-def test_contents_of_the_readme() -> None:
-    """Its anchors are its headings."""
-    text = (ROOT / "README.md").read_text()
     headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", text, re.M)}
     assert set(re.findall(r"\]\(#([\w-]+)\)", text)) == headings - {"try-it"}

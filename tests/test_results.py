@@ -1,8 +1,7 @@
-"""The stages of `dvc.yaml` make what the documents show, and their commands are there. DVC is not needed."""
+"""The stages of `dvc.yaml` make the results in the documents, and their commands exist."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import re
@@ -13,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from seergate.cli.main import COMMANDS, main
-from tests.test_house import ROOT
+from seergate.cli.main import COMMANDS
+from tests.test_house import ROOT, check_options
 
 RESULTS = ROOT / "benchmarks" / "results"
 REPRODUCE = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
@@ -22,7 +21,7 @@ DOCUMENTS = [ROOT / "README.md", RESULTS / "README.md", *sorted((ROOT / "docs").
 
 
 def with_values(part: Any, values: dict[str, str]) -> Any:
-    """A part of a template with its ``${...}`` replaced, as DVC does."""
+    """Replace ``${...}`` in a part of a template, as DVC does."""
     if isinstance(part, dict):
         return {with_values(key, values): with_values(value, values) for key, value in part.items()}
     if isinstance(part, list):
@@ -31,7 +30,7 @@ def with_values(part: Any, values: dict[str, str]) -> Any:
 
 
 def stages() -> dict[str, dict[str, Any]]:
-    """Name -> stage; those of a ``foreach`` are called ``group@key``."""
+    """Stages by name; those of a ``foreach`` are named ``group@key``."""
     found = {}
     for name, stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].items():
         if "foreach" not in stage:
@@ -49,7 +48,7 @@ LOCK: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "dvc.lock").read_text()
 
 
 def shown() -> set[str]:
-    """Pictures and files of results that the documents name."""
+    """Pictures and result files that the documents name."""
     found = set()
     for page in DOCUMENTS:
         text = page.read_text(encoding="utf-8")
@@ -68,6 +67,11 @@ def commands(stage: dict[str, Any]) -> list[list[str]]:
     lines = stage["cmd"] if isinstance(stage["cmd"], list) else [stage["cmd"]]
     parts = [part.strip() for line in lines for part in re.split(r"&&|;", line)]
     return [shlex.split(part) for part in parts if not re.match(r"\w+=", part)]
+
+
+def script_of(words: list[str]) -> str:
+    """The file that ``python WORDS`` runs."""
+    return f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
 
 
 def test_what_the_documents_show_has_a_stage() -> None:
@@ -90,50 +94,31 @@ def test_a_stage_has_what_it_needs(name: str) -> None:
         if program == "seergate":
             assert words[0] in {*COMMANDS, "figure"}, words
         elif program.endswith("python"):
-            script = f"{words[1].replace('.', '/')}.py" if words[0] == "-m" else words[0]
+            script = script_of(words)
             assert (ROOT / script).is_file(), script
             assert any(Path(script).is_relative_to(dep) for dep in stage["deps"]), f"{script} is no dependency"
         else:
             assert program == "rm", program
 
 
-def test_options_of_stages_exist(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_options_of_stages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, set[str]] = {}
-    for stage in STAGES.values():
-        for program, *words in commands(stage):
-            script = words[0] if program == "seergate" or words[0] != "-m" else f"{words[1].replace('.', '/')}.py"
-            script = "train" if script == "train.py" else script
-            asked.setdefault(script, set()).update(word for word in words if word.startswith("--"))
-    shared = (ROOT / "benchmarks" / "common.py").read_text()
-    for script, options in asked.items():
-        if script.endswith(".py"):
-            source = (ROOT / script).read_text() + shared
-            listed = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-        elif script in COMMANDS:
-            for command in (script, "train") if getattr(COMMANDS[script], "trains", False) else (script,):
-                with pytest.raises(SystemExit):
-                    main([command, "--help"])
-            listed = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out))
-        else:
-            continue
-        assert options <= listed, (script, options - listed)
-
-
-def md5(path: str) -> str:
-    return hashlib.md5((ROOT / path).read_bytes()).hexdigest()
+    for program, *words in (command for stage in STAGES.values() for command in commands(stage)):
+        if program != "rm" and words[0] != "figure":
+            command = f"seergate {words[0]}" if program == "seergate" else script_of(words)
+            asked.setdefault(command, set()).update(word for word in words if word.startswith("--"))
+    check_options(asked, monkeypatch)
 
 
 def test_what_is_locked_is_what_there_is() -> None:
-    """No figure was changed by hand, and pictures are of the present results. `make stages` says whether sources have
-    changed since.
-    """
+    """No result was changed by hand, and pictures show the present results."""
     assert LOCK.keys() <= STAGES.keys() and LOCK
     for name, stage in LOCK.items():
         results = [dep for dep in stage["deps"] if dep["path"].startswith("benchmarks/results/")]
         pictures = [out for out in stage["outs"] if not out["path"].endswith(".md")]
         for file in results + pictures:
-            assert md5(file["path"]) == file["md5"], f"{file['path']}: make results STAGE='--single-item {name}'"
+            found = hashlib.md5((ROOT / file["path"]).read_bytes()).hexdigest()
+            assert found == file["md5"], f"{file['path']}: make results STAGE='--single-item {name}'"
 
 
 def test_the_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +133,7 @@ def test_the_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_results_name_machine_versions_and_commit() -> None:
-    """All but some that were made before, which the documents name."""
+    """The documents list the older files that do not."""
     older = REPRODUCE.partition("Of older files")[2].partition("##")[0]
     lacking = set()
     for path in RESULTS.glob("*.json"):

@@ -80,11 +80,14 @@ def equal(got, want):
     return len(got) == len(want) and all(map(equal, got, want))
 
 
-@pytest.mark.parametrize("op", calls())
+@pytest.mark.parametrize("op", backend.FILES)
 def test_the_reference_runs_in_place_of_every_op(op, monkeypatch):
-    want = results(op)
+    want, forced, called = results(op), getattr(reference, op), []
     monkeypatch.setenv("SEERGATE_BACKEND", "reference")
-    assert equal(results(op), want)
+    monkeypatch.setattr(reference, op, lambda **given: called.append(op) or forced(**given))
+    assert equal(results(op), want) and called == [op]
+    monkeypatch.setenv("SEERGATE_BACKEND", "")  # as if unset
+    assert backend.choose(CPU) == "torch"
 
 
 @pytest.mark.parametrize("op", sorted(set(calls()) - {"select_blocks"}))
@@ -109,43 +112,19 @@ def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
     assert backend.choose(CUDA) in ("torch", "triton")
 
 
-@pytest.mark.parametrize("op", backend.FILES)
-def test_reference_can_be_forced(op, monkeypatch):
-    monkeypatch.setenv("SEERGATE_BACKEND", "reference")
-    monkeypatch.setattr(reference, op, lambda **arguments: arguments)
-    assert backend.run(op, CPU, q=1) == {"q": 1}
-
-
-def test_forcing_reaches_the_public_op(monkeypatch):
-    pack = Pack.random([30], dtype=torch.float32)
-    fast = ops.gate_kl(pack.q, pack.k, pack.qg.requires_grad_(), pack.kg, pack.cu, 8)[0]
-    assert "GradientsInForward" in type(fast.grad_fn).__name__
-    monkeypatch.setenv("SEERGATE_BACKEND", "reference")
-    assert (
-        "GradientsInForward" not in type(ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)[0].grad_fn).__name__
-    )
-    monkeypatch.setenv("SEERGATE_BACKEND", "")  # as if unset
-    assert backend.choose(CPU) == "torch"
-
-
-def test_unknown_backend(monkeypatch):
-    monkeypatch.setenv("SEERGATE_BACKEND", "cuda")
-    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'cuda'; it must be one of reference, torch, triton"):
-        ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
-
-
-def test_forced_triton_that_is_not_installed(monkeypatch):
-    monkeypatch.setenv("SEERGATE_BACKEND", "triton")
-    monkeypatch.setattr(backend, "has_triton", lambda: False)
-    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton', which is not installed here"):
-        ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
-
-
-def test_forced_triton_without_a_gpu(monkeypatch):
-    monkeypatch.setenv("SEERGATE_BACKEND", "triton")
-    monkeypatch.setattr(backend, "has_triton", lambda: True)
+@pytest.mark.parametrize(
+    ("forced", "installed", "message"),
+    [
+        ("cuda", True, "is 'cuda'; it must be one of reference, torch, triton"),
+        ("triton", False, "is 'triton', which is not installed here"),
+        ("triton", True, "is 'triton' and a tensor is on cpu; it must be on a GPU"),
+    ],
+)
+def test_backends_that_cannot_be_forced(forced, installed, message, monkeypatch):
+    monkeypatch.setenv("SEERGATE_BACKEND", forced)
+    monkeypatch.setattr(backend, "has_triton", lambda: installed)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="SEERGATE_BACKEND is 'triton' and a tensor is on cpu; it must be on a GPU"):
+    with pytest.raises(ValueError, match=f"SEERGATE_BACKEND {message}"):
         ops.pool_keys(torch.zeros(1, 1, 8, 2), 8)
 
 

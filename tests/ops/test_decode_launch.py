@@ -1,4 +1,4 @@
-"""How decoding is launched: pure functions, held to what they promise for every shape and GPU."""
+"""Launches of decoding, for all shapes and GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_splits(pairs, tiles, processors):
     ("batch", "length", "sparsity", "splits"),
     [
         (1, 32768, 0.5, 16),
-        (1, 131072, 0.9, 16),
+        (1, 2**17, 0.9, 16),
         (4, 32768, 0.9, 4),
         (8, 32768, 0.9, 2),
         (16, 32768, 0.9, 1),
@@ -41,7 +41,7 @@ def test_splits(pairs, tiles, processors):
     ],
 )
 def test_splits_of_the_benchmark_on_an_h200(batch, length, sparsity, splits):
-    """One program on 128 of the 132 processors; with 16 rows, 8 heads each, there are as many without splitting."""
+    """128 programs for 132 processors; 16 rows of 8 heads need no split."""
     tokens = int(length * (1 - sparsity))
     assert launch.decode_launch(8 * batch, tokens, 128, 128, 2, H200).splits == splits
 
@@ -57,7 +57,7 @@ def test_tiles_fit(dim, element_size, gpu):
 
 
 def test_bytes_in_flight_cover_the_latency_of_an_h200():
-    """Bandwidth times latency, about 0.8 microseconds, shared by the processors, must be on its way in each."""
+    """Bandwidth times latency, about 0.8 microseconds, divided by the processors."""
     needed = 4.8e12 * 0.8e-6 / H200.processors
     for dim, element_size in ((64, 2), (128, 2), (256, 2), (64, 4), (128, 4)):
         tile, _, _, num_stages = launch.decode_launch(8, 32768, dim, dim, element_size, H200)

@@ -1,4 +1,4 @@
-"""How distillation is launched and how a pack is cut up: pure functions, held to what they promise for every shape."""
+"""Launches of distillation and the division of a pack into tiles, for all shapes."""
 
 from __future__ import annotations
 
@@ -44,24 +44,14 @@ def test_tiles_are_what_matrix_units_and_blocks_need(gpu, dtype):
         assert tile.rows >= 16 and tile.columns >= 16
 
 
-def test_a_relative_of_the_a100_is_launched_like_it():
-    """The variant with two loops needs more registers than sm_80 to sm_89 have."""
-    for gpu, two_loops in (
-        (A100, False),
-        (replace(A100, arch=86), False),
-        (replace(A100, arch=89), False),
-        (H200, True),
-    ):
-        assert launch.teacher_launch(4, 128, 0, torch.bfloat16, gpu).two_loops is two_loops
-
-
-def test_loads_and_products_overlap():
-    """With two stages the loop waits for what it has just asked for; in two loops the output's products are serial."""
+@pytest.mark.parametrize("gpu", [A100, replace(A100, arch=86), replace(A100, arch=89), H200])
+def test_loads_and_products_overlap(gpu):
+    """Two loops need more registers than sm_80 to sm_89 have, and make the output's products serial."""
+    assert launch.teacher_launch(4, 128, 0, torch.bfloat16, gpu).two_loops is (gpu is H200)
     for dim in (64, 128):
-        for gpu in (A100, H200):
-            assert launch.teacher_launch(4, dim, 0, torch.bfloat16, gpu).num_stages == 3
-            with_output = launch.teacher_launch(4, dim, dim, torch.bfloat16, gpu)
-            assert with_output.num_stages == 3 and not with_output.two_loops
+        assert launch.teacher_launch(4, dim, 0, torch.bfloat16, gpu).num_stages == 3
+        with_output = launch.teacher_launch(4, dim, dim, torch.bfloat16, gpu)
+        assert with_output.num_stages == 3 and not with_output.two_loops
 
 
 @given(width=st.integers(4, 13).map(lambda bits: 2**bits), rows=st.sampled_from([16, 32, 64]))

@@ -1,7 +1,7 @@
-"""What the interpreter hides: registers, spills, shared memory, tensor cores, wide loads, on every architecture.
+"""Registers, spills, shared memory, tensor cores and wide loads of the kernels on every architecture.
 
-Compiling everything takes long, so `benchmarks/kernel_resources.py` saves what it found. Here the saved table is held
-to the rules and to the sources, and one configuration of each kernel is compiled anew.
+Compiling everything takes long, so `benchmarks/kernel_resources.py` saves its results. The saved table is checked
+against the rules and the sources, and one configuration of each kernel is compiled anew.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def table():
 
 @cache
 def now(gpu):
-    """What ships for a GPU: examples and launches, as the table has them."""
+    """Examples and launches that ship for a GPU, in the table's order."""
     return list(shipped(gpu))
 
 
@@ -49,47 +49,39 @@ COLUMNS = [(release, gpu) for release, name in table() for gpu in GPUS if gpu.na
 COLUMN = pytest.mark.parametrize(("release", "gpu"), COLUMNS, ids=lambda x: getattr(x, "target", x))
 
 
-def saved(release, gpu):
-    """The table's rows, each with the example and the launch that it is of."""
-    return list(zip(table()[release, gpu.name], now(gpu), strict=True))
-
-
 def test_the_table_is_made_with_what_pytorch_ships():
     """CUDA builds of PyTorch 2.11 bring Triton 3.6.0, those of 2.13 bring 3.7.1; 3.9.0 may come with the next."""
     assert {("3.6.0", "H200"), ("3.7.1", "H200"), ("3.9.0", "H200")} <= set(table())
-
-
-def test_loops_wait_alike_whatever_the_release():
-    """`docs/status.md` says so."""
     depths = {tuple((row["waits"], row["serialised"]) for row in rows) for rows in table().values()}
-    assert len(depths) == 1
+    assert len(depths) == 1  # loops wait alike in every release, as docs/status.md says
 
 
 @COLUMN
-def test_the_table_has_every_kernel_as_it_is_now(release, gpu):
-    rows = [(row["example"], row["kernel"], row["fingerprint"]) for row in table()[release, gpu.name]]
-    assert rows == [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)], RENEW
-
-
-@COLUMN
-def test_no_kernel_of_the_table_has_a_fault(release, gpu):
-    for row, (example, launch) in saved(release, gpu):
-        kernel, used = launch.kernel.__name__, Resources(**{field: row[field] for field in Resources._fields})
-        wrong = faults(used, gpu, **example.required(kernel))
+def test_the_table_has_every_kernel_as_it_is_now_and_without_a_fault(release, gpu):
+    """All buffers of decode's pipeline exist: an index that the loop must wait for, or a branch, would leave fewer."""
+    rows = table()[release, gpu.name]
+    found = [(row["example"], row["kernel"], row["fingerprint"]) for row in rows]
+    assert found == [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)], (
+        RENEW
+    )
+    for row, (example, launch) in zip(rows, now(gpu), strict=True):
+        kernel, given = launch.kernel.__name__, launch.arguments
+        wrong = faults(Resources(**{name: row[name] for name in Resources._fields}), gpu, **example.required(kernel))
         assert not wrong, (example.name, kernel, wrong)
+        if kernel == "decode_kernel" and gpu.backend == "cuda":
+            tile = given["TILE"] * (given["PADDED_DIM"] + given["PADDED_VALUE_DIM"]) * given["k_ptr"].element_size()
+            assert row["shared"] >= (launch.options["num_stages"] - 1) * tile and row["ahead"], example.name
+    assert "decode_kernel" in {row["kernel"] for row in rows}
 
 
 @cache
 def of_table(gpu):
-    """What Triton tells the table's launches apart by."""
+    """The specialisations of the table's launches, by which Triton tells kernels apart."""
     return {specialisation(launch) for _, launch in now(gpu)}
 
 
 def lesson(architecture, gpu, lengths, block_size=64, *, sink_blocks=0, row_stride=1, gradients=True):
-    """What `gate_kl` launches in one layer of a training run (``gradients``), or of an evaluation in it.
-
-    The model in bf16, the gates in fp32 and as wide as its heads, the tensors laid out as the layer gives them.
-    """
+    """The launches of `gate_kl` in a layer: bf16 model, fp32 gates as wide as its heads, the layer's strides."""
     shape = json.loads((ROOT / "configs/architectures" / f"{architecture}.json").read_text())
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     dim = shape.get("head_dim") or shape["hidden_size"] // heads
@@ -108,17 +100,29 @@ def lesson(architecture, gpu, lengths, block_size=64, *, sink_blocks=0, row_stri
 
 
 PRESETS = sorted({path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"tiny-reasoner", "smollm2-135m"})
-"""Of the paper's recipe."""
 PACKS = ([32768], [9001, 20011, 3001], [5000, 4999, 4001, 17], [8191] * 4)
-"""Of lengths of samples, such that the numbers of tokens, tiles and blocks are now odd, now multiples of 16."""
+"""Lengths of samples: the numbers of tokens, tiles and blocks are odd in some, multiples of 16 in others."""
+RECIPE = yaml.safe_load((ROOT / "configs/recipes/recommended.yaml").read_text())
+RECOMMENDED = {name: RECIPE[name] for name in ("block_size", "sink_blocks", "row_stride")}
+RUNS = [
+    *((preset, H200, PACKS, {}) for preset in PRESETS),
+    *(("qwen3-8b", gpu, PACKS, {}) for gpu in GPUS),
+    *(
+        ("qwen3-4b", gpu, [[32768]], {"block_size": size})
+        for size, gpu in ((16, H200), (32, GPUS[0]), (128, GPUS[-1]))
+    ),
+    ("smollm2-135m", H200, [[4096], [2009, 2055, 17]], RECOMMENDED),
+    ("qwen3-8b", H200, [[32768], [16345, 16391, 17]], RECOMMENDED),
+]
 
 
-@pytest.mark.parametrize(("preset", "gpu"), [(name, H200) for name in PRESETS] + [("qwen3-8b", gpu) for gpu in GPUS])
-def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, gpu):
+@pytest.mark.parametrize(("architecture", "gpu", "packs", "options"), RUNS)
+def test_training_and_evaluation_launch_only_what_is_in_the_table(architecture, gpu, packs, options):
+    """The presets of the paper, the ablation of the block size, and the recommended recipe."""
     table = of_table(gpu)
-    for lengths in PACKS:
+    for lengths in packs:
         for gradients in (True, False):
-            launched = lesson(preset, gpu, lengths, gradients=gradients)
+            launched = lesson(architecture, gpu, lengths, gradients=gradients, **options)
             names = {launch.kernel.__name__ for launch in launched}
             assert names >= {"maxima_kernel", "rows_kernel", "recall_kernel"}
             assert ("columns_kernel" in names) == gradients
@@ -126,36 +130,15 @@ def test_a_training_run_of_a_preset_launches_only_what_is_in_the_table(preset, g
             assert not missing, (lengths, gradients, missing[0].kernel.__name__, missing[0].arguments)
 
 
-@pytest.mark.parametrize("architecture", ["smollm2-135m", "qwen3-8b"])
-def test_so_does_the_recommended_recipe(architecture):
-    recipe = yaml.safe_load((ROOT / "configs/recipes/recommended.yaml").read_text())
-    options = {name: recipe[name] for name in ("sink_blocks", "row_stride")}
-    limit = 4096 if architecture == "smollm2-135m" else 32768
-    for lengths in ([limit], [limit // 2 - 39, limit // 2 + 7, 17]):
-        for gradients in (True, False):
-            launched = lesson(architecture, H200, lengths, recipe["block_size"], gradients=gradients, **options)
-            assert {"maxima_kernel", "rows_kernel", "recall_kernel"} <= {x.kernel.__name__ for x in launched}
-            assert {specialisation(launch) for launch in launched} <= of_table(H200)
-
-
 def test_packs_of_any_samples_launch_the_same_kernels():
-    """Nothing is compiled anew in the middle of a run, whatever the lengths of its samples."""
+    """Nothing is compiled in the middle of a run."""
     variants = [
         {specialisation(launch) for launch in lesson("qwen3-8b", H200, lengths, gradients=gradients)}
         for lengths in ([32768], [16000, 16001], [4096] * 8, [700] * 46, [20000, 333, 9000], [32767])
         for gradients in (True, False)
     ]
-    recalls = {one for some in variants for one in some if one[0] == "recall_kernel"}
-    assert len(recalls) == 1
+    assert len({one for some in variants for one in some if one[0] == "recall_kernel"}) == 1
     assert set.union(*variants) == variants[0] | variants[1]
-
-
-@pytest.mark.parametrize(("block_size", "gpu"), [(16, H200), (32, GPUS[0]), (128, GPUS[-1])])
-def test_so_does_the_ablation_of_the_block_size(block_size, gpu):
-    table = of_table(gpu)
-    for gradients in (True, False):
-        for launch in lesson("qwen3-4b", gpu, [32768], block_size, gradients=gradients):
-            assert specialisation(launch) in table, (launch.kernel.__name__, launch.arguments)
 
 
 @GPU
@@ -185,13 +168,13 @@ def test_arguments_are_specialised_as_triton_does_it(value):
 
 
 def test_no_kernel_takes_a_wide_float():
-    """Whatever the annotation says, older releases of Triton make it fp32."""
+    """Older releases of Triton make it fp32."""
     kernels = {launch.kernel for _, launch in now(H200)}
     assert not [x for kernel in kernels for x in kernel.params if x.annotation_type.startswith(("fp", "bf"))]
 
 
 def test_a_single_kv_head_makes_other_kernels():
-    """Triton makes a constant of an argument that is 1, so an example must not have one where a model has several."""
+    """Triton makes an argument of 1 a constant, so examples need several KV heads."""
     few, many = (
         launches(gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, kv_heads=n).call, H200)
         for n in (1, 2)
@@ -214,37 +197,18 @@ def test_one_configuration_of_each_kernel_compiled_anew(gpu):
         assert not faults(used, gpu, **example.required(kernel)), (example, kernel)
 
 
-@pytest.mark.parametrize(("release", "gpu"), [column for column in COLUMNS if column[1].backend == "cuda"])
-def test_decode_loads_ahead(release, gpu):
-    """All buffers of the pipeline exist: an index that the loop must wait for, or a branch, would leave fewer."""
-    found = [item for item in saved(release, gpu) if item[0]["kernel"] == "decode_kernel"]
-    assert found
-    for row, (example, launch) in found:
-        given = launch.arguments
-        tile = given["TILE"] * (given["PADDED_DIM"] + given["PADDED_VALUE_DIM"]) * given["k_ptr"].element_size()
-        assert row["shared"] >= (launch.options["num_stages"] - 1) * tile and row["ahead"], example.name
-
-
 def test_faults_are_found():
     clean = Resources(100, 0, 0, 1024, 8, 10, 8, 8, 500, 100, 1, 0)
     assert not faults(clean, H200, products=True, wide=True, ahead=True)
-    for change in (
-        {"spills": 1},
-        {"stack": 8},
-        {"shared": 228 << 10},
-        {"matrix": 0},
-        {"wide_loads": 0},
-        {"waits": 0},
-        {"ahead": 0, "waits": -1},
-        {"serialised": 12},
-    ):
+    faulty = {"spills": 1, "stack": 8, "shared": 228 << 10, "matrix": 0, "wide_loads": 0, "waits": 0, "serialised": 12}
+    for change in (*({name: value} for name, value in faulty.items()), {"ahead": 0, "waits": -1}):
         assert faults(clean._replace(**change), H200, products=True, wide=True, ahead=True)
     nothing = clean._replace(matrix=0, wide_loads=0, ahead=0, waits=-1)
     assert not faults(nothing, H200, products=False, wide=False, ahead=False)
 
 
 def test_spills_are_seen_in_machine_code():
-    """A tile that no processor can hold: the reader of machine code must notice."""
+    """Of a tile that no processor can hold."""
     launch = launches(sparse_example(torch.float32, 128, 64).call, H200)[0]
     launch.arguments["TILE"] = 32
     launch.options["num_warps"] = 4

@@ -1,4 +1,4 @@
-"""Reading machine code: counts and loops, on a few lines of it."""
+"""The reader of machine code finds instructions and the main loop."""
 
 from __future__ import annotations
 
@@ -76,6 +76,6 @@ TWO_LOOPS = """
 
 
 def test_the_main_loop_has_products_and_no_masks():
-    """The one with masks is longer and turns once per tile of rows; a loop without products is none of it."""
+    """Not the loop with masks, which runs once per tile of rows, nor a longer one without products."""
     loop = _main_loop(_instructions(TWO_LOOPS, SASS_LINE))
     assert len(loop) == 3 and loop[0] == "DEPBAR.LE SB0, 0x1 ;"

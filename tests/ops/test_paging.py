@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
 from seergate import ops
 from seergate.ops import reference
+from tests.support.op_inputs import in_pages, poison
 
 SPARSE = pytest.mark.parametrize(
     "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]
@@ -21,11 +20,7 @@ def caches(page=8):
     """A cache ``[2, 2, 24, 4]``, and the same in pages; two pages are nobody's."""
     cache = torch.randn(2, 2, 24, 4).double()
     table = torch.randperm(2 * (24 // page) + 2)[: 2 * (24 // page)].view(2, -1).int()
-    pages = torch.full((2 * (24 // page) + 2, 2, page, 4), math.nan).double()
-    for b in range(2):
-        for p, number in enumerate(table[b].tolist()):
-            pages[number] = cache[b, :, p * page : (p + 1) * page]
-    return cache, pages, table
+    return cache, in_pages(cache, page, table, 2 * (24 // page) + 2), table
 
 
 @SPARSE
@@ -60,9 +55,7 @@ def test_pages_are_the_contiguous_cache_to_the_last_bit(dtype, group, lengths):
     q, ends = torch.randn(2, 3 * group, 16).to(dtype), torch.tensor(lengths)
     cache = torch.randn(2, 2, 3, 19 * 16, 16).to(dtype)
     table = torch.randperm(40)[:38].view(2, 19)
-    pages = torch.full((2, 40, 3, 16, 16), math.nan).to(dtype)
-    for b in range(2):
-        pages[:, table[b]] = cache[:, b].unflatten(2, (19, 16)).transpose(1, 2)
+    pages = [in_pages(x, 16, table, 40) for x in cache]
     for block in (4, 16):
         scores = torch.randn(2, 3, -(-300 // block))
         chosen = ops.select_blocks(scores, ends, block_size=block, token_budget=3 * block)
@@ -78,39 +71,8 @@ def test_only_the_selected_blocks_of_pages_are_read(dtype, lengths):
     q, ends = torch.randn(2, 4, 4).to(dtype), torch.tensor(lengths)
     cache, _, table = caches()
     chosen = ops.select_blocks(torch.randn(2, 2, 6), ends, block_size=4, token_budget=8).indices
-    places = torch.arange(24)
-    read = (places // 4 == chosen[..., None]).any(2) & (places < ends[:, None, None])
-    poisoned = cache.to(dtype).masked_fill(~read[..., None], math.nan)
-    pages = torch.full((8, 2, 8, 4), math.nan).to(dtype)
-    for b in range(2):
-        pages[table[b].long()] = poisoned[b].unflatten(1, (3, 8)).transpose(0, 1)
+    pages = in_pages(poison(cache.to(dtype), ends, chosen, 4), 8, table, 8)
     want = reference.sparse_decode(q.double(), cache.to(dtype).double(), cache.to(dtype).double(), chosen, ends, 4)
     got = ops.sparse_decode(q, pages, pages, chosen, ends, 4, page_table=table)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (torch.zeros(2, 3), "page_table is torch.float32; it must be an int32 tensor"),
-        (torch.zeros(3, 3).int(), r"page_table has shape \[3, 3\]; it must be \[2, P\]"),
-        (torch.full((2, 3), 8).int(), "page_table has pages 8 to 8; each must be in 0..7"),
-    ],
-)
-def test_refused(table, message):
-    q, (_, pages, _) = torch.randn(2, 4, 4).double(), caches()
-    with pytest.raises(ValueError, match=message):
-        ops.dense_decode(q, pages, pages, page_table=table)
-
-
-def test_pages_hold_whole_blocks():
-    q, (_, pages, table) = torch.randn(2, 4, 4).double(), caches()
-    with pytest.raises(ValueError, match="k has pages of 8 tokens; it must have a multiple of block_size, 16"):
-        ops.sparse_decode(q, pages, pages, torch.zeros(2, 2, 1).int(), LENGTHS, 16, page_table=table)
-
-
-def test_length_beyond_the_table():
-    q, (_, pages, table) = torch.randn(2, 4, 4).double(), caches()
-    with pytest.raises(ValueError, match=r"lengths is \[25, 1\]; each must be in 1..24"):
-        ops.dense_decode(q, pages, pages, torch.tensor([25, 1]), page_table=table)

@@ -7,20 +7,17 @@ import torch
 
 from seergate import ops
 from seergate.ops import reference
+from tests.support.op_inputs import Pack
 
 BOTH = pytest.mark.parametrize(
     "attend", [reference.retained_attention, ops.retained_attention], ids=["reference", "torch"]
 )
 
 
-def pack(lengths, group=2, kv_heads=2, dtype=torch.float64):
-    random, tokens = torch.Generator().manual_seed(sum(lengths)), sum(lengths)
-
-    def made(heads, *width):
-        return torch.randn(tokens, heads, *width, generator=random, dtype=dtype)
-
-    sides = made(group * kv_heads, 8), made(kv_heads, 8), made(kv_heads, 6), -made(kv_heads).exp() / 10
-    return [x.requires_grad_() for x in sides], torch.tensor([0, *lengths]).cumsum(0).int()
+def pack(lengths, group=2):
+    made = Pack.random(lengths, group=group, dim=8, gate_dim=6, spread=1.0)
+    sides = made.q, made.k, made.qg, -torch.randn(sum(lengths), 2, dtype=torch.float64).exp() / 10
+    return [x.requires_grad_() for x in sides], made.cu
 
 
 @pytest.mark.parametrize("lengths", [[1], [63], [5, 0, 40, 1, 17]])
@@ -61,10 +58,3 @@ def test_by_hand(attend):
     output, held = attend(q, k, v, torch.tensor([[0.5], [0.9], [0.3]]).log(), torch.tensor([0, 3]).int(), 1.0)
     assert output[2, 0].tolist() == pytest.approx([0.363771, 0.036471, 0.599757], abs=1e-6)
     assert held[:, 0].tolist() == pytest.approx([1, 1.5, 2.15])
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(9, 3), torch.zeros(8, 2)])
-def test_what_is_refused(wrong):
-    (q, k, v, _), borders = pack([9])
-    with pytest.raises(ValueError, match="log_beta has shape"):
-        ops.retained_attention(q, k, v, wrong, borders)

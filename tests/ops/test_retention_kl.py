@@ -9,17 +9,14 @@ import torch
 
 from seergate import ops
 from seergate.ops import reference
+from tests.support.op_inputs import Pack
 
 BOTH = pytest.mark.parametrize("retention_kl", [reference.retention_kl, ops.retention_kl], ids=["reference", "torch"])
 
 
-def pack(lengths, group=2, kv_heads=2, dtype=torch.float64):
-    random = torch.Generator().manual_seed(sum(lengths))
-    tokens = sum(lengths)
-    q = torch.randn(tokens, group * kv_heads, 8, generator=random, dtype=dtype)
-    k = torch.randn(tokens, kv_heads, 8, generator=random, dtype=dtype)
-    scores = torch.rand(tokens, kv_heads, generator=random, dtype=dtype).requires_grad_()
-    return q, k, scores, torch.tensor([0, *lengths]).cumsum(0).int()
+def pack(lengths, group=2):
+    made = Pack.random(lengths, group=group, dim=8, spread=1.0)
+    return made.q, made.k, torch.rand(sum(lengths), 2, dtype=torch.float64).requires_grad_(), made.cu
 
 
 @pytest.mark.parametrize("lengths", [[1], [63], [5, 0, 40, 1, 17]])
@@ -63,18 +60,3 @@ def test_by_hand(retention_kl):
     assert stats.rows.item() == 2 and stats.recall.item() == pytest.approx(2 / 3)
     loss, stats = retention_kl(q, k, scores, borders, 2, sm_scale=1.0)
     assert loss.item() == pytest.approx(0, abs=1e-7) and stats.rows.item() == 1
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"distance": 0}, "distance is 0; it must be a whole number, 1 or greater"),
-        ({"recall_budgets": (2,)}, r"each must be an integer of at least block_size \(3\)"),
-        ({"scores": torch.zeros(5, 2)}, "scores has shape"),
-        ({"row_start": 1.0}, "row_start is 1.0"),
-    ],
-)
-def test_what_is_refused(change, message):
-    q, k, scores, borders = pack([9])
-    with pytest.raises(ValueError, match=message):
-        ops.retention_kl(**({"q": q, "k": k, "scores": scores, "cu_seqlens": borders, "distance": 3} | change))

@@ -140,28 +140,3 @@ def test_what_is_not_picked_does_not_count(scorer_kl):
     assert found[0] == pytest.approx(found[1])
     pi = 1 / (1 + math.e)
     assert found[0] == pytest.approx(0.5 * math.log(0.5 / pi) + 0.5 * math.log(0.5 / (1 - pi)))
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"target": "mean"}, "target is 'mean'; it must be 'max' or 'sum' or 'selected'"),
-        ({"target": "selected"}, "target_budget is None; with target 'selected' it must be"),
-        ({"target": "selected", "target_budget": 15}, "target_budget is 15"),
-        ({"target": "selected", "target_budget": 23, "sink_blocks": 1}, r"target_budget is 23; .* at least 3 blocks"),
-        ({"sink_blocks": -1}, "sink_blocks is -1; it must be a whole number, 0 or greater"),
-        ({"row_stride": 0}, "row_stride is 0; it must be a whole number, 1 or greater"),
-        ({"row_shift": 0.5}, "row_shift is 0.5; it must be a whole number, 0 or greater"),
-        ({"row_stride": 2, "reduction": "published"}, "row_stride is 2; with reduction 'published' it must be left"),
-        ({"sink_blocks": 1, "reduction": "published"}, "sink_blocks is 1; with reduction 'published' it must be left"),
-        ({"entry_tokens": 3}, r"entry_tokens is 3; it must divide block_size \(8\)"),
-        ({"entry_tokens": 4}, "ks has shape"),
-        ({"row_start": 1.0}, "row_start is 1.0"),
-        ({"reduction": "sum"}, "reduction is 'sum'"),
-        ({"recall_budgets": (4,)}, "recall_budgets is"),
-    ],
-)
-def test_refusals(change, message):
-    pack, options = packed([20], 2, "per_block")
-    with pytest.raises(ValueError, match=message):
-        pack.run(ops.scorer_kl, **(options | change))

@@ -182,9 +182,7 @@ def test_int32_lengths(rule):
 @pytest.mark.parametrize("share", [1, 1.0, 0.5, 0.1, 0.3, 0.07, 0.95, 1 / 3, 0.000001])
 @pytest.mark.parametrize(("least", "most"), [(None, None), (5, None), (None, 40), (7, 30)])
 def test_a_share_of_the_blocks(share, least, most):
-    """In float64 and loops, the share as it is written in decimals: 3 of 30 blocks at 0.1, not 4 as in binary; in rows
-    of one token, of odd lengths, with room that is not used, and in a batch of none.
-    """
+    """Against loops: the share is decimal, so 0.1 of 30 blocks is 3, not 4 as in binary."""
     size, lengths = 3, [1, 2, 3, 4, 9, 10, 61, 88, 89, 90, 91, 151]
     scores = torch.randn(len(lengths), 2, 60, dtype=torch.float64)
     bounds = {"budget_min": least and least * size + 1, "budget_max": most and most * size + 2}

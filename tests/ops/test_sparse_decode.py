@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.torch_impl import decode as torch_impl
-from tests.support.op_inputs import examples, grid, relative
+from tests.support.op_inputs import LAYOUTS, examples, grid, in_layout, poison, relative
+from tests.support.op_inputs import decode_inputs as cache
 
 BOTH = pytest.mark.parametrize(
     "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]
@@ -20,25 +21,9 @@ BOTH = pytest.mark.parametrize(
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-def cache(batch=2, kv_heads=2, group=2, capacity=48, dim=16, value_dim=None, dtype=torch.float64):
-    q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2
-    k = torch.randn(batch, kv_heads, capacity, dim).to(dtype)
-    v = torch.randn(batch, kv_heads, capacity, value_dim or dim).to(dtype)
-    return q, k, v
-
-
 def choose(lengths, kv_heads, block_size, budget, capacity):
     scores = torch.randn(len(lengths), kv_heads, -(-capacity // block_size))
     return ops.select_blocks(scores, lengths, block_size=block_size, token_budget=budget).indices
-
-
-def poison(x, indices, lengths, block_size):
-    """NaN wherever ``x [B, Hkv, S, d]`` must not be read."""
-    x = x.clone()
-    position = torch.arange(x.shape[2])
-    selected = (position // block_size == indices[..., None]).any(2)
-    x[~(selected & (position < lengths[:, None, None]))] = math.nan
-    return x
 
 
 @BOTH
@@ -84,7 +69,7 @@ def test_equals_reference_and_never_reads_the_rest(lengths, group, dtype):
     q, k, v = cache(group=group, dtype=dtype)
     indices = choose(lengths, 2, 8, 24, 48)
     want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, 8)
-    k, v = (poison(x, indices, lengths, 8) for x in (k, v))
+    k, v = (poison(x, lengths, indices, 8) for x in (k, v))
     got = ops.sparse_decode(q, k, v, indices, lengths, 8)
     assert got.dtype == dtype and relative(got, want) < TOLERANCE[dtype]
     extras = {"sinks": torch.randn(2 * group), "softcap": 3.0}
@@ -105,7 +90,7 @@ def test_equals_reference_and_never_reads_the_rest(lengths, group, dtype):
     same_length=st.booleans(),
     dims=st.sampled_from([(8, 8), (4, 8), (6, 2)]),
     pairs_per_chunk=st.integers(1, 10),
-    layout=st.sampled_from(["contiguous", "heads last", "slice of a buffer", "odd strides"]),
+    layout=st.sampled_from(LAYOUTS),
     data=st.data(),
 )
 def test_any_shape_and_layout(
@@ -117,7 +102,7 @@ def test_any_shape_and_layout(
     budget = data.draw(st.integers(block_size, block_size + capacity))
     indices = choose(lengths, kv_heads, block_size, budget, capacity)
     want = reference.sparse_decode(q, k, v, indices, lengths, block_size)
-    k, v = (in_layout(poison(x, indices, lengths, block_size), layout) for x in (k, v))
+    k, v = (in_layout(poison(x, lengths, indices, block_size), layout) for x in (k, v))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "GATHER_BYTES_CPU", pairs_per_chunk * budget * dims[0] * 8)
         got = ops.sparse_decode(q, k, v, indices, lengths, block_size)
@@ -132,23 +117,11 @@ def test_gathering_a_few_tokens_at_a_time_changes_nothing(lengths, dtype, extras
     lengths = torch.tensor(lengths)
     indices = choose(lengths, 2, 8, 40, 48)
     want = reference.sparse_decode(q, k, v, indices, lengths, 8, **extras)
-    k, v = (poison(x, indices, lengths, 8) for x in (k, v))
+    k, v = (poison(x, lengths, indices, 8) for x in (k, v))
     for limit in (1, 2 * 8 * 16 * 8, 10**6):  # one row of the gather, two blocks, everything
         monkeypatch.setattr(torch_impl, "GATHER_BYTES_CPU", limit)
         got = ops.sparse_decode(q, k, v, indices, lengths, 8, **extras)
         assert relative(got, want) < TOLERANCE[dtype]
-
-
-def in_layout(x, layout):
-    if layout == "heads last":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "slice of a buffer":
-        buffer = torch.full((x.shape[0] + 1, x.shape[1] + 1, x.shape[2] + 3, x.shape[3]), math.nan).to(x)
-        buffer[1:, :-1, 2:-1] = x
-        return buffer[1:, :-1, 2:-1]
-    if layout == "odd strides":
-        return torch.stack((x, x), dim=-1)[..., 0]
-    return x
 
 
 def test_budget_that_covers_everything_is_dense_attention():

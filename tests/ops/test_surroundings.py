@@ -69,13 +69,6 @@ def test_gates_without_a_norm_decode_under_autocast(model, scorer):
         assert model.generate(prompt(60), max_new_tokens=20).shape[1] == 80
 
 
-def test_host_lengths_must_be_the_lengths():
-    zeros = torch.zeros(1, 2, 32, 8)
-    compressed, weight = torch.zeros(1, 2, 4, 16), torch.zeros(2, 24, 16)
-    with pytest.raises(ValueError, match=r"host_lengths is \[0\]; it must be lengths, \[35\]"):
-        ops.update_compressed_keys(zeros[:, :, 0], torch.tensor([35]), zeros, compressed, weight, 16, host_lengths=[0])
-
-
 def test_tables_of_a_pack_do_not_follow_the_defaults():
     pytest.importorskip("triton")
     from seergate.ops.triton_impl import packs

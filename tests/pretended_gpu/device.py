@@ -30,11 +30,7 @@ class MixedDevices(RuntimeError):
 
 
 class Pretended(torch.Tensor):
-    """A tensor on the pretended GPU.
-
-    Attributes:
-        host: its numbers.
-    """
+    """A tensor on the pretended GPU, with its values in ``host``."""
 
     host: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -72,7 +68,7 @@ class Pretended(torch.Tensor):
 
 
 class Dispatch(TorchDispatchMode):
-    """Sees the ops that have no tensor of the device among their arguments: those that make one."""
+    """Runs ops without a tensor of the device among their arguments, which may make one."""
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(op, args, kwargs or {})
@@ -98,7 +94,7 @@ def recorded() -> Iterator[Counter[str]]:
 
 
 def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An op as the device would run it: by the numbers in host memory, after checks of where they pretend to be."""
+    """Check the devices of an op and run it on the values in host memory."""
     if composite(op):
         with Dispatch():
             return op.decompose(*args, **kwargs)
@@ -129,16 +125,12 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 @cache
 def composite(op: Any) -> bool:
-    """Whether an op is made of others, which only inference mode does not resolve before it comes here."""
+    """Whether an op consists of others, which inference mode does not resolve."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 
 
 def check(name: str, args: Any, tensors: list[Tensor], here: list[Pretended]) -> None:
-    """Count what waits, and refuse what mixes devices.
-
-    Raises:
-        MixedDevices: as CUDA would refuse it.
-    """
+    """Count waits, and raise `MixedDevices` where CUDA would refuse the op."""
     elsewhere = [x for x in tensors if not isinstance(x, Pretended)]
     if name in ("copy_", "_to_copy"):
         target, source = (args[0], args[1]) if name == "copy_" else (None, args[0])
@@ -201,12 +193,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_efficient_attention": _efficient,
     "_flash_attention_forward": _flash,
 }
-"""What only a GPU has, in a few lines."""
+"""Kernels of GPUs, in PyTorch."""
 
 
 @contextlib.contextmanager
 def pretended() -> Iterator[torch.device]:
-    """Let there be a GPU; yields its device."""
+    """Pretend that there is a GPU; yields its device."""
     tensor, as_tensor, to = torch.tensor, torch.as_tensor, torch.Tensor.to
 
     def on_device(make: Any) -> Any:

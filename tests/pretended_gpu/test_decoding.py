@@ -46,7 +46,7 @@ READS: dict[str, dict[str, str]] = {
         "seergate/models/hooks.py hide_what_is_masked: item": "the same",
     },
 }
-"""By case, where the host reads from the device in a decode step, and what for."""
+"""Where the host reads from the device in a decode step, and why, by case."""
 
 
 def decode(
@@ -58,7 +58,7 @@ def decode(
     compiled: bool = False,
     **options: Any,
 ):
-    """The tokens; ``compiled``: by the operations of a compiled step."""
+    """The tokens; ``compiled`` takes the branches of a compiled step."""
     torch.manual_seed(0)  # gates are drawn
     method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, BUDGET)
     how = {"cache_implementation": "static"} if static else {}

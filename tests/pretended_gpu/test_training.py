@@ -44,7 +44,7 @@ WAITS: dict[str, dict[str, str]] = {
         f"{_STUDENT} compare: item": "how many there are",
     },
 }
-"""Where a pack's step waits for the device, and what for; nowhere with gates of blocks."""
+"""Where a pack's step waits for the device, and why; block gates never wait."""
 
 
 @pytest.mark.parametrize("case", SCORERS)
@@ -78,7 +78,7 @@ def test_a_scorer_learns_the_same(case: str) -> None:
 
 @pytest.fixture
 def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer finds one; weights are read to host memory first, as transformers cannot read them to this one."""
+    """The trainer finds a GPU; weights are loaded to host memory first."""
 
     def load(path: str, *_: Any) -> Any:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False).eval().to(CUDA)

@@ -1,4 +1,4 @@
-"""Layers that share what a step computes once get, to the last bit, what each would compute alone."""
+"""Layers that share a step's intermediate results get the results that each computes alone, to the last bit."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from dataclasses import dataclass
 
@@ -35,6 +36,57 @@ def relative(got: Tensor, want: Tensor) -> float:
 
 def cu_seqlens(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def decode_inputs(
+    batch: int = 2,
+    kv_heads: int = 2,
+    group: int = 2,
+    capacity: int = 48,
+    dim: int = 16,
+    value_dim: int | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random queries ``[B, H, d]`` and a cache of keys and values ``[B, Hkv, S, d]``."""
+    q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2
+    k = torch.randn(batch, kv_heads, capacity, dim).to(dtype)
+    v = torch.randn(batch, kv_heads, capacity, value_dim or dim).to(dtype)
+    return q, k, v
+
+
+def poison(x: Tensor, lengths: Tensor, indices: Tensor | None = None, block_size: int = 1) -> Tensor:
+    """NaN wherever ``x [B, Hkv, S, d]`` must not be read."""
+    x, position = x.clone(), torch.arange(x.shape[2])
+    read = (position < lengths[:, None, None]).expand(x.shape[:3])
+    if indices is not None:
+        read = read & (position // block_size == indices[..., None]).any(2)
+    x[~read] = math.nan
+    return x
+
+
+def in_pages(x: Tensor, page: int, table: Tensor, pages: int) -> Tensor:
+    """``x [B, Hkv, S, d]`` in pages ``[pages, Hkv, page, d]``, NaN elsewhere."""
+    out = x.new_full((pages, x.shape[1], page, x.shape[3]), math.nan)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, table.shape[1] * page - x.shape[2]), value=math.nan)
+    out[table.long()] = padded.unflatten(2, (-1, page)).transpose(1, 2)
+    return out
+
+
+LAYOUTS = ("contiguous", "heads last", "slice of a buffer", "odd strides")
+
+
+def in_layout(x: Tensor, layout: str) -> Tensor:
+    """The same numbers in one of the `LAYOUTS`, with NaN between them."""
+    batch, heads, capacity, dim = x.shape
+    if layout == "heads last":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "slice of a buffer":
+        buffer = x.new_full((batch + 1, heads + 1, capacity + 9, dim), math.nan)
+        buffer[1:, :-1, 3 : 3 + capacity] = x
+        return buffer[1:, :-1, 3 : 3 + capacity]
+    if layout == "odd strides":
+        return torch.stack((x, torch.full_like(x, math.nan)), dim=-1)[..., 0]
+    return x
 
 
 @dataclass

@@ -1,8 +1,7 @@
-"""The Triton backend's tests: in its interpreter on the CPU, or on a GPU where there is one.
+"""Tests of the Triton backend, on a GPU or in Triton's interpreter.
 
-Triton reads ``TRITON_INTERPRET`` when it is imported, and other libraries import it, so the interpreter needs a
-process of its own: `tests/ops/test_triton.py` starts one per file here. A plain run of pytest collects these files
-only on a GPU.
+Triton reads ``TRITON_INTERPRET`` at import, so `tests/ops/test_triton.py` starts processes of their own for the
+interpreter. Otherwise these files are collected only on a GPU.
 """
 
 from __future__ import annotations
@@ -11,6 +10,9 @@ import pytest
 import torch
 
 from tests.support.op_inputs import INTERPRETING
+
+NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
+"""The interpreter's products of bfloat16 are wrong."""
 
 if not INTERPRETING and not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
@@ -21,6 +23,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not INTERPRETING and "tests/ops/triton" in item.path.as_posix():
             item.add_marker(pytest.mark.gpu)
+
+
+def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 32, keys: int = 32, two_loops: bool = True) -> None:
+    """Small tiles for all dtypes, so that short segments have several of them in both directions."""
+    from seergate.ops.triton_impl import launch, teacher
+
+    def tiles(group, dim, v_dim, dtype, gpu):
+        pack = launch.heads_per_tile(group)
+        return launch.TeacherLaunch(max(1, rows // pack), pack, keys, 4, 1, two_loops)
+
+    monkeypatch.setattr(teacher, "teacher_launch", tiles)
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,8 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import launch
-from tests.support.op_inputs import grid, relative
+from tests.support.op_inputs import LAYOUTS, decode_inputs, grid, in_layout, poison, relative
+from tests.support.op_inputs import in_pages as paged
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 F32, F16 = TOLERANCE
@@ -20,7 +19,7 @@ F32, F16 = TOLERANCE
 
 @pytest.fixture(params=["few long splits", "many short splits"])
 def splits(request, monkeypatch):
-    """One program per row and head, or as many as there are tiles, and these as small as they get."""
+    """One program per row and head, or one per tile of the smallest size."""
     if request.param == "many short splits":
         monkeypatch.setattr(launch, "MIN_TILES", 1)
         monkeypatch.setattr(launch, "STAGE_BYTES", 1024)
@@ -29,10 +28,7 @@ def splits(request, monkeypatch):
 
 
 def cache(batch=2, kv_heads=2, group=2, capacity=100, dim=64, value_dim=None, dtype=torch.float32):
-    q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2
-    k = torch.randn(batch, kv_heads, capacity, dim).to(dtype)
-    v = torch.randn(batch, kv_heads, capacity, value_dim or dim).to(dtype)
-    return q, k, v
+    return decode_inputs(batch, kv_heads, group, capacity, dim, value_dim, dtype)
 
 
 def choose(lengths, kv_heads, block_size, blocks, capacity, some=None):
@@ -44,25 +40,6 @@ def choose(lengths, kv_heads, block_size, blocks, capacity, some=None):
             count = min(held, blocks if some is None else some[b][h])
             indices[b, h, :count] = torch.randperm(held)[:count].sort().values
     return indices
-
-
-def poison(x, lengths, indices=None, block_size=1):
-    """NaN wherever ``x [B, Hkv, S, d]`` must not be read."""
-    x = x.clone()
-    position = torch.arange(x.shape[2])
-    read = (position < lengths[:, None, None]).expand(x.shape[:3])
-    if indices is not None:
-        read = read & (position // block_size == indices[..., None]).any(2)
-    x[~read] = math.nan
-    return x
-
-
-def paged(x, page, table, pages):
-    """``x [B, Hkv, S, d]`` in pages ``[pages, Hkv, page, d]``, the unused ones NaN."""
-    out = x.new_full((pages, x.shape[1], page, x.shape[3]), math.nan)
-    padded = torch.nn.functional.pad(x, (0, 0, 0, table.shape[1] * page - x.shape[2]), value=math.nan)
-    out[table.long()] = padded.unflatten(2, (-1, page)).transpose(1, 2)
-    return out
 
 
 def check(got, want, dtype):
@@ -196,7 +173,7 @@ def test_paged(sizes, dtype, splits, device):
     block_size=st.sampled_from([8, 16, 20, 32, 64]),
     capacity=st.integers(1, 150),
     dims=st.sampled_from([(16, 16), (20, 12), (64, 64)]),
-    layout=st.sampled_from(["contiguous", "heads last", "slice of a buffer", "odd strides"]),
+    layout=st.sampled_from(LAYOUTS),
     fewest=st.sampled_from([1, 4]),
     data=st.data(),
 )
@@ -206,33 +183,17 @@ def test_any_shape_and_layout(batch, kv_heads, group, block_size, capacity, dims
     q, k, v = cache(batch, kv_heads, group, capacity, *dims)
     indices = choose(lengths, kv_heads, block_size, data.draw(st.integers(1, 8)), capacity)
     want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
-    k, v = (arranged(poison(x, lengths, indices, block_size).to(device), layout) for x in (k, v))
+    k, v = (in_layout(poison(x, lengths, indices, block_size).to(device), layout) for x in (k, v))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "MIN_TILES", fewest)
         got = ops.sparse_decode(q.to(device), k, v, indices.to(device), lengths.to(device), block_size)
     check(got, want, torch.float32)
 
 
-def arranged(x, layout):
-    """The same numbers in other places of memory."""
-    batch, heads, capacity, dim = x.shape
-    if layout == "heads last":
-        return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "slice of a buffer":
-        buffer = x.new_full((batch, heads, capacity + 9, dim), math.nan)
-        buffer[:, :, 3 : 3 + capacity] = x
-        return buffer[:, :, 3 : 3 + capacity]
-    if layout == "odd strides":
-        buffer = x.new_full((batch, heads, capacity, 2 * dim), math.nan)
-        buffer[..., ::2] = x
-        return buffer[..., ::2]
-    return x
-
-
 @pytest.mark.plain_empty
 @pytest.mark.parametrize("where", ["rows", "tokens", "pages"])
 def test_offsets_beyond_32_bits(where, splits, device):
-    """A cache whose last numbers lie further than 2^31 numbers from its first; only a little of it is ever touched."""
+    """A cache that spans more than 2^31 elements, of which few are touched."""
     far = 2**31 + 64
     size = {"rows": (2, 1, 64, 16), "tokens": (1, 1, 64 * 3, 16), "pages": (2, 1, 64, 16)}[where]
     buffer = torch.empty(2 * far, dtype=torch.float16, device=device)
@@ -274,14 +235,6 @@ def test_large_scores(splits, device):
     want = reference.dense_decode(q.double(), k.double(), v.double(), lengths)
     got = ops.dense_decode(*(x.to(device) for x in (q, k, v, lengths)))
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-4, rtol=2e-3)
-
-
-def test_double_falls_back(device):
-    q, k, v = cache(1, 1, 2, 20, dtype=torch.float64)
-    lengths, indices = torch.tensor([20]), torch.tensor([[[0, 1]]])
-    want = reference.sparse_decode(q, k, v, indices, lengths, 16)
-    got = ops.sparse_decode(*(x.to(device) for x in (q, k, v, indices, lengths)), 16)
-    assert got.dtype == torch.float64 and relative(got.cpu(), want) < 1e-12
 
 
 def test_empty_batch(device):

@@ -12,23 +12,12 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import attention, reference
 from seergate.ops.triton_impl import packs, teacher
-from seergate.ops.triton_impl.launch import TeacherLaunch, heads_per_tile
+from tests.ops.triton.conftest import NARROW
+from tests.ops.triton.conftest import small_tiles as tiles
 from tests.support.op_inputs import EXACT, Pack, cu_seqlens, grid, relative
 
 TOLERANCE = {torch.float32: EXACT, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-# The interpreter's products of bfloat16 are wrong.
-NARROW = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
 LENGTHS = [45, 0, 1, 7, 16, 17]
-
-
-def tiles(monkeypatch, rows=32, keys=32, two_loops=True):
-    """Small tiles, whatever the dtype, so that short segments have several of them in both directions."""
-
-    def launch(group, dim, v_dim, dtype, gpu):
-        pack = heads_per_tile(group)
-        return TeacherLaunch(max(1, rows // pack), pack, keys, 4, 1, two_loops)
-
-    monkeypatch.setattr(teacher, "teacher_launch", launch)
 
 
 @pytest.fixture
@@ -37,12 +26,12 @@ def small_tiles(monkeypatch):
 
 
 def on(device, pack):
-    """The pack's teacher on the device; borders stay in host memory."""
+    """The pack's queries and keys on the device."""
     return pack.q.to(device), pack.k.to(device)
 
 
 def check(pack, values, device, **options):
-    """Every output of both ops, and of the way that starts from the log-sum-exp, against the reference."""
+    """Compare both ops, and targets from a known log-sum-exp, with the reference."""
     q, k = on(device, pack)
     exact = pack.to(torch.float64)
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
@@ -123,7 +112,7 @@ def test_sinks_softcap_and_scale(options, device):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("window", [1, 17, 64])
 def test_a_window_hides_whole_tiles(window, device):
-    """Of a tile of keys, some rows see nothing; with a cap, since PyTorch's kernels do the rest."""
+    """Some rows see nothing of a tile of keys; with a cap, as PyTorch's kernels take the rest."""
     pack = Pack.random([150, 20], group=3, dtype=torch.float32)
     values, sinks = values_of(pack), torch.tensor([-math.inf, -2.0, 0.0, 1.0, -math.inf, 3.0])
     options = {"window": window, "softcap": 3.0, "sinks": sinks.to(device)}
@@ -215,15 +204,13 @@ def test_little_scratch_changes_nothing(device, monkeypatch):
 
 def test_what_the_kernels_do_not_do_is_left_to_torch(device):
     for pack in (
-        Pack.random([40], block_size=8),  # float64
         Pack.random([40], block_size=6, dtype=torch.float32),
         Pack.random([40], block_size=8, dim=130, dtype=torch.float32),
     ):
         q, k = on(device, pack)
         want = reference.block_targets(pack.q.double(), pack.k.double(), pack.cu, pack.block_size)
         got = ops.block_targets(q, k, pack.cu, pack.block_size)
-        assert got.dtype == (torch.float64 if q.dtype == torch.float64 else torch.float32)
-        assert relative(got.cpu(), want) < 1e-5
+        assert got.dtype == torch.float32 and relative(got.cpu(), want) < 1e-5
         out = ops.attention_with_block_targets(q, k, k, pack.cu, pack.block_size)
         want_out = reference.attention_with_block_targets(q.cpu(), k.cpu(), k.cpu(), pack.cu, pack.block_size)
         assert relative(out.output.cpu(), want_out.output) < 1e-5

@@ -56,10 +56,7 @@ def engine(settings: dict[str, Any], page: int = 32, **options: Any) -> Iterator
 def answers(
     engine: Any, prompts: list[list[int]], tokens: int, stop: bool = False
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
-    """Greedy continuations of prompts, all asked at once, and what SGLang says about them.
-
-    With ``stop`` they may end early, and only then SGLang takes in more requests than it has memory for.
-    """
+    """Greedy continuations of prompts and SGLang's information; only with ``stop`` it overcommits its memory."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": not stop}
     found = engine.generate(input_ids=prompts, sampling_params=sampling)
     return [one["output_ids"] for one in found], [one["meta_info"] for one in found]

@@ -25,9 +25,7 @@ GATES = f"{REASONER}/gates-32"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """vLLM multiplies memory that it has not written by zero, which poison does not survive, and uses what torch and
-    transformers are about to remove.
-    """
+    """vLLM multiplies unwritten memory by zero, which NaN does not survive, and uses deprecated names."""
     for item in items:
         if item.path.parent.name == "vllm":
             item.add_marker(pytest.mark.plain_empty)

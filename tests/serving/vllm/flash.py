@@ -39,9 +39,7 @@ def flash_attn_varlen_func(
     v_descale: Any = None,
     **unused: Any,
 ) -> None:
-    """Causal attention to paged keys and values, with the checks of vllm-project/flash-attention's
-    hopper/flash_api.cpp.
-    """
+    """Causal attention to pages, with the checks of hopper/flash_api.cpp in vllm-project/flash-attention."""
     assert causal and not softcap and window_size in (None, [-1, -1])
     assert all(name in UNUSED and value is None for name, value in unused.items())
     assert q.dtype == k.dtype == v.dtype == out.dtype
@@ -92,7 +90,7 @@ def get_scheduler_metadata(
     num_splits: int,
     window_size: Any = None,
 ) -> Any:
-    """What a schedule is for; `flash_attn_varlen_func` compares it with what it is used for."""
+    """The sizes of a schedule, which `flash_attn_varlen_func` compares with its own."""
     assert len(cache_seqlens) == len(cu_seqlens_q) - 1 == batch_size and causal and window_size in (None, (-1, -1))
     return batch_size, max_seqlen_q, max_seqlen_k, (num_heads_q, headdim), (page_size, num_heads_kv), num_splits
 

@@ -1,7 +1,6 @@
-"""What is said does not depend on how vLLM schedules it: batches, chunks of prompts, cached prefixes, preemption.
+"""Answers do not depend on vLLM's scheduling: batches, chunks of prompts, cached prefixes, preemption.
 
-Recomputing a preempted row reads its tokens densely, as a prompt, so its cache is then a little better than the sparse
-one, and what is compared there are the solutions. Elsewhere it is tokens.
+A preempted row is recomputed densely, so only its solution is compared, elsewhere all tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Every family: gates inside vLLM say what they say inside transformers, and a rule that leaves nothing out says what
-the dense model says.
-"""
+"""In every family, gates in vLLM give the tokens of transformers, and reading all blocks those of the dense model."""
 
 from __future__ import annotations
 

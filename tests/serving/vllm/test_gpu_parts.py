@@ -1,6 +1,4 @@
-"""What runs on a GPU only, as far as it can run without one: vLLM's own callers, cache views and layouts, a decode
-step recorded and replayed as a CUDA graph does it, the size of temporaries on meta tensors.
-"""
+"""Code for GPUs, without one: vLLM's callers and cache layouts, a recorded and replayed decode step, temporaries."""
 
 from __future__ import annotations
 
@@ -59,6 +57,7 @@ from tests.serving.vllm.flash import use_kernels
 from tests.support.models import geometry
 
 K, G, D, E = 2, 2, 16, 16
+QUEST = make_method("quest", token_budget=64, block_size=32)
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +66,7 @@ def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rotary:
-    """A table of angles, as vLLM's modules have it."""
+    """vLLM's table of angles."""
 
     is_neox_style = True
 
@@ -83,25 +82,21 @@ def gate(size: int) -> AttnGate:
     return made.requires_grad_(False)
 
 
-def no_counts() -> Counts:
-    return Counts(*torch.zeros(2, dtype=torch.long))
-
-
 class FlashImpl(SparseAttention):
-    """With what `FlashPages` asks of FlashAttention's."""
+    """With the attributes that `FlashPages` reads."""
 
     kind, scale, logits_soft_cap, vllm_flash_attn_version, num_kv_heads = FlashPages, D**-0.5, 0, 3, K
 
 
 def gated_layer(method: SelectingMethod, scoring: Scores) -> SparseAttention:
     impl = FlashImpl()
-    impl.method, impl.scoring, impl.counts, impl.pages = method, scoring, no_counts(), WeakTensorKeyDictionary()
-    impl.anchor = impl
+    impl.method, impl.scoring, impl.anchor = method, scoring, impl
+    impl.counts, impl.pages = Counts(*torch.zeros(2, dtype=torch.long)), WeakTensorKeyDictionary()
     return impl
 
 
 def cache_in(memory: Tensor, page: int, width: int) -> Tensor:
-    """The cache of a layer, ``[pages, K, page, 2 * D]``, in memory where each page ends with room for a summary."""
+    """A layer's cache ``[pages, K, page, 2 * D]``, each page followed by its summary."""
     numbers = K * page * 2 * D + K * width
     return memory.as_strided((len(memory) // numbers, K, page, 2 * D), (numbers, page * 2 * D, 2 * D, 1))
 
@@ -124,7 +119,7 @@ class Backend(SparseBackend, FlashAttentionBackend):
 
 
 class StockLayer:
-    """What vLLM's own module says of its cache, of which each page has ``size`` tokens."""
+    """vLLM's attention module with pages of ``size`` tokens."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -133,12 +128,13 @@ class StockLayer:
         return FullAttentionSpec(block_size=self.size, num_kv_heads=K, head_size=D, dtype=torch.float32)
 
 
-def builder(method: SelectingMethod, page: int, room: int | None = None, drafts: int = 0) -> Any:
+def builder(method: SelectingMethod, page: int, room: int = 0, drafts: int = 0, anchor: Any = None) -> Any:
     """The builder of a model with one gated layer and one that is none."""
     layer = sparse_layer(StockLayer)(page)
     layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
+    layer.impl.anchor = anchor or layer.impl
     spec, layers = layer.get_kv_cache_spec(None), {"layer": layer, "other": None}
-    if room is not None:
+    if room:
         spec = replace(spec, page_size_padded=spec.unpadded_page_size_bytes + room)
     compilation = SimpleNamespace(static_forward_context=layers)
     config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts)
@@ -151,7 +147,7 @@ def builder(method: SelectingMethod, page: int, room: int | None = None, drafts:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What asks for the platform is told of a GPU."""
+    """vLLM's platform is CUDA."""
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
@@ -160,10 +156,10 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("capture", [False, True])
 def test_vllm_calls_the_builder_by_its_names(graphs: bool, capture: bool, request: pytest.FixtureRequest) -> None:
-    """A step, and the capture of a graph."""
+    """A step, the capture of a graph, and drafts."""
     if graphs:
         request.getfixturevalue("on_gpu")
-    made = builder(make_method("quest", token_budget=64, block_size=32), 32)
+    made = builder(QUEST, 32)
     group = AttentionGroup(Backend, ["layer"], made.kv_cache_spec, 0, metadata_builders=[made])
     counts = torch.tensor([0, 1, 2], dtype=torch.int32)
     lengths = torch.tensor([300, 40], dtype=torch.int32)
@@ -184,50 +180,40 @@ def test_vllm_calls_the_builder_by_its_names(graphs: bool, capture: bool, reques
         for_cudagraph_capture=capture,
     )["layer"]
     assert metadata.plan is None if graphs else metadata.plan.tokens_R.tolist() == [0]
+    if graphs:
+        drafting = SimpleNamespace(max_query_len=1, block_table_tensor=None, seq_lens=None, query_start_loc=None)
+        assert made.build_for_drafting(drafting, 0).plan is None
 
 
-@pytest.mark.usefixtures("on_gpu")
-def test_vllm_calls_the_builder_for_drafts() -> None:
-    made = builder(make_method("quest", token_budget=64, block_size=32), 32)
-    common = SimpleNamespace(max_query_len=1, block_table_tensor=None, seq_lens=None, query_start_loc=None)
-    assert made.build_for_drafting(common, 0).plan is None
+@pytest.mark.parametrize(
+    ("page", "options", "sentence"),
+    [
+        (64, {}, "pages of 64 tokens; with seergate a block of 32 must be several"),
+        (32, {"room": 16}, "vLLM's pages have 16 bytes behind .*; seergate's summaries need 256"),
+        (32, {"anchor": SimpleNamespace()}, r"anchors is \[2\]; vLLM's cache has layers in groups with pages of"),
+    ],
+)
+def test_caches_that_do_not_fit_are_refused(page: int, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SeergateError, match=sentence):
+        builder(make_method("quest", token_budget=64, block_size=32, anchors=(2,)), page, **options)
 
 
-def test_pages_larger_than_a_block_are_refused() -> None:
-    with pytest.raises(SeergateError, match="pages of 64 tokens; with seergate a block of 32 must be several"):
-        builder(make_method("quest", token_budget=64, block_size=32), 64)
-
-
-def test_an_anchor_with_other_pages_is_refused() -> None:
-    method = make_method("quest", token_budget=64, block_size=32, anchors=(2,))
-    layer = sparse_layer(StockLayer)(32)
-    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
-    layer.impl.anchor = gated_layer(method, layer.impl.scoring)
-    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={"layer": layer}))
-    with pytest.raises(SeergateError, match=r"anchors is \[2\]; vLLM's cache has layers in groups with pages of"):
-        type("Builder", (SparseBuilder, Stock), {})(layer.get_kv_cache_spec(None), ["layer"], config, None)
-
-
-def test_pages_without_room_for_summaries_are_refused() -> None:
-    """They would be written over the next page's keys."""
-    with pytest.raises(SeergateError, match="vLLM's pages have 16 bytes behind .*; seergate's summaries need 256"):
-        builder(make_method("quest", token_budget=64, block_size=32), 32, room=16)
+def test_a_cache_with_more_places_than_int32_holds_is_refused() -> None:
+    far = torch.empty(2**23, 2, 16, 32, device="meta").as_strided((2**23, 2, 16, 32), (2**10, 2, 32, 1))
+    with pytest.raises(SeergateError, match="places of pages; a block table holds numbers below 2\\^31"):
+        FlashPages(None, None, far)
 
 
 def test_the_cache_that_vllm_profiles_with_is_let_go() -> None:
-    """vLLM drops its own references, and then wants the memory for the real cache. All layers share one allocation."""
-    method = make_method("quest", token_budget=64, block_size=32)
-    modules = [SimpleNamespace() for _ in range(3)]
-    layers = [gated_layer(method, QuestScores(D, torch.float32, "max")) for _ in range(3)]
-    buffer = memory_of(3 * 5, 32, 2 * D)
+    """vLLM drops its references and wants the memory for the real cache; all layers share one allocation."""
+    layers = [gated_layer(QUEST, QuestScores(D, torch.float32, "max")) for _ in range(3)]
+    buffer, query = memory_of(3 * 5, 32, 2 * D), torch.randn(1, K * G, D)
     place = buffer.untyped_storage().data_ptr()
-    for module, layer, memory in zip(modules, layers, buffer.chunk(3), strict=True):
-        module.kv_cache = cache = cache_in(memory, 32, 2 * D)
-        table = torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
-        metadata = SimpleNamespace(plan=None, seq_lens=torch.tensor([128], dtype=torch.int32), block_table=table)
-        query = torch.randn(1, K * G, D)
-        layer.forward(module, query, query, query, cache, metadata, torch.empty_like(query))
-        module.kv_cache = torch.empty(0)
+    lengths, table = torch.tensor([128], dtype=torch.int32), torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
+    for layer, memory in zip(layers, buffer.chunk(3), strict=True):
+        metadata = SimpleNamespace(plan=None, seq_lens=lengths, block_table=table)
+        cache = cache_in(memory, 32, 2 * D)
+        layer.forward(SimpleNamespace(), query, query, query, cache, metadata, torch.empty_like(query))
     del buffer, cache, memory
     gc.collect()
     alive = [x for x in gc.get_objects() if type(x) is Tensor and x.untyped_storage().data_ptr() == place]
@@ -249,20 +235,20 @@ def test_flash_attention_is_chosen_before_weights_are_loaded_and_others_are_refu
             choose_backend(given)
 
 
-# ------------------------------------------------------------------------------------------------------- memory
+class Made(TorchDispatchMode):
+    """Operators that PyTorch would launch on a GPU, neither views nor allocations, and bytes of the largest tensor."""
 
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that is made."""
-
-    bytes = 0
+    def __init__(self, names: list[str] | None = None) -> None:
+        super().__init__()
+        self.names, self.bytes = [] if names is None else names, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        made, name = function(*args, **(kwargs or {})), function._schema.name.removeprefix("aten::")
         given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
-        for x in tree_leaves(made):
-            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
-                self.bytes = max(self.bytes, x.nbytes)
+        new = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given]
+        self.bytes = max([self.bytes, *(x.nbytes for x in new)])
+        if function._schema.is_mutable or (new and "empty" not in name):
+            self.names.append(name)
         return made
 
 
@@ -270,14 +256,11 @@ class Largest(TorchDispatchMode):
 def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
     """1,024 rows of 131,072 tokens, eight KV heads of 128 channels, on meta tensors."""
     rows, blocks, size, heads, dim = 1024, 2048, 64, 8, 128
+    scoring: Scores = QuestScores(dim, torch.bfloat16, "max")
     if kind == "gate":
-        with torch.device("meta"):
-            frequencies = [1.0] * (dim // 2)
-            config = GateConfig(block_size=size, gate_dim=dim)
-            made = AttnGate(config, geometry(4 * heads, heads, dim, inv_freq=frequencies))
-        scoring: Scores = GateScores(made.requires_grad_(False).to("meta", torch.bfloat16), Unrotation(None))
-    else:
-        scoring = QuestScores(dim, torch.bfloat16, "max")
+        config, shape = GateConfig(size, gate_dim=dim), geometry(4 * heads, heads, dim, inv_freq=[1.0] * (dim // 2))
+        made = AttnGate(config, shape).requires_grad_(False).to("meta", torch.bfloat16)
+        scoring = GateScores(made, Unrotation(None))
     layer = gated_layer(make_method("quest", token_budget=4096, block_size=size), scoring)
     with torch.device("meta"):
         numbers = heads * (size * 2 * dim + scoring.width)
@@ -287,27 +270,21 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
         table = torch.zeros(rows, blocks, 1, dtype=torch.long)
         sparse = Rows(torch.zeros(rows, dtype=torch.long), table)
         query = torch.empty(rows, 4 * heads, dim, dtype=torch.bfloat16)
-        with Largest() as largest:
+        with Made() as largest:
             scores = layer._scores(pages, sparse, query)
-    assert scores.shape == (rows, heads, blocks)
-    assert largest.bytes <= SCORED_BYTES
+    assert scores.shape == (rows, heads, blocks) and largest.bytes <= SCORED_BYTES
 
 
 def test_keys_are_made_without_a_copy_of_the_weight_per_row() -> None:
     size, rows = 32, 64
     made = gate(size)
-    with Largest() as largest:
+    with Made() as largest:
         made.keys(torch.randn(rows, K, 1, 3 * D), torch.zeros(rows, 1))
     assert largest.bytes < rows * made.k_proj.weight.nbytes
 
 
-# --------------------------------------------------------------------------------------------- what a graph replays
-
-
 def decode_state(seed: int, rows: int, width: int, page: int, size: int) -> dict[str, Any]:
-    """Rows of a decode step, the last one or two of padding. Entries of the table behind a row's own pages are what
-    earlier batches left there: vLLM copies only those that a row has.
-    """
+    """Rows of a decode step, the last one or two padding; behind a row's own pages, the table has stale entries."""
     draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, width * page, (rows,), generator=draw).int()
     lengths[0], lengths[-1 - seed % 2 :] = size * 2, 0
@@ -326,7 +303,7 @@ def decode_state(seed: int, rows: int, width: int, page: int, size: int) -> dict
 
 
 def captured(method: SelectingMethod, page: int, rows: int, width: int) -> Any:
-    """The metadata that vLLM's second model runner captures a graph with: of a dummy batch, in buffers that stay."""
+    """The metadata of the dummy batch with which vLLM's second model runner captures a graph."""
     cpu, made = torch.device("cpu"), builder(method, page)
     buffers, tables = InputBuffers(rows, rows, cpu), BlockTables([page], rows, rows, [width], cpu)
     group = AttentionGroup(Backend, ["layer"], made.kv_cache_spec, 0, metadata_builders=[made])
@@ -344,9 +321,7 @@ def captured(method: SelectingMethod, page: int, rows: int, width: int) -> Any:
 @pytest.mark.parametrize(("page", "shared"), [(32, False), (16, False), (16, True)])
 @pytest.mark.usefixtures("on_gpu")
 def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded with vLLM's dummy batch, replayed with other lengths, tables, caches and padding: the same to the last
-    bit. No row may change the summary of a block that is another's.
-    """
+    """Replayed with other lengths, tables, caches and padding; no row changes the summary of another's block."""
     from seergate.ops import arguments as checks
 
     monkeypatch.setattr(checks, "readable", lambda x: False)  # as for tensors on a GPU
@@ -358,7 +333,7 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monk
 
     def step(state: dict[str, Any]) -> list[Tensor]:
         metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
-        counts = no_counts()  # of both layers: under a budget they read as much
+        counts = Counts(*torch.zeros(2, dtype=torch.long))  # of both layers: under a budget they read as much
         for i, layer in enumerate(layers):
             layer.counts, query, cache = counts, state["queries"][i], cache_in(state["memory"][i], page, E)
             layer.forward(None, query, query, query, cache, metadata, state["outputs"][i])
@@ -389,26 +364,8 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monk
                 assert closing and set(changed) == (ends | {0} if layer.anchor is layer else set())
 
 
-class Launches(TorchDispatchMode):
-    """What PyTorch would launch on a GPU: not views, not allocations."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made, name = function(*args, **(kwargs or {})), function._schema.name.removeprefix("aten::")
-        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
-        new = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given]
-        if function._schema.is_mutable or (new and "empty" not in name):
-            self.names.append(name)
-        return made
-
-
 def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three kernels, and FlashAttention's two, of parts and of their sum. The plan, the schedule and the statistics
-    are the first layer's. A layer that reads an anchor's choice launches attention alone.
-    """
+    """Three kernels and FlashAttention's two; the first layer plans, and a layer with an anchor only attends."""
     from triton.runtime.jit import JITFunction
 
     names: list[str] = []
@@ -416,15 +373,14 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(JITFunction, "run", lambda kernel, *rest, **named: names.append(kernel.__name__))
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", lambda **named: names.append("attention"))
     monkeypatch.setattr(fa_utils, "get_scheduler_metadata", lambda **named: names.append("schedule"))
-    method = make_method("quest", token_budget=64, block_size=32)
     state = decode_state(1, 5, 6, 32, 32)
-    layers = [gated_layer(method, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
+    layers = [gated_layer(QUEST, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
     layers[3].anchor = layers[2]
-    counts, taken = no_counts(), []
+    counts, taken = Counts(*torch.zeros(2, dtype=torch.long)), []
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
     for layer in layers:
         layer.counts, query, cache = counts, state["queries"][0], cache_in(state["memory"][0], 32, E)
-        with torch.no_grad(), Launches(names):
+        with torch.no_grad(), Made(names):
             layer.forward(None, query, query, query, cache, metadata, state["outputs"][0])
         taken.append(list(names))
         names.clear()
@@ -434,16 +390,11 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     assert taken[0].count("schedule") == 1 and set(kernels) < set(taken[0]) and len(taken[0]) <= 20
 
 
-# ------------------------------------------------------------------------------------------------------- layouts
-
-
 @pytest.mark.parametrize(
     ("layout", "width"), [*((layout, 0) for layout in KVCacheLayout), *((KVCacheLayout[name], 24) for name in LAYOUTS)]
 )
 def test_flash_attention_reads_each_layout_of_vllms_cache(layout: KVCacheLayout, width: int) -> None:
-    """Views as vLLM makes them, with room for summaries where it is asked for; each KV head's own pages in the table;
-    the kernel's own conditions hold.
-    """
+    """vLLM's views, with room for summaries or without; each KV head has its own pages in the table."""
     layers, pages, size, rows = 3, 7, 16, 3
     spec = FullAttentionSpec(block_size=size, num_kv_heads=K, head_size=D, dtype=torch.bfloat16)
     if width:
@@ -454,10 +405,9 @@ def test_flash_attention_reads_each_layout_of_vllms_cache(layout: KVCacheLayout,
     place = KVCacheTensor(size=total, layers=names, layer_stride=strides[0], block_stride=strides[1])
     views = create_kv_cache_views(torch.zeros(total, dtype=torch.int8), spec, pages, layout, place)
     wanted = [torch.randn(pages, K, size, 2 * D).bfloat16() for _ in views]
-    for view, values in zip(views, wanted, strict=True):
-        view.copy_(values)
     summaries = [torch.randn(pages, K, width).bfloat16() for _ in views]
-    for view, each in zip(views, summaries, strict=True):
+    for view, values, each in zip(views, wanted, summaries, strict=True):
+        view.copy_(values)
         FlashPages(None, None, view, width).summary_PKW.copy_(each)
     for view, values, each in zip(views, wanted, summaries, strict=True):
         impl = SimpleNamespace(scale=D**-0.5, logits_soft_cap=0, vllm_flash_attn_version=3)
@@ -465,7 +415,7 @@ def test_flash_attention_reads_each_layout_of_vllms_cache(layout: KVCacheLayout,
         table = torch.randint(pages, (2, 5))
         sparse = Rows(torch.zeros(2, dtype=torch.long), table[..., None])
         assert torch.equal(cache.read_summaries(sparse), each[table].transpose(1, 2))
-        with Largest() as largest:
+        with Made() as largest:
             keys = cache.read(torch.arange(pages))
         assert torch.equal(keys, values[..., :D]) and largest.bytes == values.nbytes // 2
         query = torch.randn(rows * K, G, D).bfloat16()
@@ -481,20 +431,11 @@ def test_flash_attention_reads_each_layout_of_vllms_cache(layout: KVCacheLayout,
             torch.testing.assert_close(answer.float(), want, rtol=0, atol=2e-2)
 
 
-def test_vllm_is_asked_for_layouts_in_which_a_heads_page_is_in_one_piece() -> None:
-    asked = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
-    assert [layout.name for layout in asked] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
-    assert sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
-
-
-def test_a_batch_invariant_engine_does_not_divide_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_is_asked_for_layouts_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's page is contiguous; a batch-invariant engine does not divide sequences."""
     assert splits() == 0
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     assert splits() == 1
-
-
-def test_a_cache_with_more_places_than_int32_holds_is_refused() -> None:
-    with pytest.raises(SeergateError, match="places of pages; a block table holds numbers below 2\\^31"):
-        FlashPages(
-            None, None, torch.empty(2**23, 2, 16, 32, device="meta").as_strided((2**23, 2, 16, 32), (2**10, 2, 32, 1))
-        )
+    asked = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
+    assert [layout.name for layout in asked] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+    assert sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)

@@ -1,6 +1,4 @@
-"""Drafts inside vLLM: a token that is verified reads what it would read decoded alone, and rejected ones leave nothing
-behind.
-"""
+"""Drafts in vLLM: a verified token reads what it reads alone, and rejected ones leave nothing behind."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def batch(lengths: Sequence[int], queries: Sequence[int], prompts: list[bool], t
 
 
 def test_each_token_that_is_verified_is_a_row() -> None:
-    """Requests: three tokens, the first of which closes a block; a prompt; tokens on both sides of the budget; one
-    token; what is recomputed after preemption; the end of a prompt.
-    """
+    """Of requests that close a block, cross the budget, have one token, are prompts, or are recomputed."""
     table = torch.arange(60, dtype=torch.int32).view(6, 10)
     common = batch([130, 40, 66, 100, 200, 300], [3, 5, 4, 1, 10, 2], [row in (1, 5) for row in range(6)], table)
     method = make_method("quest", token_budget=2 * SIZE, block_size=SIZE)
@@ -148,10 +144,7 @@ RULES = {"budget": {"token_budget": 64}, "share": {"budget_share": 0.3}, "top_p"
 def test_a_verified_token_reads_what_it_reads_alone(
     kind: str, rule: str, anchored: bool, page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the first step, request 0 closes a block with tokens that are then rejected, request 1 grows beyond the
-    budget, request 2 is a prompt, and request 3 closes a block with tokens that stay. In the second, request 0 closes
-    the same block with other tokens.
-    """
+    """Request 0 closes a block twice, first with rejected drafts; 1 crosses the budget; 2 is a prompt."""
     use_kernels(monkeypatch)
     method = make_method("quest", block_size=SIZE, **RULES[rule])
     scoring = [SCORES[kind]() for _ in range(2)]
@@ -192,7 +185,7 @@ def test_drafts_change_no_token(rule: dict[str, Any]) -> None:
 
 
 def same_with_drafts(rule: dict[str, Any], prompts: list[list[int]], tokens: int) -> None:
-    """Three requests at a time, so that the prompts of the others come in steps which verify tokens."""
+    """Three requests at a time, so that steps that verify tokens also have prompts."""
     steps, plan_of = [], attention.plan_of
 
     def noted(metadata: Any, common: Any, *rest: Any) -> attention.Plan:
@@ -222,9 +215,7 @@ def drafts_of(llm: Any) -> tuple[int, int]:
 
 
 def test_drafts_that_are_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step leaves each complete block's compressed key as its cached keys, drafts included, make it; and a rule
-    that leaves nothing out says what the dense model says.
-    """
+    """After each step, complete blocks have the compressed keys of their tokens; reading all is dense attention."""
     plain, verified, checked = SparseAttention.forward, [], []
 
     def forward(
