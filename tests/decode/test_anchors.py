@@ -115,8 +115,7 @@ def test_offloaded_is_in_memory(deep, bank, name):
     assert found[2]["bytes_fetched_per_step"] > 0
 
 
-@pytest.mark.parametrize("rule", [{"token_budget": 2 * BLOCK}, {"threshold": 0.05}])
-@pytest.mark.parametrize("anchors", [(0,), PLAN])
+@pytest.mark.parametrize(("rule", "anchors"), [({"token_budget": 2 * BLOCK}, PLAN), ({"threshold": 0.05}, (0,))])
 def test_steps_on_a_static_cache_eager_and_compiled(deep, bank, rule, anchors):
     """As one graph without breaks."""
     decoded_as_one_graph(deep, bank, batch(), anchors=anchors, **rule)

@@ -1,7 +1,5 @@
 """After a dense pass the cache holds what a dense prefill of the same tokens would have left."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Worked examples of each evictor's rule, and what the evictors refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

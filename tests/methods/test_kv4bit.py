@@ -97,7 +97,6 @@ def test_what_the_gate_cannot_work_on():
     gate = methods.Gate(bank=bank, token_budget=16)
     for evictor, said in (
         (methods.StreamingLLM(), "the place of that method's own"),
-        (methods.StreamingLLM(positions="original"), "the place of that method's own"),
         (methods.KV4Bit(), "evicts nothing"),
         (methods.RaaS(prompt_budget=32), "the place of that method's own"),
         (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "one gate on another"),

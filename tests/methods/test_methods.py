@@ -142,18 +142,23 @@ def test_rotation_with_an_attention_factor_is_undone():
     torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
 
 
-def test_streaming_llm_keeps_sinks_and_recent_tokens_at_cache_positions():
+@pytest.mark.parametrize("positions", ["cache", "original"])
+def test_streaming_llm_keeps_sinks_and_recent_tokens(positions):
     """sink 2, recent 3; tokens 0..5 seen and 6 arriving: 0, 1, 4, 5, 6 at positions 0..4, the query at 4."""
-    rotary = model_rotary()
+    rotary, kept, last_place = model_rotary(), [0, 1, 4, 5, 6], torch.tensor([[4]])
     keys, values, q = torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 4, 16)
-    method = methods.StreamingLLM(token_budget=5, sink_tokens=2)
+    method = methods.StreamingLLM(token_budget=5, sink_tokens=2, positions=positions)
+    assert method.stores_pre_rope == (positions == "cache")
     state = method.new_state(LayerSpec(0, 1, 4, 2, 16, torch.float32, torch.device("cpu"), rotary))
-    found = state.attend(step(q, keys, values)).output
-    kept = [0, 1, 4, 5, 6]
-    rotated_k = rotary.rotate(keys[:, :, kept], torch.arange(5)[None])
-    rotated_q = rotary.rotate(q[:, :, None], torch.tensor([[4]]))
-    weights = (rotated_q.unflatten(1, (2, 2)) @ rotated_k[:, :, None].transpose(-1, -2)).softmax(-1)
-    torch.testing.assert_close(found, (weights @ values[:, :, None, kept])[..., 0, :].flatten(1, 2))
+    last = step(q, keys, values)
+    turned_k, turned_q = keys[:, :, kept], q[:, :, None]
+    if positions == "original":
+        last.q_pre_BHSD = last.k_pre_BKSD = None  # not needed
+    else:
+        turned_k, turned_q = rotary.rotate(turned_k, torch.arange(5)[None]), rotary.rotate(turned_q, last_place)
+    weights = (turned_q.unflatten(1, (2, 2)) @ turned_k[:, :, None].transpose(-1, -2)).softmax(-1)
+    expected = (weights @ values[:, :, None, kept])[..., 0, :].flatten(1, 2)
+    torch.testing.assert_close(state.attend(last).output, expected)
 
 
 # ----------------------------------------------------------------------------------------------------------- published

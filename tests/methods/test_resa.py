@@ -1,7 +1,5 @@
 """ReSA's selection: by hand, and against loops; and that it is rectified."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
