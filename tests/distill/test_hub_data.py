@@ -129,9 +129,7 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
     others = parquet(rows[:7])
     hub.lfs[others.sha256] = others.data
     new = repo.commit("main", repo.tree() | {"data/train-0.parquet": others})
-    hub.fail("GET", "^/api/datasets/org/rows(/revision/v1)?$", status=503)  # a Hub that is down is no answer
     first, second = read(hub, tmp_path, {"data_revision": "v1"}, {})
-    assert not any(fault.times for fault in hub.faults)
     assert (first[0], first[3], second[0], second[3]) == (60, old, 37, new)
     refs = tmp_path / "home" / "hub" / "datasets--org--rows" / "refs"
     refs.mkdir(exist_ok=True)
@@ -145,6 +143,13 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
         for commit, message in zip((old, "0" * 40, old), refused, strict=False):
             assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
         assert "the revision 'v1' of the dataset 'org/rows' cannot be looked up" in refused[3] and new in refused[3]
+
+
+def test_a_hub_that_is_down_is_no_answer_and_one_that_refuses_is(hub, tmp_path):
+    sha = hub.repos["datasets/org/rows"].refs["main"]
+    hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
+    down, up = read(hub, tmp_path, {}, {})
+    assert down == up and down[3] == sha and not any(fault.times for fault in hub.faults)
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(reached):
