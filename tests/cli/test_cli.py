@@ -22,7 +22,7 @@ from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
 from seergate.cli.models import gates_for, load_model
-from seergate.errors import sentence
+from seergate.errors import SeergateError, sentence
 from seergate.eval.report.write import Report
 from seergate.methods import METHODS
 from tests.support import evaluation as support
@@ -114,7 +114,6 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         ([*TRACES, "--method", "tri_attention:centres=auto", "--budget", "9"], "centres=auto is not calibrated here"),
         (["train", "--model", "tiny-reasoners", "--dry-run"], "did you mean"),
         (["report", __file__], "is a file; a report is about a directory"),
-        (["eval", "--method", "dense", "--device", "cuda:77"], "device is 'cuda:77'; this machine has cpu"),
         (["plan", "--processes", "many"], "(see seergate plan --help)"),
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
@@ -141,6 +140,11 @@ def test_commands_of_other_packages(seergate, tmp_path, monkeypatch):
     assert seergate("mine", "--plugin", "tests.support.evictors").stdout == "mine was run\n"
     listed = seergate("--help").stdout
     assert "says mine" in listed and "cannot be loaded" in listed and "figure" not in listed
+
+
+def test_a_device_that_is_missing_is_told_with_those_that_are_there():
+    with pytest.raises(SeergateError, match="device is 'cuda:77'; this machine has cpu"):
+        load_model("checkpoints/tiny-reasoner", device="cuda:77")
 
 
 def test_the_shipped_model_has_its_gates_by_name_and_by_directory(saved):

@@ -125,7 +125,7 @@ def specs_of(values, sizes=(64,)):
 
 
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
-    assert set(ALIASES) <= set(NAMES) and set(ALIASES.values()) <= set(FIGURES)
+    assert set(ALIASES) <= set(NAMES)
     assert set(FIGURES) < set(NAMES) and {figure.look for figure in FIGURES.values()} == set(LOOKS)
     for name, figure in FIGURES.items():
         for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
