@@ -160,14 +160,6 @@ def test_an_emptied_cache_may_serve_another_method_and_batch(model):
         assert torch.equal(*results)
 
 
-def test_the_plain_model_cannot_continue_where_something_was_evicted(model):
-    cache = DynamicCache()
-    with seergate.attached(model, "streaming_llm", token_budget=16):
-        model(input_ids=prompt(40), past_key_values=cache)
-    with pytest.raises(SeergateError, match="evicted"):
-        model(input_ids=prompt(1), past_key_values=cache)
-
-
 def test_padding_does_not_make_decoding_copy_the_cache(model, monkeypatch):
     from seergate.cache.layer import GatedLayer
 

@@ -1,7 +1,5 @@
 """The block store against a model that keeps every row's contents: random operations, and each by hand."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
@@ -10,7 +8,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from seergate import SeergateError
-from seergate.cache.pages import BlockStore, OutOfBlocks
+from seergate.cache.pages import BlockStore, OutOfBlocks, page_tokens
 from seergate.methods import Dense, Gate, Quest
 from tests.decode.test_decode import gates
 from tests.support.models import tiny_model
@@ -203,8 +201,6 @@ def test_refusals():
 
 
 def test_pages_hold_whole_blocks_of_the_method():
-    from seergate.cache.pages import page_tokens
-
     gate = Gate(bank=gates(tiny_model("qwen3")), token_budget=64)
     assert page_tokens(gate, None) == 8 and page_tokens(gate, 24) == 24 and page_tokens(Dense(), None) == 16
     with pytest.raises(SeergateError, match="pages of 12 tokens would cut the blocks of 8 that 'gate' selects"):

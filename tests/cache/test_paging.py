@@ -1,7 +1,5 @@
 """Any method on a paged cache gives what it gives on a contiguous one."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Keys and values of a sealed block stay what they are until it is freed, whatever becomes of its rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

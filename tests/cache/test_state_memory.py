@@ -1,7 +1,5 @@
 """What the gate remembers beside keys and values is as small as the paper says (section 3.2)."""
 
-from __future__ import annotations
-
 import torch
 from transformers import DynamicCache
 

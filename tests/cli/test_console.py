@@ -1,7 +1,5 @@
 """Progress of evaluations: lines in a log, a bar on a terminal, and the remaining time."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
@@ -22,14 +20,9 @@ from seergate.eval.collector import Progress
 def at(done, *, total=40, label="gate-128", seconds=None, made=None):
     """A run of which a sample takes half a second and 100 tokens; three of four are right."""
     made = done if made is None else made
+    seconds = 0.5 * made if seconds is None else seconds
     return Progress(
-        label=label,
-        done=done,
-        total=total,
-        correct=3 * done // 4,
-        made=made,
-        tokens=100 * made,
-        seconds=0.5 * made if seconds is None else seconds,
+        label, done=done, total=total, correct=3 * done // 4, made=made, tokens=100 * made, seconds=seconds
     )
 
 
@@ -66,33 +59,20 @@ def test_a_line_comes_at_most_every_few_seconds_and_always_at_the_end(capsys, cl
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
-    [(99.4, "99 s left"), (100, "2 min left"), (3600, "60 min left"), (7200, "2.0 h left"), (9000, "2.5 h left")],
+    ("now", "said"),
+    [
+        *((at(20, seconds=s), f", {said} (") for s, said in ((99.4, "99 s left"), (100, "2 min left"))),
+        *((at(20, seconds=s), f", {said} (") for s, said in ((3600, "60 min left"), (9000, "2.5 h left"))),
+        (at(32, made=2, seconds=10.0), "32/40 answers, 20 tokens/s, 40 s left"),  # 30 were there before
+        *((at(n, seconds=20.0), "tokens/s (") for n in (1, 3)),  # samples that run side by side end together
+        (at(4, seconds=20.0), "tokens/s, 3 min left ("),
+        (at(1), "1/40 answers, 200 tokens/s ("),  # the right ones are told at the end: easy ones come first
+        (at(1, total=1), "1/1 answers, 0 % right, 200 tokens/s"),
+    ],
 )
-def test_the_time_that_is_left_in_a_fitting_unit(capsys, clock, seconds, said):
-    EvalProgress(1)(at(20, seconds=seconds))
-    assert f", {said} (" in capsys.readouterr().out
-
-
-def test_what_was_there_before_a_resumption_does_not_count_for_the_pace(capsys, clock):
-    """30 of 40 answers were there, two came in ten seconds: eight more take forty."""
-    EvalProgress(1)(at(32, made=2, seconds=10.0))
-    assert "32/40 answers, 20 tokens/s, 40 s left" in capsys.readouterr().out
-
-
-def test_no_time_is_estimated_from_the_first_of_a_batch(capsys, clock):
-    """Samples that run side by side end together: 40 in 20 s, of which the first says nothing."""
-    for done, left in ((1, ""), (3, ""), (4, ", 180 s left")):
-        EvalProgress(1)(at(done, seconds=20.0))
-        assert f"tokens/s{left.replace('180 s', '3 min')} (" in capsys.readouterr().out
-
-
-def test_how_many_are_right_is_told_at_the_end_only(capsys, clock):
-    """Before, it would be how many of those that end early."""
-    EvalProgress(1)(at(1))
-    EvalProgress(1)(at(1, total=1))
-    assert "1/40 answers, 200 tokens/s (" in (said := capsys.readouterr().out)
-    assert "1/1 answers, 0 % right, 200 tokens/s" in said
+def test_what_a_line_says(capsys, clock, now, said):
+    EvalProgress(1)(now)
+    assert said in capsys.readouterr().out
 
 
 def test_a_warning_is_one_line(capsys, clock):

@@ -1,7 +1,5 @@
 """The demo as a user runs it: one command, from gates to a report."""
 
-from __future__ import annotations
-
 import json
 import re
 

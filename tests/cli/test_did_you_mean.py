@@ -1,7 +1,5 @@
 """What is suggested for a name that does not exist."""
 
-from __future__ import annotations
-
 import pytest
 
 from seergate.errors import did_you_mean, sentence

@@ -31,21 +31,10 @@ def runs(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("sweep")
     support.save(root / "model")
     file = root / "sweep.yaml"
-    values = {
-        "model": str(root / "model"),
-        "task": "chain_sum",
-        "method": ["dense", "oracle", "streaming_llm"],
-        "budget": 32,
-        "threshold": 0.05,
-        "block_size": [8, 16],
-        "dense_layers": [[], [0]],
-        "task_options": {"problems": 3, "variables": 6},
-        "max_new_tokens": 40,
-        "samples": 2,
-        "temperature": 1.0,
-        "measure_recall": True,
-        "out": str(root / "runs"),
-    }
+    values = {"model": str(root / "model"), "task": "chain_sum", "method": ["dense", "oracle", "streaming_llm"]}
+    values |= {"budget": 32, "threshold": 0.05, "block_size": [8, 16], "dense_layers": [[], [0]], "samples": 2}
+    values |= {"task_options": {"problems": 3, "variables": 6}, "max_new_tokens": 40, "temperature": 1.0}
+    values |= {"measure_recall": True, "out": str(root / "runs")}
     file.write_text(yaml.safe_dump(values))
     assert call("sweep", file) == 0
     return root / "runs"
@@ -146,16 +135,14 @@ def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
     file.write_text(yaml.safe_dump(values))
     assert call("sweep", file) == 2
     assert said in capsys.readouterr().err
-    assert call("sweep", tmp_path / "none.yaml") == 2
-    file.write_text("[")
-    assert call("sweep", file) == 2
 
 
-def test_a_name_that_is_given_twice_in_a_sweep_is_told(tmp_path, capsys):
+def test_files_that_are_no_sweep_are_told(tmp_path, capsys):
     file = tmp_path / "sweep.yaml"
-    file.write_text("budget: 32\nmethod: dense\nbudget: 64\n")
-    assert call("sweep", file) == 2
-    assert "line 3, column 1 is not YAML: 'budget' is given again" in capsys.readouterr().err
+    for text, said in ((None, "does not exist"), ("[", "is not YAML"), ("budget: 32\nbudget: 64\n", "is given again")):
+        if text:
+            file.write_text(text)
+        assert call("sweep", file) == 2 and said in capsys.readouterr().err
 
 
 def test_single_values_stand_for_lists():
@@ -176,6 +163,7 @@ def test_gates_and_block_sizes_must_agree():
 def test_methods_with_gates_run_with_each_that_has_their_block_size(capsys):
     model = support.model()
     banks = {name: GateBank.for_model(model, GateConfig(size, 16)) for name, size in (("a", 8), ("b", 8), (16, 16))}
+    assert [spec.label for spec in grid(["quest"], [64, 64], [8, 8], [(0, 1), (0, 1)])] == ["quest-64-dense0,1"]
     specs = with_each(grid(["dense", "gate", "h2o:interval=8"], [64], [8, 16]), banks)
     assert [spec.label for spec in specs] == [
         "dense", "gate-64-b8-a", "gate-64-b8-b", "gate-64-b16", "h2o-64-interval=8",
@@ -204,40 +192,17 @@ def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
     support.save(tmp_path / "model")
     GateBank.for_model(support.model(), GateConfig(16, 16, scorer="trim_kv")).save_pretrained(tmp_path / "gates")
     GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(tmp_path / "model" / "gates")
-    small = (
-        "--model",
-        tmp_path / "model",
-        "--task",
-        "chain_sum",
-        "--problems",
-        1,
-        "--variables",
-        6,
-        "--max-new-tokens",
-        8,
-    )
-    small += ("--budget", 128)
+    small = ("--model", tmp_path / "model", "--task", "chain_sum", "--problems", 1, "--variables", 6)
+    small += ("--max-new-tokens", 8, "--budget", 128)
     for out, *asked in (("no", "quest"), ("trim", "quest,trim_kv", "--gates", tmp_path / "gates")):
         assert call("eval", *small, "--method", *asked, "--out", tmp_path / out, "--no-report") == 0
         found = yaml.safe_load((tmp_path / out / "quest-128" / "config.yaml").read_text())
         assert found["method"]["block_size"] == 64, "those of trim_kv score tokens"
 
 
-def test_what_is_given_twice_runs_once():
-    labels = [spec.label for spec in grid(["quest"], [64, 64], [8, 8], [(0,), (0,)])]
-    assert labels == ["quest-64-dense0"]
-
-
-def test_labels_are_what_they_were_for_one_block_size():
-    specs = grid(["quest", "dense"], [64], 16)
-    assert [spec.label for spec in specs] == ["dense", "quest-64"]
-    assert grid(["quest"], [64], 16, (0, 1))[0].label == "quest-64-dense0,1"
-
-
 def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path, capsys):
-    tiny_model("qwen3", vocab_size=len(support.tokenizer()), max_position_embeddings=24).save_pretrained(
-        tmp_path / "m"
-    )
+    model = tiny_model("qwen3", vocab_size=len(support.tokenizer()), max_position_embeddings=24)
+    model.save_pretrained(tmp_path / "m")
     support.tokenizer().save_pretrained(tmp_path / "m")
     (tmp_path / "short.jsonl").write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a1 " * 25, "answer": "3"}))

@@ -1,7 +1,5 @@
 """`seergate generate`: streams an answer, writes the page, and refuses what cannot be before it reads any weight."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -71,10 +69,7 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         (["--prompt", "a1", "--trace", "read.txt"], "--trace is read.txt; the page's name must end in .html"),
         (["--prompt", "a1", "--trace", "own.html"], "--trace is own.html, which exists and is no page of --trace"),
         (["--prompt", "a1", "--trace", "x.html", "--method", "h2o"], "'h2o' selects none"),
-        (
-            ["--prompt", "a1", "--trace", "x.html", "--method", "dense"],
-            "quest and oracle, which reads what dense",
-        ),
+        (["--prompt", "a1", "--trace", "x.html", "--method", "dense"], "quest and oracle, which reads what dense"),
         (["--prompt", "a1", "--trace", "x.html", "--max-new-tokens", "1"], "--trace shows later ones"),
         (["--prompt", "a1", "--max-new-tokens", "0"], "max_new_tokens is 0; it must be a whole number, 1 or greater"),
         (["--prompt", "a1", "--threads", "0"], "threads is 0; it must be a whole number, 1 or greater"),
@@ -84,6 +79,8 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         (["--prompt", "a1", "--method", "gate"], "needs gates"),
         (["--prompt", "a1", "--method", "quest", "--token-budget", "-3"], "token_budget is -3"),
         (["--prompt", "a1", "--method", "quest:dense_layers=7"], "dense_layers names [7]"),
+        (["--prompt", "a1", "--model", "no-such-model"], "no-such-model"),
+        (["--prompt", "a1"], "could not be loaded"),
     ],
 )
 def test_what_is_refused_before_weights_are_read(arguments, message, without_weights, tmp_path, monkeypatch):
@@ -104,10 +101,3 @@ def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):
     assert 3 in threads
     done = run_seergate(*command, "--prompt", "a1")
     assert done.returncode == 0 and "reading the prompt" not in done.stderr
-
-
-def test_an_unknown_model_and_missing_weights(without_weights):
-    done = run_seergate("generate", "--model", "no-such-model", "--prompt", "a1")
-    assert done.returncode == 2 and "no-such-model" in done.stderr
-    done = run_seergate("generate", "--model", str(without_weights), "--method", "quest", "--prompt", "a1")
-    assert done.returncode == 2 and "could not be loaded" in done.stderr

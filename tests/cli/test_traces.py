@@ -128,20 +128,22 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "4097")
     assert "a text of --max-length has 4,097 tokens; the model has 4,096 positions" in done.stderr
+    done = run_seergate("traces", "--prompts", "chain_sum:1,b.jsonl:1", "--out", str(out))
+    assert done.returncode == 2 and "--prompts is 'chain_sum:1,b.jsonl:1'; it must be one source" in done.stderr
 
 
 def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
     out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
     write_yaml(tmp_path / "traces.jsonl.yaml", early | {"weights": "w", "commit": "a"})
     assert recorded_commit(out, early, unknown=("weights",)) == "a" == recorded_commit(out, early | {"weights": "w"})
-    with pytest.raises(SeergateError, match=r"made with other settings: weights was 'w' and is 'v'"):
-        recorded_commit(out, early | {"weights": "v"})
-    with pytest.raises(SeergateError, match=r"method\.name was 'dense' and is 'gate'"):
-        recorded_commit(out, early | {"method": {"name": "gate"}}, unknown=("weights",))
-    with pytest.raises(SeergateError, match=r"prompts was 'org/rows' and is None"):
-        recorded_commit(out, {"method": {"name": "dense"}}, unknown=("weights",))
-    with pytest.raises(SeergateError, match=r"traces.jsonl was made with other settings: rope was None and is 'r'"):
-        recorded_commit(out, early | {"weights": "w", "rope": "r"})
+    for asked, unknown, said in (
+        (early | {"weights": "v"}, (), "made with other settings: weights was 'w' and is 'v'"),
+        (early | {"method": {"name": "gate"}}, ("weights",), r"method\.name was 'dense' and is 'gate'"),
+        ({"method": {"name": "dense"}}, ("weights",), "prompts was 'org/rows' and is None"),
+        (early | {"weights": "w", "rope": "r"}, (), "rope was None and is 'r'"),
+    ):
+        with pytest.raises(SeergateError, match=said):
+            recorded_commit(out, asked, unknown=unknown)
 
 
 def test_the_prompts_stay_at_the_commit_that_they_began_with(
@@ -181,25 +183,16 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
         patch.setattr("seergate.models.names.load_model", lambda *_: pytest.fail("refused only after the model"))
         for change in ("dtype", "float16"), ("engine", "vllm"):
             refused = run_seergate(*command, f"--{change[0]}", change[1])
-            assert refused.returncode == 2 and f"was made with other settings: {change[0]} was" in refused.stderr, (
-                refused.stderr
-            )
+            assert refused.returncode == 2 and f"made with other settings: {change[0]} was" in refused.stderr
     other = support.model()
-    other.config.rope_parameters["rope_theta"] *= 2
-    other.save_pretrained(model)
-    refused = run_seergate(*command)
-    assert refused.returncode == 2 and "was made with other settings: rope.rope_theta was" in refused.stderr, (
-        refused.stderr
-    )
-    other.model.norm.weight.data *= 2
-    other.save_pretrained(model)
-    refused = run_seergate(*command)
-    assert refused.returncode == 2 and "was made with other settings: weights was" in refused.stderr, refused.stderr
-
-
-def test_prompts_are_one_source(tmp_path: Path) -> None:
-    done = run_seergate("traces", "--prompts", "chain_sum:1,b.jsonl:1", "--out", str(tmp_path / "traces.jsonl"))
-    assert done.returncode == 2 and "--prompts is 'chain_sum:1,b.jsonl:1'; it must be one source" in done.stderr
+    for name in ("rope.rope_theta", "weights"):
+        if name == "weights":
+            other.model.norm.weight.data *= 2
+        else:
+            other.config.rope_parameters["rope_theta"] *= 2
+        other.save_pretrained(model)
+        refused = run_seergate(*command)
+        assert refused.returncode == 2 and f"made with other settings: {name} was" in refused.stderr, refused.stderr
 
 
 @pytest.mark.parametrize("text", ["mine", "mine\n", '{"text": "a row"}\n'])

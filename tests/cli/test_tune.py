@@ -10,18 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from seergate.cli import running, tune
 from seergate.cli.tune import Times, decide
+from seergate.distill.config import load_train_config
+from seergate.distill.held_out import divide
+from seergate.distill.long_text import texts, texts_here
 from seergate.errors import SeergateError
 from seergate.gates.files import CONFIG_FILE
 from tests.models.test_gguf import llama, write_gguf
 from tests.support.running import ROOT, Done, run_seergate
 
-HOURS = 3
+HOURS, MOST = 3, 8
 TIMES = Times(step=10.0, dense=4.0, gate=3.0, dense_text=2.0, gate_text=1.0)
 
 
@@ -86,27 +90,22 @@ def test_mistakes_are_refused_before_anything_is_written(
     assert not list(tmp_path.iterdir())
 
 
-def test_models_that_are_none_and_files_without_texts_are_refused(
-    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_that_are_none_and_files_without_texts_are_refused(model, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run_seergate("tune", "nowhere.gguf", "--hours", "1")
-    assert done.returncode == 2 and "the model file 'nowhere.gguf' does not exist" in done.stderr
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
-    done = run_seergate("tune", str(model), "--hours", "1", "--data", str(few))
-    assert done.returncode == 2 and f"{few}: 10 texts, 10 of them of 384 tokens or more; there must" in done.stderr
+    (tmp_path / "few.jsonl").write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
     (tmp_path / "empty").mkdir()
-    done = run_seergate("tune", str(model), "--hours", "1", "--data", "empty", "--out", "other")
-    assert done.returncode == 2 and "data is 'empty', in which there is no text" in done.stderr
+    for arguments, said in (
+        (["nowhere.gguf"], "the model file 'nowhere.gguf' does not exist"),
+        ([str(model), "--data", "few.jsonl"], "few.jsonl: 10 texts, 10 of them of 384 tokens or more; there must"),
+        ([str(model), "--data", "empty", "--out", "other"], "data is 'empty', in which there is no text"),
+    ):
+        done = run_seergate("tune", *arguments, "--hours", "1")
+        assert done.returncode == 2 and said in done.stderr
 
 
 def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:
     """What is held out is no part of what is trained on, and is as it was."""
-    from dataclasses import replace
 
-    from seergate.distill.config import load_train_config
-    from seergate.distill.held_out import divide
     from seergate.pretrained import load_tokenizer
 
     config = replace(load_train_config(str(model)), max_length=512)
@@ -125,20 +124,16 @@ def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:
 
 def test_python_library_is_what_is_trained_on_by_default() -> None:
     """Without the text of the needles, and without what others have installed."""
-    from seergate.distill.long_text import texts, texts_here
-
     places = texts_here()
     assert any(path.name == "argparse.py" for path in places)
     assert not {"pydoc_data", "site-packages"} & {path.name for path in places}
     assert "argument" in next(texts([path for path in places if path.name == "argparse.py"]))
 
 
-def end_at_the_last_step(command: list[str], out: Path) -> subprocess.CompletedProcess[str]:
-    """Run in a process of its own, which gets SIGTERM as training ends."""
-    start = f"""
+STOPPED = f"""
 import os, signal, sys
 from seergate.cli import main, tune
-from seergate.distill import callbacks
+from seergate.distill import callbacks, trainer
 
 class Console(callbacks.Callback):
     def __init__(self, steps, *_):
@@ -148,32 +143,12 @@ class Console(callbacks.Callback):
         if log.step == self.steps > tune.STEPS_TIMED:
             os.kill(os.getpid(), signal.SIGTERM)
 
-import seergate.distill.trainer as trainer
-tune.MOST, trainer.Console = {tune.MOST}, Console
-sys.exit(main.main(sys.argv[1:]))
+tune.MOST = {MOST}
+if sys.argv[1] == "stop":
+    trainer.Console = Console
+sys.exit(main.main(sys.argv[2:]))
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", start, *command], cwd=out.parent, env=environment, capture_output=True, text=True
-    )
-
-
-def kill_in_training(command: list[str], out: Path) -> None:
-    """Run in a process of its own, which dies once there is a checkpoint."""
-    most = f"tune.MOST = {tune.MOST}"
-    start = f"import sys; from seergate.cli import main, tune; {most}; sys.exit(main.main(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", start, *command],
-        cwd=out.parent,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 250
-    while not list(out.glob("gates/checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+"""With "stop", a run that gets SIGTERM as training ends."""
 
 
 @pytest.mark.timeout(600)
@@ -181,11 +156,17 @@ def test_all_of_it_killed_and_continued(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune, "MOST", 8)
+    monkeypatch.setattr(tune, "MOST", MOST)
     out = tmp_path / "runs" / "tune-tiny"
     command = ["tune", str(model), "--hours", str(HOURS), "--data", str(data), "--max-length", "256", "--threads", "1"]
     out.parent.mkdir()
-    kill_in_training([*command, "--out", str(out)], out)
+    piped = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", STOPPED, "go", *command, "--out", str(out)], **piped)
+    deadline = time.monotonic() + 250
+    while not list(out.glob("gates/checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
     state = json.loads((out / "tune.json").read_text())
     assert "decision" in state and "trained" not in state and not (out / "gates" / CONFIG_FILE).exists()
     steps = state["decision"]["steps"]
@@ -199,7 +180,7 @@ def test_all_of_it_killed_and_continued(
         done.returncode == 2 and "budget is [96], but" in done.stderr and "was begun with [48, 64, 128]" in done.stderr
     )
 
-    ended = end_at_the_last_step([*command, "--out", str(out)], out)
+    ended = subprocess.run([sys.executable, "-c", STOPPED, "stop", *command, "--out", str(out)], text=True, **piped)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert "stopped by SIGTERM after the last step, which is saved" in ended.stderr
     assert "it/s]" not in ended.stderr and "Loading weights" not in ended.stderr

@@ -1,7 +1,5 @@
 """Assisted decoding with any drafter: the tokens of the slow decoder."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

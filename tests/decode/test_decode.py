@@ -1,7 +1,5 @@
 """Decoding inside stock `generate`: equal to the plain model where it must be, and to itself in any batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -98,36 +96,24 @@ def test_a_budget_for_everything_is_the_plain_model(family):
         torch.testing.assert_close(torch.stack(found.logits), torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize(("name", "family"), pairs(UNLIKE, ["gate", "quest", "streaming_llm"]))
-def test_a_row_is_the_same_alone_and_in_any_batch(family, name):
-    model = tiny_model(family)
-    method = pick(model, name, 2 * BLOCK)
+@pytest.mark.parametrize(
+    ("name", "kind"), pairs(UNLIKE, ["gate", "quest", "streaming_llm"]) + pairs(list(GROUPS), ["gate", "quest"])
+)
+def test_a_row_is_the_same_alone_and_in_any_batch(kind, name):
+    """Of families, and with 1, 4 and 5 query heads per KV head: there with a budget for everything the plain model."""
+    model = tiny_model(kind) if kind in UNLIKE else model_of(kind, num_hidden_layers=1)
     rows = [prompt(length, seed) for seed, length in enumerate((5, 40, 16, 33))]
-    together, logits = tokens(model, method, left_padded(rows), new=24)
+    batch, method = left_padded(rows), pick(model, name, 2 * BLOCK)
+    together, logits = tokens(model, method, batch, new=24)
     for i, row in enumerate(rows):
         alone, alone_logits = tokens(model, method, {"input_ids": row}, new=24)
         assert torch.equal(alone[0], together[i])
         torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
-
-
-@pytest.mark.parametrize(("name", "group"), pairs(list(GROUPS), ["gate", "quest"]))
-def test_groups_of_any_size(name, group):
-    """With a budget for everything the plain model, with a small one a row alone as in a batch, for 1, 4 and 5 query
-    heads per KV head.
-    """
-    model = model_of(group, num_hidden_layers=1)
-    rows = [prompt(length, length) for length in (5, 40, 17)]
-    batch = left_padded(rows)
-    plain = model.generate(**batch, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
-    _, logits = tokens(model, pick(model, name, 4096), batch, new=12)
-    torch.testing.assert_close(logits, torch.stack(plain.logits, 1), rtol=2e-4, atol=2e-4)
-    method = pick(model, name, 2 * BLOCK)
-    together, logits = tokens(model, method, batch, new=12)
-    for i, row in enumerate(rows):
-        alone, alone_logits = tokens(model, method, {"input_ids": row}, new=12)
-        assert torch.equal(alone[0], together[i])
-        torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
-    assert name == "dense" or (logits - torch.stack(plain.logits, 1)).abs().max() > 1e-2, "it must be sparse"
+    if kind in GROUPS:
+        out = model.generate(**batch, max_new_tokens=24, return_dict_in_generate=True, output_logits=True)
+        plain, (_, covered) = torch.stack(out.logits, 1), tokens(model, pick(model, name, 4096), batch, new=24)
+        torch.testing.assert_close(covered, plain, rtol=2e-4, atol=2e-4)
+        assert name == "dense" or (logits - plain).abs().max() > 1e-2, "it must be sparse"
 
 
 @pytest.mark.parametrize("name", ["gate", "resa"])
@@ -162,11 +148,6 @@ def test_reordering_and_selecting_rows(model, name):
         for _ in range(12):
             torch.testing.assert_close(one.read(step), other.read(step), rtol=1e-4, atol=1e-4)
             step = one.logits.argmax(-1)
-
-
-def test_gates_accept_a_model_that_was_converted(model):
-    bank = gates(model)
-    seergate.attach(model.to(torch.bfloat16), bank).detach()
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "streaming_llm"])
@@ -213,11 +194,16 @@ def test_a_masked_token_in_the_middle_of_decoding_is_not_stored(model):
 
 
 def test_detaching_leaves_no_trace():
+    """Layers with a window keep their own cache while a method is attached."""
     model = tiny_model("gemma3_text")
-    before = {name: dict(vars(module)) for name, module in model.named_modules()}
-    hooks = {
-        name: len(module._forward_hooks) + len(module._forward_pre_hooks) for name, module in model.named_modules()
-    }
+
+    def hooks():
+        return [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+
+    before, hooked = {name: dict(vars(module)) for name, module in model.named_modules()}, hooks()
+    with seergate.attached(model, "dense"):
+        model(input_ids=prompt(20), past_key_values=(cache := DynamicCache(config=model.config)))
+    assert [isinstance(layer, GatedLayer) for layer in cache.layers] == [False, True]
     plain = model.generate(input_ids=prompt(20), max_new_tokens=10)
     handle = seergate.attach(model, gates(model), token_budget=2 * BLOCK)
     assert not torch.equal(model.generate(input_ids=prompt(60), max_new_tokens=10)[:, 60:], plain[:, 20:])
@@ -227,7 +213,7 @@ def test_detaching_leaves_no_trace():
     for name, module in model.named_modules():
         assert vars(module).keys() == before[name].keys()
         assert vars(module).get("config") is before[name].get("config")
-        assert len(module._forward_hooks) + len(module._forward_pre_hooks) == hooks[name]
+    assert hooks() == hooked
 
 
 def test_gated_and_plain_models_live_side_by_side():
@@ -241,14 +227,6 @@ def test_gated_and_plain_models_live_side_by_side():
     assert torch.equal(two.generate(**inputs, max_new_tokens=20)[:, 40:], alone[1])
     for handle in handles:
         handle.detach()
-
-
-def test_sliding_layers_keep_their_own_cache():
-    model = tiny_model("gemma3_text")
-    cache = DynamicCache(config=model.config)
-    with seergate.attached(model, "dense"):
-        model(input_ids=prompt(20), past_key_values=cache)
-    assert [isinstance(layer, GatedLayer) for layer in cache.layers] == [False, True]
 
 
 def test_statistics_count_what_was_read(model):
@@ -316,25 +294,18 @@ def test_evicting_methods_hold_little(model):
 
 @pytest.mark.parametrize("evil", ["plain first", "plain between", "other method", "other batch"])
 def test_a_cache_that_the_method_has_not_seen_is_refused(model, evil):
-    cache = DynamicCache()
+    cache, rows = DynamicCache(), 2 if evil == "other batch" else 1
+    options = {"token_budget": 2 * BLOCK, "block_size": BLOCK, "dense_layers": ()}
     if evil == "plain first":
         model(input_ids=prompt(9), past_key_values=cache)
-    with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()):
-        if evil != "plain first":
+    else:
+        with seergate.attached(model, "quest", **options):
             model(input_ids=prompt(9), past_key_values=cache)
     if evil == "plain between":
         model(input_ids=prompt(1), past_key_values=cache)
-    name = "oracle" if evil == "other method" else "quest"
-    method = methods.make_method(name, token_budget=2 * BLOCK, block_size=BLOCK)
-    if evil == "other batch":
-        method = methods.Dense()
-        cache = DynamicCache()
+    method = methods.make_method("oracle" if evil == "other method" else "quest", **options)
     with seergate.attached(model, method), pytest.raises(SeergateError, match="new one|new cache"):
-        if evil == "other batch":
-            model(input_ids=prompt(9), past_key_values=cache)
-            model(input_ids=prompt(1).expand(2, 1), past_key_values=cache)
-        else:
-            model(input_ids=prompt(1), past_key_values=cache)
+        model(input_ids=prompt(1).expand(rows, 1), past_key_values=cache)
 
 
 def test_bad_requests():
@@ -362,3 +333,4 @@ def test_bad_requests():
     with pytest.raises(SeergateError, match=r"seergate\.handle_of\(model\)\.detach\(\)"):
         seergate.attach(model, bank)
     handle.detach()
+    seergate.attach(model.to(torch.bfloat16), bank).detach()  # gates accept a model that was converted

@@ -1,7 +1,5 @@
 """Dense attention of the newest tokens, against its definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 Both compute in float64, and every logit is compared, so that one block chosen wrongly at one step shows.
 """
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 

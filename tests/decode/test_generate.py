@@ -1,7 +1,5 @@
 """The ways of stock `generate` under a method: what is drawn, searched, streamed and piped is what it should be."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -118,9 +116,9 @@ def test_a_prompt_beyond_the_positions_is_told_before_it_is_read():
 
 
 def test_an_offloaded_cache_of_transformers_is_refused_with_the_one_there_is():
-    model = tiny_model("qwen3")
-    with (
-        seergate.attached(model, "quest", token_budget=16, block_size=8),
-        pytest.raises(seergate.SeergateError, match=r"attach with storage=seergate\.Offload"),
-    ):
+    model, refused = (
+        tiny_model("qwen3"),
+        pytest.raises(seergate.SeergateError, match=r"attach with storage=seergate\.Off"),
+    )
+    with seergate.attached(model, "quest", token_budget=16, block_size=8), refused:
         model(input_ids=prompt(20), past_key_values=DynamicCache(config=model.config, offloading=True))

@@ -1,7 +1,5 @@
 """Masks of passes over a filled cache and masks of four dimensions: honoured, or refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """Ways of decoding: dense below a length, beams, prompts in chunks, further turns; and figures per head."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

@@ -1,7 +1,5 @@
 """Static caches: decoded eagerly like any other, and compiled as one graph in which the host knows no lengths."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """The trace holds what was read: line by line what the method selected, in sum what the counters have."""
 
-from __future__ import annotations
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -1,7 +1,5 @@
 """CONTRIBUTING draws the walk of a decode step. A real one, of the tiny reasoner with its gates, goes that way."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A byte-level tokenizer with the chat markup of the families whose templates matter here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -58,13 +56,5 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 @pytest.fixture
 def config(tmp_path: Path) -> TrainConfig:
     """A run on a local file, with its own token cache."""
-    return load_train_config(
-        "someone/model",
-        {
-            "recipe": "paper",
-            "data": str(tmp_path / "rows.jsonl"),
-            "max_length": 1024,
-            "block_size": 8,
-            "token_cache": str(tmp_path / "cache"),
-        },
-    )
+    options = {"recipe": "paper", "data": str(tmp_path / "rows.jsonl"), "max_length": 1024, "block_size": 8}
+    return load_train_config("someone/model", options | {"token_cache": str(tmp_path / "cache")})

@@ -1,10 +1,7 @@
 """Studies: what ships is valid, variants are compared on the same packs, and a study goes on where it stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import json
-import os
 import shutil
 import signal
 from dataclasses import replace
@@ -23,6 +20,7 @@ from seergate.distill.trainer import Stopped, run_together
 from seergate.errors import SeergateError
 from tests.distill.test_trainer import (  # noqa: F401 (fixtures)
     Recorder,
+    Signalled,
     assert_identical,
     config,
     model_dir,
@@ -75,9 +73,7 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
     stamps = {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}
     assert run_study(study, configs) == first
     assert stamps == {p: p.stat().st_mtime_ns for c in configs.values() for p in c.run_dir.rglob("*")}
-    with pytest.raises(
-        SeergateError, match="learning_rate=0.01 and this run has 0.02"
-    ):  # the user's option won over the study's
+    with pytest.raises(SeergateError, match="learning_rate=0.01 and this run has 0.02"):  # the user's option wins
         run_study(study, variant_configs(study, config.model, options_of(config, learning_rate=2e-2)))
 
 
@@ -114,11 +110,7 @@ def assert_alone(config: TrainConfig, alone: Path) -> None:  # noqa: F811
     )
 
 
-def test_runs_in_one_forward_end_as_each_does_alone(
-    config: TrainConfig,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatch):  # noqa: F811
     config = replace(config, max_steps=4, eval_steps=2, save_steps=1, save_total_limit=1, recall_budgets=(64,))
     config = replace(config, max_length=1536)  # no sample is longer
     runs = {
@@ -155,15 +147,10 @@ def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, 
         assert_identical(weights(run.run_dir), weights(path))
 
 
-def test_runs_of_several_models_do_not_share_one(config: TrainConfig) -> None:  # noqa: F811
+def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    """It is whole where gates are trained through it, whichever run comes first; what needs less memory is said."""
     with pytest.raises(SeergateError, match="must have the same dtype"):
         run_together({"a": (config, []), "b": (replace(config, dtype="bfloat16"), [])})
-
-
-def test_a_model_that_gates_are_trained_through_is_whole(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    """It keeps its LM head, and the processes do not divide it, whichever run comes first; what helps where memory
-    ends is said.
-    """
 
     class Full(Recorder):
         def on_step(self, log: StepLog) -> None:
@@ -177,11 +164,7 @@ def test_a_model_that_gates_are_trained_through_is_whole(config: TrainConfig, tm
         assert "shard_base: false" in (run.run_dir / "train_config.yaml").read_text()
 
 
-def test_the_model_is_divided_where_one_of_the_runs_needs_it(
-    config: TrainConfig,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, monkeypatch):  # noqa: F811
     """Whichever comes first. Its gates are larger, as if in two processes with room for those of the other."""
     decide, asked = trainer.decide_sharding, list[bool | None]()
 
@@ -200,15 +183,9 @@ def test_the_model_is_divided_where_one_of_the_runs_needs_it(
 
 
 def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
-    class Preempted(Recorder):
-        def on_step(self, log: StepLog) -> None:
-            super().on_step(log)
-            if log.step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
     runs = [replace(config, output_dir=str(tmp_path / name), save_steps=0) for name in ("first", "second")]
     with pytest.raises(Stopped):
-        run_together({"first": (runs[0], [Preempted()]), "second": (runs[1], [])})
+        run_together({"first": (runs[0], [Signalled(2, signal.SIGTERM)]), "second": (runs[1], [])})
     saved = [[path.name for path in (run.run_dir / "checkpoints").iterdir()] for run in runs]
     assert saved == [["step-00000002"], ["step-00000002"]]  # the second heard of it before its step was over
 
@@ -223,18 +200,13 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     with contextlib.chdir(tmp_path):
         done = run_seergate("ablate", *studies, "--config", "run.yaml", "--max-steps", "2")
     assert done.returncode == 0, done.stderr
-    assert (
-        "one\n\n| variant" in done.stdout and "two\n\n| variant" in done.stdout and "one, b: held out" in done.stdout
-    )
+    assert all(said in done.stdout for said in ("one\n\n| variant", "two\n\n| variant", "one, b: held out"))
     assert {path.parent.parent.name for path in tmp_path.glob("runs/*/*/gate_config.json")} == {
         f"ablation-{name}-{config.run_dir.name and Path(config.model).name.lower()}" for name in ("one", "two")
     }
 
 
-def test_the_variants_of_a_study_share_their_commits(
-    config: TrainConfig,  # noqa: F811
-    pushes: list[TrainConfig],  # noqa: F811
-) -> None:
+def test_the_variants_of_a_study_share_their_commits(config, pushes):  # noqa: F811
     study = Study("pooling", {}, {"max": {"k_pooling": "max"}, "min": {"k_pooling": "min"}})
     options = options_of(config, data="org/rows", data_revision="main", max_steps=1)
     configs = variant_configs(study, config.model, options)
@@ -257,45 +229,35 @@ def test_the_variants_of_a_study_share_their_commits(
     assert commits(home) == ["c" * 40] * 2
 
 
-def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> None:  # noqa: F811
-    study = load_study("loss-rows")
-    options = options_of(config, learning_rate=1e-30, min_lr=0.0)
-    del options["row_start"], options["eval_row_start"]
-    outcomes = run_study(study, variant_configs(study, config.model, options))
-    assert max(o.kl for o in outcomes) == pytest.approx(min(o.kl for o in outcomes), rel=1e-6)  # nothing was learned
+NO_STUDY = {
+    "variants: {a: {block_siz: 8}}": "variant 'a' of own cannot run: 'block_siz' is not an option of training; did",
+    "variants: {a: {block_size: 7}}": "variant 'a' of own cannot run: block_size is 7",
+    **dict.fromkeys(("variants: [a, b]", "variants: {a: {}}", "other: 1"), "is no study"),
+    "variants: {a-b: {learning_rate: 0.1}, a_b: {learning_rate: 0.2}}": "differ in punctuation only",
+    "variants: {+: {seed: 1}, b: {seed: 2}}": "a variant named '+'; its name must hold",
+    "options: {eval_packs: 0}\nvariants: {a: {seed: 1}}": "eval_packs and eval_steps must not be 0",
+}
 
 
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (
-            "variants: {a: {block_siz: 8}}",
-            "variant 'a' of own cannot run: 'block_siz' is not an option of training; did",
-        ),
-        ("variants: {a: {block_size: 7}}", "variant 'a' of own cannot run: block_size is 7"),
-        ("variants: [a, b]", "is no study"),
-        ("variants: {a: {}}", "is no study"),
-        ("other: 1", "is no study"),
-        ("variants: {a-b: {learning_rate: 0.1}, a_b: {learning_rate: 0.2}}", "differ in punctuation only"),
-        ("variants: {+: {learning_rate: 0.1}, b: {learning_rate: 0.2}}", "a variant named '+'; its name must hold"),
-        ("options: {eval_packs: 0}\nvariants: {a: {learning_rate: 0.1}}", "eval_packs and eval_steps must not be 0"),
-    ],
-)
-def test_a_study_that_cannot_run_is_refused_before_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, why: str
-) -> None:
+@pytest.mark.parametrize(("content", "why"), NO_STUDY.items())
+def test_a_study_that_cannot_run_is_refused_before_training(tmp_path, capsys, content, why):
     (tmp_path / "own.yaml").write_text(content)
     assert main(["ablate", str(tmp_path / "own.yaml"), "--model", "tiny-reasoner"]) == 2
     error = capsys.readouterr().err
     assert why in error and error.count("\n") == 1
 
 
-def test_an_unknown_study_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_names_of_studies(capsys):
     assert main(["ablate", "blocksize"]) == 2
     assert "there is no study 'blocksize'; did you mean 'block-size'?" in capsys.readouterr().err
-
-
-def test_all_studies_can_be_listed_without_training(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ablate", "all", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name}: runs/ablation-{name}-tiny-reasoner/" in out for name in studies())
+
+
+def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> None:  # noqa: F811
+    study = load_study("loss-rows")
+    options = options_of(config, learning_rate=1e-30, min_lr=0.0)
+    del options["row_start"], options["eval_row_start"]
+    outcomes = run_study(study, variant_configs(study, config.model, options))
+    assert max(o.kl for o in outcomes) == pytest.approx(min(o.kl for o in outcomes), rel=1e-6)  # nothing was learned

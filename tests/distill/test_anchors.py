@@ -1,7 +1,5 @@
 """Gates of anchors learn from the attention of every layer that reads their choice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,20 +1,16 @@
 """Who says what went wrong: each failure is read once, whichever process it happened to."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from seergate.cli import train as command
 from seergate.cli.console import guarded
-from seergate.distill import TrainConfig
 from seergate.distill.distributed import CommonError
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
@@ -51,9 +47,8 @@ def test_a_process_without_a_gpu_says_so_itself(rank, capsys, monkeypatch, tmp_p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     rank(3)
     assert command.main(["--model", "tiny-reasoner", "--output-dir", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err == (
-        "[rank 3] error: process 3 of this machine has no GPU: there are 3; start as many processes\n"
-    )
+    said = "[rank 3] error: process 3 of this machine has no GPU: there are 3; start as many processes\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
@@ -64,6 +59,18 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
         rank(number)
         assert guarded(fail, command._tell) == 2
         assert capsys.readouterr().err == text
+
+
+def test_gpu_memory_is_kept_in_one_piece_unless_the_user_says_how(monkeypatch):
+    for name, given, found in (
+        ("PYTORCH_ALLOC_CONF", "backend:native", None),
+        ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", "backend:native"),
+        ("", "", "expandable_segments:True"),
+    ):
+        for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+            monkeypatch.setenv(each, given) if each == name else monkeypatch.delenv(each, raising=False)
+        command.prepare_process()
+        assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == found
 
 
 def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
@@ -87,13 +94,7 @@ def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
         pytest.param("rows.jsonl", "error: the processes see different data", marks=pytest.mark.soak),
     ],
 )
-def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
-    config: TrainConfig,  # noqa: F811
-    model_dir: Path,  # noqa: F811
-    tmp_path: Path,
-    broken: str,
-    text: str,
-) -> None:
+def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(config, model_dir, tmp_path, broken, text):  # noqa: F811
     places = tmp_path / "first", tmp_path / "second"
     gates = GateBank.for_model(load_base(str(model_dir)), config.gates(16))
     for place in places:
@@ -107,31 +108,12 @@ def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(
     else:  # the last byte of a configuration is a line end, which nothing needs
         there = file.read_bytes()
         file.write_bytes(there[:-2] if broken != "rows.jsonl" else there.replace(b"some", b"more"))
-    options = tmp_path / "run.yaml"
-    own = "/proc/self/cwd/tokens"  # of each process, as on a disk of its machine
-    replace(
-        config, model="model", data="model/rows.jsonl", token_cache=own, max_steps=2, init_gates="model/gates"
-    ).save(options)
-    main, other = pair(
-        [str(ROOT / "train.py"), "--model", "model", "--config", str(options)], places=places, machines=2
-    )
+    file = tmp_path / "run.yaml"
+    options = {"model": "model", "data": "model/rows.jsonl", "max_steps": 2, "init_gates": "model/gates"}
+    options["token_cache"] = "/proc/self/cwd/tokens"  # of each process, as on a disk of its machine
+    replace(config, **options).save(file)
+    command = [str(ROOT / "train.py"), "--model", "model", "--config", str(file)]
+    main, other = pair(command, places=places, machines=2)
     assert (main.returncode, other.returncode) == (2, 2), (main, other)
     assert text in main.stderr and main.stderr.count("error:") == 1 and "Traceback" not in main.stderr
     assert "error:" not in other.stderr and "Traceback" not in other.stderr
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({}, "expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, "backend:native"),
-        ({"PYTORCH_ALLOC_CONF": "backend:native"}, None),
-    ],
-)
-def test_gpu_memory_is_kept_in_one_piece_unless_the_user_says_how(given, found, monkeypatch):
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        monkeypatch.setenv(name, given.get(name, ""))
-        if name not in given:
-            monkeypatch.delenv(name)
-    command.prepare_process()
-    assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == found

@@ -1,7 +1,5 @@
 """A run stays at the commits that it began with, whatever is pushed meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +37,21 @@ def test_the_first_answer_is_kept_however_the_revision_is_named(config: TrainCon
     assert pinned(replace(config, data_revision=None, resume=False), tmp_path) == C
 
 
+def test_what_is_not_kept_is_looked_up_again(config, tmp_path, monkeypatch):
+    """Of another dataset, of a run that is refused, and where nothing could be looked up."""
+    with monkeypatch.context() as offline:
+        offline.setattr(commits, "data_commit", lambda config: None)
+        assert pinned(config, tmp_path) == "v1"
+    assert pinned(config, tmp_path) == A
+    assert commits.pin(replace(config, data_revision="main"), tmp_path)[0].data_revision == B
+    assert pinned(config, tmp_path) == A
+    assert pinned(replace(config, data="org/others"), tmp_path) == C
+    assert pinned(config, tmp_path) == A
+    (tmp_path / commits.FILE).write_text("{")
+    with pytest.raises(SeergateError, match=r"commits\.json is damaged; delete it"):
+        commits.pin(config, tmp_path)
+
+
 def test_each_source_of_a_mixture_has_its_own(config: TrainConfig, tmp_path: Path, monkeypatch) -> None:
     asked = {"org/a": (None, A), "org/b": ("v2", B), "c.jsonl": (None, None)}
 
@@ -57,28 +70,3 @@ def test_each_source_of_a_mixture_has_its_own(config: TrainConfig, tmp_path: Pat
     commits.keep(entries, tmp_path)
     monkeypatch.setattr(commits, "data_commit", lambda one: None if one.data == "c.jsonl" else C)
     assert commits.pin(config, tmp_path)[0] == at == commits.pin(at, tmp_path)[0]
-
-
-def test_another_dataset_has_another_commit(config: TrainConfig, tmp_path: Path) -> None:
-    assert pinned(config, tmp_path) == A
-    assert pinned(replace(config, data="org/others"), tmp_path) == B
-    assert pinned(config, tmp_path) == A
-
-
-def test_what_a_refused_run_has_looked_up_is_not_kept(config: TrainConfig, tmp_path: Path) -> None:
-    assert pinned(config, tmp_path) == A
-    assert commits.pin(replace(config, data_revision="main"), tmp_path)[0].data_revision == B
-    assert pinned(config, tmp_path) == A
-
-
-def test_an_unknown_commit_is_looked_up_again(config: TrainConfig, tmp_path: Path, monkeypatch) -> None:
-    with monkeypatch.context() as offline:
-        offline.setattr(commits, "data_commit", lambda config: None)
-        assert pinned(config, tmp_path) == "v1"
-    assert pinned(config, tmp_path) == A
-
-
-def test_a_damaged_file_is_named(config: TrainConfig, tmp_path: Path) -> None:
-    (tmp_path / commits.FILE).write_text("{")
-    with pytest.raises(SeergateError, match=r"commits\.json is damaged; delete it"):
-        commits.pin(config, tmp_path)

@@ -23,21 +23,19 @@ from seergate.yaml_file import read_yaml
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_preset_loads_and_names_an_existing_kind_of_model() -> None:
+def test_every_preset_loads_and_names_an_existing_kind_of_model(tmp_path, monkeypatch):
     assert {"qwen3-8b", "r1-distill-llama-8b", "qwq-32b", "tiny-reasoner"} <= set(presets())
     for name in presets():
         config = load_train_config(name.upper())
         assert config.run_dir.name.endswith("-gates")
         assert config == load_train_config(name)
-
-
-def test_a_hub_id_gets_its_preset_or_the_defaults() -> None:
-    assert load_train_config("qwen/qwen3-4b") == load_train_config("qwen3-4b")
+    assert load_train_config("qwen/qwen3-4b") == load_train_config("qwen3-4b")  # a Hub id has its preset
     assert load_train_config("someone/some-model").model == "someone/some-model"
-
-
-def test_without_a_model_the_one_that_ships_is_trained() -> None:
-    assert load_train_config().data == "chain_sum"
+    assert load_train_config().data == "chain_sum"  # of the model that ships
+    monkeypatch.chdir(tmp_path)
+    assert load_train_config("Qwen3-8B").model == "Qwen/Qwen3-8B"
+    (tmp_path / "Qwen3-8B").mkdir()  # a directory wins
+    assert load_train_config("Qwen3-8B").model == "Qwen3-8B"
 
 
 @pytest.mark.parametrize(
@@ -64,11 +62,6 @@ def test_aliases_may_not_stand_for_too_many_values(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(SeergateError, match="holds more than 100,000 values"):
         read_yaml(tmp_path / "c.yaml")
-
-
-def test_an_unknown_option_gets_a_suggestion() -> None:
-    with pytest.raises(SeergateError, match="'blocksize' is not an option of training; did you mean 'block_size'"):
-        load_train_config("qwen3-8b", {"blocksize": 32})
 
 
 def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,16 +94,8 @@ def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.Monke
         assert config.sources == [(config, 1.0)]
     mixed = load_train_config("tiny-reasoner", {"data": "run:2:0.5,T10:30:00:0.5"}).with_data_revisions([None, None])
     assert [(one.data, share) for one, share in mixed.sources] == [("run:2", 0.5), ("T10:30:00", 0.5)]
-    for wrong in (
-        "nowhere:00",
-        "org/a:0.7,org/b",
-        "org/a:0,org/b:1",
-        "a.jsonl,b.jsonl",
-        "org/a:0.5,org/a@v1:0.5",
-    ):
-        with pytest.raises(
-            ValueError, match="data is .*; it must be one source, or different ones with a positive sh"
-        ):
+    for wrong in ("nowhere:00", "org/a:0.7,org/b", "org/a:0,org/b:1", "a.jsonl,b.jsonl", "org/a:0.5,org/a@v1:0.5"):
+        with pytest.raises(ValueError, match="data is .*; it must be one source, or different ones with a positive"):
             load_train_config("tiny-reasoner", {"data": wrong})
     with pytest.raises(ValueError, match="data_revision is 'v1'; it must be left out where data names several"):
         load_train_config("tiny-reasoner", {"data": "org/a:1,org/b:1", "data_revision": "v1"})
@@ -196,14 +181,13 @@ def parsed(*argv: str) -> TrainConfig:
 
 def test_a_mistake_in_a_configuration_file_is_told_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("model: tiny-reasoner\nlr: 1\n")
-    with pytest.raises(
-        SeergateError, match=r"c\.yaml: 'lr' is not an option of training; did you mean 'learning_rate'"
+    for text, said in (
+        ("lr: 1", r"c\.yaml: 'lr' is not an option of training; did you mean 'learning_rate'"),
+        ("max_steps: [3\nseed: 1", r"c\.yaml, line 3, column 5 is not YAML: expected ',' or ']'"),
     ):
-        parsed("--config", str(file))
-    file.write_text("model: tiny-reasoner\nmax_steps: [3\nseed: 1\n")
-    with pytest.raises(SeergateError, match=r"c\.yaml, line 3, column 5 is not YAML: expected ',' or ']'"):
-        parsed("--config", str(file))
+        file.write_text(f"model: tiny-reasoner\n{text}\n")
+        with pytest.raises(SeergateError, match=said):
+            parsed("--config", str(file))
 
 
 def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
@@ -215,29 +199,21 @@ def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
     assert config.data == "chain_sum"  # from the preset
 
 
-def test_every_option_is_on_the_command_line_with_help() -> None:
+def test_every_option_is_on_the_command_line_with_help():
+    """By its name with hyphens; other commands leave them to `train`. A truth value needs no word."""
     parser = train_parser(None, "", ())
     helps = {action.dest: action.help for action in parser._actions}
     for item in fields(TrainConfig):
         assert item.metadata["help"] in (helps[item.name] or "")
-    parser.format_help()  # a stray percent sign would fail here
-
-
-def test_a_truth_value_needs_no_word() -> None:
-    """Nor does an option that the machine decides where it is left open."""
-    parser = train_parser(None, "", ())
+    text = parser.format_help()  # a stray percent sign would fail here
+    assert "--max-steps" in text and "--max_steps" not in text
+    assert "--max-steps" not in train_parser(None, "", (), listed=False).format_help()
     names = [name for name, kind in get_type_hints(TrainConfig).items() if kind in (bool, bool | None)]
     assert "shard_base" in names and "rope" in names
     for name in names:
         option = f"--{name.replace('_', '-')}"
         assert vars(parser.parse_args([option]))[name] is True
         assert vars(parser.parse_args([f"{option}=false"]))[name] is False
-
-
-def test_help_names_an_option_once_and_other_commands_leave_it_to_train() -> None:
-    text = train_parser(None, "", ()).format_help()
-    assert "--max-steps" in text and "--max_steps" not in text
-    assert "--max-steps" not in train_parser(None, "", (), listed=False).format_help()
 
 
 def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,17 +223,8 @@ def test_the_launcher_chooses_deepspeed(monkeypatch: pytest.MonkeyPatch, tmp_pat
         assert (parsed(argument).deepspeed or "").endswith("zero2.json")
     assert parsed("--deepspeed", "my.json").deepspeed == "my.json"
     assert parsed("--local_rank=0", "--deepspeed", "none").deepspeed is None
-    load_train_config().save(tmp_path / "of-a-plain-run.yaml")
-    assert (parsed("--config", str(tmp_path / "of-a-plain-run.yaml"), "--local_rank=0").deepspeed or "").endswith(
-        "zero2.json"
-    )
-
-
-def test_a_directory_wins_over_a_preset_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert load_train_config("Qwen3-8B").model == "Qwen/Qwen3-8B"
-    (tmp_path / "Qwen3-8B").mkdir()
-    assert load_train_config("Qwen3-8B").model == "Qwen3-8B"
+    load_train_config().save(tmp_path / "plain.yaml")
+    assert parsed("--config", str(tmp_path / "plain.yaml"), "--local_rank=0").deepspeed.endswith("zero2.json")
 
 
 @pytest.mark.parametrize(
@@ -275,9 +242,15 @@ def test_a_wrong_argument_is_one_line(argv: list[str], why: str, capsys: pytest.
     assert error.startswith("error: ") and why in error and error.count("\n") == 1
 
 
-def test_a_missing_model_directory_is_refused() -> None:
-    with pytest.raises(SeergateError, match="model directory 'checkpoints/none' does not exist"):
-        locate_model(TrainConfig(model="checkpoints/none"))
+def test_mistakes_that_would_fail_later_are_refused_before():
+    for given, said in (
+        ({"model": "checkpoints/none"}, "model directory 'checkpoints/none' does not exist"),
+        ({"blocksize": 32}, "'blocksize' is not an option of training; did you mean 'block_size'"),
+        ({"push_to_hub": "notanid"}, r"push_to_hub is 'notanid'; it must be a Hub repository \(org/name\)"),
+        ({"chat_template": "nowhere.jinja"}, "chat_template is 'nowhere.jinja'"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            locate_model(load_train_config(None, {"model": "tiny-reasoner"} | given))
 
 
 def test_a_user_error_is_one_line_and_exit_code_2_before_torch_is_imported() -> None:
@@ -288,10 +261,3 @@ def test_a_user_error_is_one_line_and_exit_code_2_before_torch_is_imported() -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "did you mean 'qwen3-8b'" in done.stderr
-
-
-def test_what_would_fail_after_training_is_refused_before():
-    with pytest.raises(ValueError, match=r"push_to_hub is 'notanid'; it must be a Hub repository \(org/name\)"):
-        load_train_config("tiny-reasoner", {"push_to_hub": "notanid"})
-    with pytest.raises(ValueError, match="chat_template is 'nowhere.jinja'"):
-        locate_model(load_train_config("tiny-reasoner", {"chat_template": "nowhere.jinja"}))

@@ -51,29 +51,16 @@ def test_reasoning_survives_behind_exactly_one_think_tag(
     assert report.think_added == (opening == "") and report.no_reasoning == 0
 
 
-def test_the_r1_template_would_have_deleted_the_reasoning() -> None:
-    tokenizer = byte_tokenizer(R1)
-    messages = chat(f"<think>{REASONING}</think>15")["messages"]
-    assert REASONING not in tokenizer.apply_chat_template(messages, tokenize=False)
-    text = Formatter(tokenizer).text({"messages": messages}).text
+def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
+    tokenizer, row = byte_tokenizer(R1), chat(f"<think>{REASONING}</think>15")
+    assert REASONING not in tokenizer.apply_chat_template(row["messages"], tokenize=False)
     expected = f"<｜User｜>What is 3 * 5?<｜Assistant｜><think>{REASONING}</think>15<｜end▁of▁sentence｜>"
-    assert text == tokenizer.bos_token + expected
-
-
-def test_chatml_models_that_delete_reasoning_get_a_template_that_keeps_it() -> None:
+    text = Formatter(tokenizer).text(row).text
+    assert text == tokenizer.bos_token + expected and text.count(tokenizer.bos_token) == 1
     turn = "<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
-    stripping = "{% for m in messages %}" + turn + "{% endfor %}"
-    text = Formatter(byte_tokenizer(stripping)).text(chat(f"<think>{REASONING}</think>15")).text
-    question, answer = text.split("<|im_start|>assistant\n")
-    assert question == "<|im_start|>user\nWhat is 3 * 5?<|im_end|>\n"
-    assert answer == f"<think>{REASONING}</think>15<|im_end|>\n"
-
-
-def test_the_begin_token_is_written_once(config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(R1)
-    write(config.data, [chat("<think>a</think>b")])
-    ids = prepare_data(config, tokenizer).samples[0].tolist()
-    assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
+    text = Formatter(byte_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")).text(row).text
+    question = "<|im_start|>user\nWhat is 3 * 5?<|im_end|>\n"
+    assert text == f"{question}<|im_start|>assistant\n<think>{REASONING}</think>15<|im_end|>\n"
 
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -247,9 +234,6 @@ def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> Non
             read(row)
     for said in ("[1, 2] is a list with a role and content", '{"role": "king"}', '"the role and its content"'):
         assert question({"prompt": said}) == [{"role": "user", "content": said}]
-
-
-def test_a_question_of_half_a_surrogate_pair_is_malformed() -> None:
     with pytest.raises(MalformedRow, match="invalid unicode"):
         question({"prompt": "half a pair: \ud83d"})
 
@@ -266,7 +250,7 @@ def test_the_date_in_a_template_does_not_change() -> None:
     assert not prompt_text(tokenizer, problem, today=True).startswith("26 July 2024")
 
 
-def test_tokens_are_cached(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_cached(config, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
     first = prepare_data(config, tokenizer)
@@ -279,6 +263,9 @@ def test_tokens_are_cached(config: TrainConfig, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("seergate.distill.data.tokenise", counted)
     again = prepare_data(config, tokenizer)
     assert again.fingerprint == first.fingerprint and again.report == first.report and again.train == first.train
+    Path(tmp_path / "copy.jsonl").write_text(Path(config.data).read_text())  # of another date, on another machine
+    copy = replace(config, data=str(tmp_path / "copy.jsonl"), token_cache=str(tmp_path / "other"))
+    assert prepare_data(copy, tokenizer).fingerprint == first.fingerprint and read.pop() == 30
     shorter = prepare_data(replace(config, max_length=60), tokenizer)  # the same tokens, of which less is used
     assert read == [] and shorter.samples.lengths.max() <= 60 and shorter.fingerprint != first.fingerprint
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
@@ -318,15 +305,6 @@ def test_tokens_that_another_process_has_made_need_no_source(config: TrainConfig
         prepare_data(config, tokenizer, False, [["elsewhere.arrow"]])
 
 
-def test_the_fingerprint_is_that_of_the_tokens_wherever_the_file_lies(config: TrainConfig, tmp_path: Path) -> None:
-    """Several machines compare it, and a copied file has another date."""
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(9)])
-    write(tmp_path / "copy.jsonl", [chat(f"<think>{i}</think>{i}") for i in range(9)])
-    copy = replace(config, data=str(tmp_path / "copy.jsonl"), token_cache=str(tmp_path / "other"))
-    assert prepare_data(copy, tokenizer).fingerprint == prepare_data(config, tokenizer).fingerprint
-
-
 def test_a_killed_build_is_made_again(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(1200)])  # two batches
@@ -360,7 +338,7 @@ def test_several_processes_give_the_same_tokens(config: TrainConfig, monkeypatch
 def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     config = replace(config, max_length=128, eval_packs=2)
-    write(config.data, [chat(f"<think>{i}</think>{i}" * 1) for i in range(60)])
+    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(60)])
     data = prepare_data(config, tokenizer)
     held, trained = ({i for pack in packs for i in pack} for packs in (data.held_out, data.train))
     assert len(data.held_out) == 2 and held and not held & trained and held | trained == set(range(60))
@@ -369,13 +347,18 @@ def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"),
-    [([], "it has no rows"), ([{}, chat("")], r"of 2 rows, 1 malformed \(no messages.*1 malformed \(empty")],
+    ("rows", "options", "why"),
+    [
+        ([], {}, "nothing to train on: it has no rows"),
+        ([{}, chat("")], {}, r"nothing to train on: of 2 rows, 1 malformed \(no messages.*1 malformed \(empty"),
+        ([chat("<think>a</think>b")], {"data_column": "answer"}, r"1 malformed \(no answer among messages\)"),
+        ([], {"data": "nobody/nothing"}, r"'nobody/nothing' cannot be loaded .*: the Hub could not be"),
+    ],
 )
-def test_nothing_to_train_on_is_one_clear_sentence(config: TrainConfig, rows: list[Any], why: str) -> None:
+def test_nothing_to_train_on_is_one_clear_sentence(config, rows, options, why):
     write(config.data, rows)
-    with pytest.raises(SeergateError, match=f"nothing to train on: {why}") as caught:
-        prepare_data(config, byte_tokenizer(TEMPLATES["plain"]))
+    with pytest.raises(SeergateError, match=why) as caught:
+        prepare_data(replace(config, **options), byte_tokenizer(TEMPLATES["plain"]))
     assert "\n" not in str(caught.value)
 
 
@@ -389,18 +372,6 @@ def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(co
     write(config.data, [{"text": text} for text in texts[:3]])
     with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in two blocks of 8 tokens"):
         prepare_data(config, tokenizer)
-
-
-def test_a_column_that_is_not_there_is_told_with_those_that_are(config: TrainConfig) -> None:
-    write(config.data, [chat("<think>a</think>b")])
-    with pytest.raises(SeergateError, match=r"1 malformed \(no answer among messages\)"):
-        prepare_data(replace(config, data_column="answer"), byte_tokenizer(TEMPLATES["plain"]))
-
-
-def test_an_unreachable_hub_dataset_is_one_sentence(config: TrainConfig) -> None:
-    with pytest.raises(SeergateError, match=r"'nobody/nothing' cannot be loaded .*: the Hub could not be") as caught:
-        prepare_data(replace(config, data="nobody/nothing"), byte_tokenizer(TEMPLATES["plain"]))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_stream_that_breaks_off_says_where() -> None:

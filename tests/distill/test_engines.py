@@ -1,7 +1,5 @@
 """One optimizer step, worked out by hand."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -14,14 +12,7 @@ import torch
 
 from seergate.config import GateConfig
 from seergate.distill.distributed import DistributedState
-from seergate.distill.engines import (
-    BETAS,
-    BUILD_SECONDS,
-    PlainEngine,
-    bucket_bytes,
-    deepspeed_config,
-    wait_for_builds,
-)
+from seergate.distill.engines import BETAS, BUILD_SECONDS, PlainEngine, bucket_bytes, deepspeed_config, wait_for_builds
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
 from seergate.errors import SeergateError
@@ -111,27 +102,17 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return build / "lock"
 
 
-def age(build: Path, seconds: float) -> None:
-    then = time.time() - seconds
-    for file in build.iterdir():
-        os.utime(file, (then, then))
-
-
-def test_the_lock_of_a_build_that_was_killed_is_named_instead_of_waited_for(lock: Path) -> None:
+def test_the_lock_of_a_build_is_waited_for_unless_it_was_killed(lock, capsys):
     """PyTorch itself waits for as long as there is a lock."""
-    age(lock.parent, BUILD_SECONDS + 120)
+    then = time.time() - BUILD_SECONDS - 120
+    for file in lock.parent.iterdir():
+        os.utime(file, (then, then))
     with pytest.raises(SeergateError, match=f"{lock} is there and nothing has changed beside it for 12 minutes"):
         wait_for_builds()
-
-
-def test_a_build_that_goes_on_is_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    age(lock.parent, BUILD_SECONDS + 120)
     (lock.parent / "adam.o").write_text("")  # compiled just now
-    other = lock.parents[1] / "somebodys_extension"
-    other.mkdir()
+    (other := lock.parents[1] / "somebodys_extension").mkdir()
     (other / "lock").write_text("")
-    timer = threading.Timer(1.0, lock.unlink)
-    timer.start()
+    threading.Timer(1.0, lock.unlink).start()
     started = time.monotonic()
     wait_for_builds()
     assert time.monotonic() - started >= 0.9 and str(lock) in capsys.readouterr().out

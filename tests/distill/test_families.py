@@ -1,7 +1,5 @@
 """`seergate train` with a tiny random model of every supported family: two steps, and gates that load again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -47,13 +45,9 @@ def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_pa
         "model": save(family, tmp_path / "model"),
         "output_dir": tmp_path / "run",
         "data": shared / "rows.jsonl",
-        "token_cache": shared / "tokens",
-        "max_length": 96,
-        "block_size": 8,
-        "recall_budgets": 16,
-        "max_steps": 2,
-        "packs_per_step": 2,
     }
+    options |= {"token_cache": shared / "tokens", "max_length": 96, "block_size": 8, "recall_budgets": 16}
+    options |= {"max_steps": 2, "packs_per_step": 2}
     done = run_seergate("train", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
@@ -70,9 +64,8 @@ def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_pa
 def test_the_plan_says_that_a_pack_holds_one_sample(tmp_path: Path) -> None:
     plans = {}
     for family in ("qwen3", "qwen3_next"):
-        run = load_train_config(
-            str(save(family, tmp_path / family)), {"recipe": "paper", "max_length": 1024, "block_size": 8}
-        )
+        options = {"recipe": "paper", "max_length": 1024, "block_size": 8}
+        run = load_train_config(str(save(family, tmp_path / family)), options)
         plans[family] = make_plan(run, device="cpu", sample_tokens=400, measure=False)
     packed, alone = plans["qwen3"], plans["qwen3_next"]
     assert (packed.pack_tokens, alone.pack_tokens) == (1024, 400)

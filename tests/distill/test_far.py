@@ -1,7 +1,5 @@
 """What is reported beyond the first block and the newest one: against loops over rows and blocks."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -71,13 +69,10 @@ def test_other_scorers_and_targets(scorer, target):
     """Nothing of the loss depends on whether it is looked at."""
     model = tiny_model("qwen3")
     bank = GateBank.for_model(model, GateConfig(SIZE, 16, scorer=scorer))
-    options = {"recall_budgets": BUDGETS, "target": target}
+    specs = [DistillSpec(bank, recall_budgets=BUDGETS, target=target, far=far) for far in (False, True)]
     with torch.no_grad():
-        plain, looked = (
-            distill_steps([DistillSpec(bank, **options, far=far)], model, prompt(190), ENDS)[0]
-            for far in (False, True)
-        )
-    assert plain.far is None and looked.far is not None and torch.equal(plain.loss, looked.loss)
+        plain, looked = (distill_steps([spec], model, prompt(190), ENDS)[0] for spec in specs)
+    assert plain.far is None and torch.equal(plain.loss, looked.loss)
     _, _, mass, *shares = looked.far[0].tolist()
     assert shares[2] == pytest.approx(mass) and all(0 <= share <= mass * 1.0001 for share in shares)
 
@@ -93,16 +88,13 @@ def test_a_gate_that_reads_no_more_than_a_window_is_named():
 
 
 def test_what_has_no_kernel_for_gpus_is_named_with_its_work():
-    model = tiny_model("qwen3")
+    model, common = tiny_model("qwen3"), {"recipe": "paper", "block_size": SIZE, "max_length": 1024}
     for options, named in (
-        ({}, None),
+        ({"sink_blocks": 1, "row_stride": 8}, None),
         ({"scorer": "msa"}, "'msa'"),
         ({"target": "sum"}, "'sum'"),
-        ({"sink_blocks": 1, "row_stride": 8}, None),
     ):
-        config = load_train_config(
-            "someone/model", {"recipe": "paper", "block_size": SIZE, "max_length": 1024, **options}
-        )
+        config = load_train_config("someone/model", common | options)
         gates = GateConfig(SIZE, 16, scorer=config.scorer, sink_blocks=config.sink_blocks)
         said = without_kernel(GateBank.for_model(model, gates), config)
         assert (said is None) == (named is None)

@@ -3,8 +3,6 @@
 The client reads the Hub's address when it is imported, so each test runs it in a process of its own.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -99,27 +97,17 @@ def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
     sha = hub.repos["datasets/org/rows"].refs["main"]
     hub.cut("GET", "/lfs/", after=3000)
     hub.fail("GET", "/lfs/", status=503)
-    streamed, downloaded, rest, other = read(
-        hub,
-        tmp_path,
-        {"streaming": True},
-        {},
-        {"streaming": True, "data_split": "rest"},
-        {"streaming": True, "data_config": "long", "data_revision": sha},
-    )
+    cases = [{"data_split": "rest"}, {"data_config": "long", "data_revision": sha}]
+    cases = [{"streaming": True}, {}, *({"streaming": True} | case for case in cases)]
+    streamed, downloaded, rest, other = read(hub, tmp_path, *cases)
     assert not any(fault.times for fault in hub.faults)
     assert streamed == downloaded == [60, rows[0], rows[59], sha]
     assert rest == [20, rows[60], rows[79], sha] and other == [80, rows[0], rows[79], sha]
 
 
 def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
-    wrong = (
-        {"data": "org/none"},
-        {"data": "org/secret"},
-        {"data_config": "middle"},
-        {"data_split": "test"},
-        {"data_revision": "v9"},
-    )
+    wrong = [{"data": "org/none"}, {"data": "org/secret"}, {"data_config": "middle"}, {"data_split": "test"}]
+    wrong.append({"data_revision": "v9"})
     cases = [{"streaming": streaming} | case for streaming in (True, False) for case in wrong]
     cases.append({"data": "org/secret", "streaming": True, "environment": {"HF_TOKEN": "writer"}})
     *messages, (count, *_) = read(hub, tmp_path, *cases)
@@ -128,9 +116,8 @@ def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
         none, secret, config, split, revision = part
         assert "'org/none' cannot be loaded from the Hub: " in none and "'org/secret' cannot be" in secret
         assert part is downloading or ("private" in none and "private" in secret)
-        assert "middle" in config and "short" in config and "long" in config
-        assert "test" in split and "train" in split
-        assert "v9" in revision
+        assert all(name in config for name in ("middle", "short", "long"))
+        assert "test" in split and "train" in split and "v9" in revision
     assert not any("\n" in message for message in messages)
     assert count == 60, "with a token"
 
@@ -151,8 +138,7 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
     cases = [{"data_revision": name} for name in (new, None, "new", old, "0" * 40, "old", "v1")]
     cases += [case | {"streaming": True} for case in cases]
     answers = read(hub, tmp_path, *cases, HF_HUB_OFFLINE="1")
-    assert answers[:3] == [second] * 3
-    assert answers[7:10] == [second] * 3
+    assert answers[:3] == answers[7:10] == [second] * 3
     for refused in (answers[3:7], answers[10:]):
         for commit, message in zip((old, "0" * 40, old), refused, strict=False):
             assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message

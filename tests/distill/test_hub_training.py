@@ -3,8 +3,6 @@
 The real clients talk to a stand-in, each start in a process of its own.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,9 +19,8 @@ from tests.distill.test_trainer import assert_identical, model_dir, weights  # n
 from tests.support.hub_server import File, Hub
 from tests.support.pairs import pair
 
-OPTIONS = (
-    "--block-size 16 --max-length 768 --max-steps 4 --packs-per-step 1 --save-steps 2 --eval-packs 0 --dtype float32"
-)
+OPTIONS = "--block-size 16 --max-length 768 --max-steps 4 --packs-per-step 1 --save-steps 2 --eval-packs 0"
+OPTIONS += " --dtype float32"
 
 
 def files_of(model: Path) -> dict[str, File]:
@@ -80,10 +77,8 @@ def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.timeout(900)  # processes that import everything
 @pytest.mark.parametrize("streaming", [[], pytest.param(["--streaming"], marks=pytest.mark.soak)], ids=str)
 def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):  # noqa: F811
-    began = {
-        "revision": hub.repos["org/base"].refs["main"],
-        "data_revision": hub.repos["datasets/org/rows"].refs["main"],
-    }
+    places = {"revision": "org/base", "data_revision": "datasets/org/rows"}
+    began = {name: hub.repos[place].refs["main"] for name, place in places.items()}
     first = train(hub, tmp_path, *streaming)
     assert first.returncode == 0, first.stderr[-3000:]
     gates = interrupted(tmp_path / "run")
@@ -92,10 +87,7 @@ def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streami
     assert again.returncode == 0, again.stderr[-3000:]
     assert "continuing after step 2 of 4" in again.stdout
     assert_identical(weights(tmp_path / "run"), gates)
-    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert newest is not None
-    made_with = read_record(newest)["run"]
-    assert {name: made_with[name] for name in began} == began
+    assert began.items() <= read_record(newest_checkpoint(tmp_path / "run" / "checkpoints"))["run"].items()
     assert GateBank.from_pretrained(tmp_path / "run").geometry.base_revision == began["revision"]
 
     if streaming:
@@ -127,8 +119,7 @@ def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatc
     assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:]
     assert len(data.commits) == 2, "one process asks"
     assert len(hub.seen("HEAD", "^/$")) == 1, "whether the Hub is there"
-    newest = newest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert newest is not None and read_record(newest)["run"]["data_revision"] == began
+    assert read_record(newest_checkpoint(tmp_path / "run" / "checkpoints"))["run"]["data_revision"] == began
 
 
 @pytest.mark.soak

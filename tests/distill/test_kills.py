@@ -1,7 +1,5 @@
 """A run survives SIGKILL wherever it falls; `python -m tests.support.kills --kills 100` does it a hundred times."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -67,11 +67,13 @@ def test_files_to_be_tested_on_are_not_trained_on(config: TrainConfig, tmp_path:
 def test_what_is_for_the_hub_is_refused_for_local_data(config: TrainConfig) -> None:
     write(config.data, [chat("<think>1</think>1")])
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    for name in ("data_config", "data_revision"):
-        with pytest.raises(SeergateError, match=f"{name} is 'x', but .* lies on this machine"):
-            prepare_data(replace(config, **{name: "x"}), tokenizer)
-    with pytest.raises(SeergateError, match="data_split is 'test', but .* has no splits"):
-        prepare_data(replace(config, data_split="test"), tokenizer)
+    for name, why in (
+        ("config", "lies on this machine"),
+        ("revision", "lies on this machine"),
+        ("split", "has no splits"),
+    ):
+        with pytest.raises(SeergateError, match=f"data_{name} is 'x', but .* {why}"):
+            prepare_data(replace(config, **{f"data_{name}": "x"}), tokenizer)
 
 
 def test_text_that_is_no_utf_8_is_counted_and_a_byte_order_mark_is_none(config: TrainConfig) -> None:

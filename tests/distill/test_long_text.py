@@ -1,7 +1,5 @@
 """The texts that the recommended recipe trains on."""
 
-from __future__ import annotations
-
 import random
 import re
 

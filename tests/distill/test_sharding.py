@@ -1,7 +1,5 @@
 """A frozen model divided among two processes: the same run, to the last bit, and each holds half of the weights."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     Gemma3Config,
@@ -28,7 +25,7 @@ from seergate.distill.estimate import make_plan
 from seergate.errors import SeergateError
 from seergate.models.families import decoder_of
 from tests.distill.conftest import PLAIN, byte_tokenizer
-from tests.distill.test_processes import state
+from tests.distill.test_processes import scalars, state
 from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
 from tests.support.models import tiny_model
 from tests.support.pairs import ROOT, free_port, pair
@@ -67,10 +64,7 @@ for shard in (True, False):
     before = memory("VmRSS")
     model = load_frozen(config.model, replace(config, shard_base=shard), world)
     tensors = [getattr(x, "_local_tensor", x) for x in model.parameters()]
-    found[str(shard)] = {
-        "held": sum(x.nbytes for x in tensors),
-        "peak": memory("VmHWM") - before,
-    }
+    found[str(shard)] = {"held": sum(x.nbytes for x in tensors), "peak": memory("VmHWM") - before}
     del model, tensors
     gc.collect()
 print(json.dumps(found), flush=True)
@@ -100,23 +94,9 @@ def seeing(kind: str, directory: Path) -> str:
 @pytest.fixture
 def reasoner(tmp_path: Path) -> TrainConfig:
     """A short run on the tiny reasoner. Of the one pack that is held out, the second process has nothing."""
-    options = {
-        "output_dir": str(tmp_path / "alone"),
-        "token_cache": str(tmp_path / "tokens"),
-        "data_limit": 60,
-        "chain_sum_variables": (8, 14),
-        "max_length": 640,
-        "max_steps": 2,
-        "eval_steps": 1,
-        "eval_packs": 1,
-    }
+    options = {"output_dir": str(tmp_path / "alone"), "token_cache": str(tmp_path / "tokens"), "data_limit": 60}
+    options |= {"chain_sum_variables": (8, 14), "max_length": 640, "max_steps": 2, "eval_steps": 1, "eval_packs": 1}
     return load_train_config("tiny-reasoner", options)
-
-
-def logged(run: Path, name: str) -> list[float]:
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    return [event.value for event in events.Scalars(name)]
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -125,7 +105,7 @@ def assert_same_run(one: Path, other: Path) -> None:
         assert_identical(weights(one / part), weights(other / part))
     assert_identical(*(state(run) for run in (one, other)))
     for name in ("loss", "grad_norm", "held_out/kl"):
-        assert logged(one, name) == logged(other, name), name
+        assert scalars(one, name) == scalars(other, name), name
 
 
 def train(runs: list[TrainConfig], tmp_path: Path) -> str:
@@ -142,9 +122,8 @@ def test_a_divided_model_trains_the_same_gates_bit_for_bit(reasoner: TrainConfig
     """Two packs a step, which two processes add up in any order alike; then one, of which the second has nothing."""
     runs = [replace(reasoner, packs_per_step=packs) for packs in (2, 1)]
     alone = [run_distillation(replace(run, output_dir=f"{run.output_dir}-{run.packs_per_step}")) for run in runs]
-    divided = [
-        replace(run, shard_base=True, output_dir=str(tmp_path / f"divided-{run.packs_per_step}")) for run in runs
-    ]
+    places = [str(tmp_path / f"divided-{packs}") for packs in (2, 1)]
+    divided = [replace(run, shard_base=True, output_dir=place) for run, place in zip(runs, places, strict=True)]
     assert "the frozen model is divided among 2 processes" in train(divided, tmp_path)
     for run, other in zip(divided, alone, strict=True):
         assert_same_run(run.run_dir, other)
@@ -152,12 +131,7 @@ def test_a_divided_model_trains_the_same_gates_bit_for_bit(reasoner: TrainConfig
 
 @heads_are_planned
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
-def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(
-    kind: str,
-    config: TrainConfig,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(kind, config, tmp_path, monkeypatch):  # noqa: F811
     """Between processes that are not there: how a model is divided is settled before anything is sent."""
     run = replace(config, model=seeing(kind, tmp_path / kind), shard_base=True)
     world = DistributedState(0, 2, 0, torch.device("cpu"))
@@ -222,8 +196,6 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
 def test_who_cannot_divide_is_told(config: TrainConfig) -> None:  # noqa: F811
     with pytest.raises(SeergateError, match="shard_base is true; it needs several processes"):
         run_distillation(replace(config, shard_base=True, data="/does/not/exist.jsonl"))
-    with pytest.raises(ValueError, match="shard_base is True; it must be left out with base_memory_gb or quantize"):
-        replace(config, shard_base=True, quantize="bnb-4bit")
 
 
 def test_the_plan_divides_what_does_not_fit_whole() -> None:

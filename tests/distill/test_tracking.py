@@ -1,7 +1,5 @@
 """Where a run's numbers and pictures go."""
 
-from __future__ import annotations
-
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
@@ -44,9 +42,7 @@ def test_a_tracker_that_is_not_installed_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("service", ["wandb", "trackio"])
-def test_services_keep_a_run_that_continues_as_one(
-    service: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_services_keep_a_run_that_continues_as_one(service, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

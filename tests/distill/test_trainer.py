@@ -1,7 +1,5 @@
 """The training loop on a tiny random Qwen3: it learns, it resumes exactly, and it refuses what cannot work."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -21,7 +19,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog
-from seergate.distill.checkpoint import newest_checkpoint, read_record
+from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.losses import teacher_forward
 from seergate.distill.sources import open_source
@@ -167,9 +165,7 @@ def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> No
 
 
 @pytest.mark.parametrize(("stop_after", "options"), [(1, {}), (4, {"row_stride": 5, "sink_blocks": 1})])
-def test_an_interrupted_run_ends_bit_identical(
-    config: TrainConfig, tmp_path: Path, stop_after: int, options: dict[str, Any]
-) -> None:
+def test_an_interrupted_run_ends_bit_identical(config, tmp_path, stop_after, options):
     config = replace(config, **options)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     with pytest.raises(KeyboardInterrupt):
@@ -197,34 +193,41 @@ def test_each_pack_has_other_rows(config: TrainConfig, monkeypatch: pytest.Monke
     assert [each for each in seen if not each[0]] == [(False, 5, 0), (False, 5, 1)] * 2
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
-def test_a_signal_saves_and_ends_the_run(config: TrainConfig, tmp_path: Path, name: str) -> None:
-    class Preempted(Recorder):
-        def on_step(self, log: StepLog) -> None:
-            super().on_step(log)
-            if log.step == 4:
-                os.kill(os.getpid(), getattr(signal, name))
+class Signalled(Recorder):
+    """Signals its own process at a step or an evaluation."""
 
-    before = signal.getsignal(getattr(signal, name))
+    def __init__(self, step: int, *numbers: signal.Signals, event: str = "step") -> None:
+        super().__init__()
+        self.at, self.numbers = (event, step), numbers
+
+    def _signal(self, event: str, log: Any) -> None:
+        if (event, log.step) == self.at:
+            for number in self.numbers:
+                signal.raise_signal(number)
+
+    def on_step(self, log: StepLog) -> None:
+        super().on_step(log)
+        self._signal("step", log)
+
+    def on_eval(self, log: EvalLog) -> None:
+        self._signal("eval", log)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_saves_and_ends_the_run(config, tmp_path, number):
+    before = signal.getsignal(number)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
-    with pytest.raises(Stopped, match=f"stopped by {name} after step 5 of 8, which is saved") as caught:
-        run_distillation(config, [Preempted()])
-    assert caught.value.signal == getattr(signal, name) and signal.getsignal(caught.value.signal) == before
+    with pytest.raises(Stopped, match=f"stopped by {number.name} after step 5 of 8, which is saved") as caught:
+        run_distillation(config, [Signalled(4, number)])
+    assert caught.value.signal == number and signal.getsignal(number) == before
     assert not (config.run_dir / "gate_model.safetensors").exists()
     heard = Recorder()
     assert_identical(weights(run_distillation(config, [heard])), weights(whole))
     assert heard.steps[0].step == 6
 
 
-def test_a_second_interrupt_ends_at_once(config: TrainConfig) -> None:
-    class Interrupted(Recorder):
-        def on_step(self, log: StepLog) -> None:
-            super().on_step(log)
-            if log.step == 2:
-                for _ in range(2):
-                    signal.raise_signal(signal.SIGINT)
-
-    heard = Interrupted()
+def test_a_second_interrupt_ends_at_once(config):
+    heard = Signalled(2, signal.SIGINT, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         run_distillation(config, [heard])
     assert len(heard.steps) == 2 and not (config.run_dir / "gate_model.safetensors").exists()
@@ -250,22 +253,11 @@ def test_a_directory_has_one_run_at_a_time(config: TrainConfig) -> None:
     assert permissions == {0o666 & ~umask}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("event", ["on_step", "on_eval"])
-def test_a_signal_at_the_last_step_ends_the_command_as_well(
-    config: TrainConfig,
-    event: str,
-    number: signal.Signals,
-) -> None:
+@pytest.mark.parametrize(("event", "number"), [("step", signal.SIGTERM), ("eval", signal.SIGINT)])
+def test_a_signal_at_the_last_step_ends_the_command_as_well(config, event, number):
     """Also during the evaluation after it. The checkpoint is whole, and the same run then writes the gates."""
-
-    def signalled(self: Recorder, log: Any) -> None:
-        if log.step == config.max_steps:
-            signal.raise_signal(number)
-
-    late = type("Late", (Recorder,), {event: signalled})()
     with pytest.raises(Stopped, match=f"stopped by {number.name} after (step 8 of 8|the last step), which is saved"):
-        run_distillation(config, [late])
+        run_distillation(config, [Signalled(8, number, event=event)])
     assert not (config.run_dir / "gate_model.safetensors").exists()
     heard = Recorder()
     assert (run_distillation(config, [heard]) / "gate_model.safetensors").exists() and not heard.steps
@@ -283,13 +275,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int]) -> None:
     monkeypatch.setattr(teacher_forward.ops, "gate_kl", gate_kl)
 
 
-def test_a_pack_that_is_not_finite_is_left_out_and_counted(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pack_that_is_not_finite_is_left_out_and_counted(config, monkeypatch):
     poisoned(monkeypatch, {2, 5, 6})  # one pack of the first step, both of the third
     heard = Recorder()
     config = replace(config, eval_packs=0, max_steps=4, save_steps=1, save_total_limit=4)
     out = run_distillation(config, [heard])
+    poisoned(monkeypatch, set(range(1000)))
+    many = replace(config, max_steps=100, packs_per_step=8, output_dir=f"{config.output_dir}-many")
+    with pytest.raises(SeergateError, match=f"more than {NON_FINITE_LIMIT} is too many"):
+        run_distillation(many)
     assert all(math.isfinite(log.loss) and math.isfinite(log.grad_norm) for log in heard.steps)
     told = [text for text in heard.messages if "no finite loss" in text]
     assert [text.split(" packs")[0] for text in told] == ["step 1: 1 of 2", "step 3: 2 of 2"]
@@ -302,9 +296,7 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(
     assert any(not torch.equal(gates[0][name], gates[1][name]) for name in gates[0])
 
 
-def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(
-    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(config, monkeypatch):
     real = teacher_forward.ops.gate_kl
 
     def gate_kl(*args: Any, **options: Any) -> Any:
@@ -323,13 +315,6 @@ def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(
     assert not (out / "best").exists()
 
 
-def test_too_many_packs_that_are_not_finite_end_the_run(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    poisoned(monkeypatch, set(range(1000)))
-    config = replace(config, eval_packs=0, max_steps=100, packs_per_step=8)
-    with pytest.raises(SeergateError, match=f"more than {NON_FINITE_LIMIT} is too many"):
-        run_distillation(config)
-
-
 def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> None:
     out = run_distillation(config)
     before = weights(out)
@@ -341,68 +326,57 @@ def test_a_finished_run_only_writes_its_adapter_again(config: TrainConfig) -> No
     assert_identical(weights(out), before)
 
 
-def test_a_checkpoint_of_another_run_is_refused_before_long_work(
-    config: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_another_run_is_refused_before_long_work(config, model_dir, tmp_path, monkeypatch):
+    """Other options, data or weights; nothing is lost by a run that cannot start over."""
+    rows, copy, gpt2 = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "gpt2"
+    texts = [json.dumps({"text": f"some text to learn from {'and more ' * 30}{i}"}) + "\n" for i in range(30)]
+    rows.write_text("".join(texts))
+    shutil.copytree(model_dir, copy)
+    config = replace(config, model=str(copy), data=str(rows), max_steps=2, eval_packs=0)
     run_distillation(config)
-    with pytest.raises(SeergateError, match=r"learning_rate=0\.01 and this run has 0\.02.*--no-resume"):
-        run_distillation(replace(config, learning_rate=2e-2))
-    with pytest.raises(SeergateError, match="data_limit=80"):
-        run_distillation(replace(config, data_limit=70))
-    empty = tmp_path / "rows.jsonl"
-    empty.write_text('{"text": "short"}\n')
-    with pytest.raises(SeergateError, match="rows.jsonl"):
-        run_distillation(replace(config, data=str(empty), resume=False))
+    (tmp_path / "short.jsonl").write_text('{"text": "short"}\n')
+    (tmp_path / "file").write_text("")
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64)).save_pretrained(gpt2)
+    short, nowhere = str(tmp_path / "short.jsonl"), "/does/not/exist.jsonl"
+    for options, why in (
+        ({"learning_rate": 2e-2}, r"learning_rate=0\.01 and this run has 0\.02.*--no-resume"),
+        ({"data_limit": 10}, "data_limit=80"),
+        ({"data": short, "resume": False}, "short.jsonl"),
+        ({"output_dir": str(tmp_path / "file")}, "output_dir"),
+        ({"model": str(gpt2), "data": nowhere}, "gpt2"),
+        ({"model": str(tmp_path)}, "could not be loaded"),
+        (
+            {"deepspeed": "nope.json", "model": "no/such-model", "data": nowhere},
+            r"deepspeed is 'nope\.json'; it must be a",
+        ),
+    ):
+        with pytest.raises(SeergateError, match=why) as caught:
+            run_distillation(replace(config, **options))
+        assert "\n" not in str(caught.value)
     with monkeypatch.context() as patch:
-
-        def fail(*_: object) -> None:
-            raise SeergateError("no memory")
-
-        patch.setattr("seergate.distill.trainer.load_frozen", fail)
+        patch.setattr(
+            "seergate.distill.trainer.load_frozen", lambda *_: (_ for _ in ()).throw(SeergateError("no memory"))
+        )
         with pytest.raises(SeergateError, match="no memory"):
             run_distillation(replace(config, resume=False))
-        with pytest.raises(SeergateError, match="rows.jsonl"):
-            both = {"first": config, "other": replace(config, data=str(empty), output_dir=str(tmp_path / "other"))}
+        with pytest.raises(SeergateError, match="short.jsonl"):
+            both = {"first": config, "other": replace(config, data=short, output_dir=str(tmp_path / "other"))}
             trainer.run_together({name: (run, []) for name, run in both.items()})
-    assert (config.run_dir / "checkpoints/step-00000008").exists(), "nothing is lost"
-    heard = Recorder()
-    run_distillation(replace(config, learning_rate=2e-2, max_steps=2, resume=False), [heard])
-    assert [s.step for s in heard.steps] == [1, 2]
-    assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
-
-
-def test_changed_data_is_noticed(config: TrainConfig, tmp_path: Path) -> None:
-    rows = [{"text": "some text to learn from " * 20 + str(i)} for i in range(30)]
-    file = tmp_path / "rows.jsonl"
-    config = replace(config, data=str(file), max_steps=2, eval_packs=0)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_distillation(config)
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    assert (config.run_dir / "checkpoints/step-00000002").exists(), "nothing is lost"
+    rows.write_text("".join(texts[:-1]))
     with pytest.raises(SeergateError, match="data_fingerprint"):
-        run_distillation(replace(config))
-
-
-def test_a_retrained_model_is_noticed(config: TrainConfig, model_dir: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "model"
-    shutil.copytree(model_dir, copy)
-    config = replace(config, model=str(copy), max_steps=2)
-    run_distillation(config)
+        run_distillation(config)
+    rows.write_text("".join(texts))
     model = AutoModelForCausalLM.from_pretrained(copy)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.01)
     model.save_pretrained(copy)
     with pytest.raises(SeergateError, match="model_fingerprint"):
         run_distillation(config)
-
-
-def test_an_unsupported_model_is_refused_before_the_data_is_read(config: TrainConfig, tmp_path: Path) -> None:
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=64)).save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(SeergateError, match="gpt2"):
-        run_distillation(replace(config, model=str(tmp_path / "gpt2"), data="/does/not/exist.jsonl"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(SeergateError, match="could not be loaded") as caught:
-        run_distillation(replace(config, model=str(tmp_path / "empty")))
-    assert "\n" not in str(caught.value)
+    heard = Recorder()
+    run_distillation(replace(config, max_steps=1, resume=False), [heard])
+    assert [s.step for s in heard.steps] == [1]
+    assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000001"]
 
 
 @pytest.fixture
@@ -420,9 +394,7 @@ def pushes(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
     return opened
 
 
-def test_a_run_killed_while_it_tokenises_keeps_to_its_commit(
-    config: TrainConfig, pushes: list[TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_while_it_tokenises_keeps_to_its_commit(config, pushes, monkeypatch):
     def killed(config: TrainConfig, *_: Any, **__: Any) -> None:
         pushes.append(config)
         raise KeyboardInterrupt
@@ -470,42 +442,12 @@ def test_what_is_prepared_is_not_read_again(config: TrainConfig, tmp_path: Path,
     (Path(cache[3]) / "commits.json").read_text()
 
 
-def test_a_run_goes_on_however_its_revision_is_named(config: TrainConfig, pushes: list[TrainConfig]) -> None:
-    config = replace(config, data="org/rows", data_revision="main", max_steps=6, save_steps=1, eval_packs=0)
-
-    def start(revision: str | None, stop_after: int) -> dict[str, Any]:
-        with pytest.raises(KeyboardInterrupt):
-            run_distillation(replace(config, data_revision=revision), [Recorder(stop_after)])
-        return read_record(Path(str(newest_checkpoint(config.run_dir / "checkpoints"))))
-
-    for step, revision in enumerate(("main", None, "main", "a" * 40, "main"), start=2):
-        record = start(revision, step)
-        assert record["step"] == step - 1
-        assert record["run"]["data_revision"] == "a" * 40
-    with pytest.raises(SeergateError, match="made with data_revision='aaa.*and this run has 'bbb"):
-        run_distillation(replace(config, data_revision="v2"))
+@pytest.mark.parametrize(("limit", "packs", "said", "evals"), [(9, 2, 1, 0), (9, 0, 0, 0), (80, 2, 0, 1)])
+def test_too_few_packs_to_hold_any_out_are_said_to_have_no_evaluation(config, limit, packs, said, evals):
     heard = Recorder()
-    run_distillation(config, [heard])  # what was refused has changed nothing
-    assert [log.step for log in heard.steps] == [6]
-
-
-@pytest.mark.parametrize("asked", [True, False])
-def test_too_few_packs_to_hold_any_out_are_said_to_have_no_evaluation(config: TrainConfig, asked: bool) -> None:
-    heard = Recorder()
-    few = replace(config, data_limit=9, eval_packs=2 if asked else 0, max_steps=2)
-    out = run_distillation(few, [heard])
-    assert heard.evals == [] and not (out / "best").exists()
-    assert sum(text.startswith("no evaluations and no best/: of ") for text in heard.messages) == asked
-    many = Recorder()
-    out = run_distillation(replace(config, max_steps=2, output_dir=str(config.run_dir) + "-many"), [many])
-    assert len(many.evals) == 1 and (out / "best").is_dir()
-    assert not any("no evaluations" in text for text in many.messages)
-
-
-def test_an_output_directory_that_is_a_file_is_refused(config: TrainConfig, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SeergateError, match="output_dir"):
-        run_distillation(replace(config, output_dir=str(tmp_path / "file")))
+    out = run_distillation(replace(config, data_limit=limit, eval_packs=packs, max_steps=2), [heard])
+    assert len(heard.evals) == evals and (out / "best").is_dir() == bool(evals)
+    assert sum(text.startswith("no evaluations and no best/: of ") for text in heard.messages) == said
 
 
 def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(config: TrainConfig) -> None:
@@ -517,9 +459,7 @@ def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(co
     assert heard.steps[-1].kl < heard.steps[0].kl
 
 
-def test_the_weighting_changes_the_loss_and_not_what_is_reported(
-    config: TrainConfig, model_dir: Path, tmp_path: Path
-) -> None:
+def test_the_weighting_changes_the_loss_and_not_what_is_reported(config, model_dir, tmp_path):
     """A pack of one sample, of which all is known: what its rows say is summed and divided by other numbers."""
     before, file = load_file(model_dir / "model.safetensors"), tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"text": "some text to learn from " * 20}) + "\n")
@@ -571,14 +511,11 @@ def test_schedule() -> None:
         ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}}, "sets the optimizer"),
         ({"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}, "sets gradient_clipping to 5.0"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "sets reduce_bucket_size to 'big'"),
-        ({"zero_optimization": "auto"}, "ZeRO stage 0"),
         ({"zero_optimization": 2}, "sets zero_optimization to 2; it must be a JSON object"),
         ("not json", "must be a JSON file"),
     ],
 )
-def test_deepspeed_files_that_contradict_the_run_are_refused(
-    config: TrainConfig, tmp_path: Path, contents: object, why: str
-) -> None:
+def test_deepspeed_files_that_contradict_the_run_are_refused(config, tmp_path, contents, why):
     file = tmp_path / "ds.json"
     file.write_text(contents if isinstance(contents, str) else json.dumps(contents))
     with pytest.raises(SeergateError, match=why):
@@ -591,9 +528,3 @@ def test_the_shipped_deepspeed_files_fit_every_world(config: TrainConfig, name: 
     values = deepspeed_config(replace(config, deepspeed=str(file), packs_per_step=16), 8)
     assert values["gradient_accumulation_steps"] == 2 and values["train_batch_size"] == 16
     assert values["gradient_clipping"] == 1.0
-
-
-def test_a_deepspeed_file_that_is_not_there_is_refused_before_anything_is_read(config: TrainConfig) -> None:
-    config = replace(config, deepspeed="nope.json", model="no/such-model", data="/does/not/exist.jsonl")
-    with pytest.raises(SeergateError, match=r"deepspeed is 'nope\.json'; it must be a JSON file"):
-        run_distillation(config)

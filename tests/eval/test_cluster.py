@@ -1,7 +1,5 @@
 """Several workers by Ray: each sample is made once, whoever makes it, and whatever is lost meanwhile."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -46,16 +44,12 @@ def saved(tmp_path_factory):
 def run(out, saved, *, specs=SPECS, options=OPTIONS, loader=None, **given):
     """What a sweep's directories hold that must be the same however it was made."""
     model, tokenizer, banks = load(saved)
-    task = make_task("chain_sum", problems=8, variables=6)
-    metrics = sweep(
-        model, tokenizer, task, specs, out, options, gates=banks, loader=loader or partial(load, saved), **given
-    )
+    task, given = make_task("chain_sum", problems=8, variables=6), given | {"loader": loader or partial(load, saved)}
+    metrics = sweep(model, tokenizer, task, specs, out, options, gates=banks, **given)
     rows = {spec.label: store.read_samples(out / spec.label) for spec in specs}
     assert all(len(found) == 16 for found in rows.values())
-    return {
-        label: (sorted(json.dumps(compared(row)) for row in found), compared(metrics[label]))
-        for label, found in rows.items()
-    }
+    lines = {label: sorted(json.dumps(compared(row)) for row in found) for label, found in rows.items()}
+    return {label: (found, compared(metrics[label])) for label, found in lines.items()}
 
 
 @pytest.fixture(scope="module")

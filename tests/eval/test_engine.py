@@ -137,14 +137,18 @@ def test_an_engine_runs_again_after_a_run_that_ended_or_failed():
     assert found[0][2] and found == found[:1] * 3
 
 
+def two_rows(handle, *lengths):
+    """What a step costs two rows with prompts of these lengths."""
+    stats, batch = handle.count_with(RowStats), Batch(handle.model)
+    batch.add([[5] * lengths[0], [6] * lengths[1]])
+    stats.add_rows(2)
+    batch.step([7, 7])
+    return [stats.of(row) for row in range(2)]
+
+
 def test_rows_that_read_their_prompts_together_share_what_was_allocated():
     with attached(support.model(), methods.H2O(token_budget=24, interval=4)) as handle:
-        stats = handle.count_with(RowStats)
-        batch = Batch(handle.model)
-        batch.add([[5] * 400, [6] * 10])
-        stats.add_rows(2)
-        batch.step([7, 7])
-        both, peak = [stats.of(row) for row in range(2)], handle.stats()["resident_bytes_peak"]
+        both, peak = two_rows(handle, 400, 10), handle.stats()["resident_bytes_peak"]
     assert [row["resident_bytes_peak"] for row in both] == [peak / 2, peak / 2]
     assert both[0]["own_bytes_peak"] == both[1]["own_bytes_peak"] * 400 / 11
     assert both[0]["own_bytes_mean"] == both[1]["own_bytes_mean"] * 25 / 11
@@ -152,7 +156,7 @@ def test_rows_that_read_their_prompts_together_share_what_was_allocated():
 
 def test_what_a_row_of_a_method_that_selects_holds():
     """Its tokens, of Quest two bounds per page, of the gate a compressed key per block and its newest raw keys."""
-    model, step = support.model(), [5] * 21
+    model = support.model()
     bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
     token, tokens = 2 * 2 * 2 * 16 * 4, 22
     for method, options, state in (
@@ -161,22 +165,11 @@ def test_what_a_row_of_a_method_that_selects_holds():
         (bank, {"token_budget": 32}, 2 * (3 * 2 * 16 * 4 + 2 * 16 * 16 * 4 + 8)),
     ):
         with attached(model, method, **options) as handle:
-            stats = handle.count_with(RowStats)
-            batch = Batch(model)
-            batch.add([step, [5] * 90])
-            stats.add_rows(2)
-            batch.step([7, 7])
-            assert stats.of(0)["own_bytes_mean"] == tokens * token + state, method
-    options = {"token_budget": 32, "block_size": 8}
-    for where in ({"storage": Paging(block_size=8)}, {"storage": Offload(memory_bytes=2**20, store="host")}):
-        with attached(model, "oracle", **options, **where) as handle:
-            stats = handle.count_with(RowStats)
-            batch = Batch(model)
-            batch.add([step, [5] * 90])
-            stats.add_rows(2)
-            batch.step([7, 7])
-            short, long, peak = stats.of(0), stats.of(1), handle.stats()["resident_bytes_peak"]
-        if isinstance(where["storage"], Paging):  # whole pages: 22 and 91 tokens take 3 and 12
+            assert two_rows(handle, 21, 90)[0]["own_bytes_mean"] == tokens * token + state, method
+    for storage in (Paging(block_size=8), Offload(memory_bytes=2**20, store="host")):
+        with attached(model, "oracle", token_budget=32, block_size=8, storage=storage) as handle:
+            (short, long), peak = two_rows(handle, 21, 90), handle.stats()["resident_bytes_peak"]
+        if isinstance(storage, Paging):  # whole pages: 22 and 91 tokens take 3 and 12
             assert (short["own_bytes_mean"], long["own_bytes_mean"]) == (24 * token, 96 * token)
         assert short["own_bytes_peak"] + long["own_bytes_peak"] == peak
 
@@ -243,24 +236,21 @@ def test_models_with_other_layers_are_served_without_refill():
     assert tokens(run(model, LONG, batch_size=3, max_new_tokens=20)) == tokens(alone)
 
 
-@pytest.mark.parametrize(
-    ("limit", "prompt", "room"),
-    [(Limit(10), 500, 10), (Limit(None, 100), 60, 40), (Limit(10, 100), 95, 5), (Limit(None, 100), 100, 0)],
-)
-def test_limits(limit, prompt, room):
-    assert limit.of(prompt) == room
-
-
 def test_the_limit_may_count_the_prompt():
     found: dict = {}
     with attached(support.model(), "dense") as handle:
         engine = support.engine(handle, lambda g: found.update({g.request.key: g}), limit=Limit(None, 16))
         engine.run(requests_for(PROMPTS))
     assert {key: g.n_tokens + len(g.request.ids) for key, g in found.items()} == dict.fromkeys(range(4), 16)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        Limit(0)
-    with pytest.raises(ValueError, match="neither"):
-        Limit()
+    assert (Limit(10).of(500), Limit(None, 100).of(60), Limit(10, 100).of(95), Limit(None, 100).of(100)) == (
+        10,
+        40,
+        5,
+        0,
+    )
+    for wrong, said in (((0,), "max_new_tokens is 0"), ((), "neither")):
+        with pytest.raises(ValueError, match=said):
+            Limit(*wrong)
 
 
 def test_the_end_token_ends_an_answer():
@@ -284,9 +274,6 @@ def test_draws_follow_the_softmax():
     share = torch.bincount(choose(Sampling(temperature=1.0), scores, range(4000)), minlength=5) / 4000
     torch.testing.assert_close(share, torch.softmax(scores[0], 0), atol=0.03, rtol=0)
     assert share[2] == share[4] == 0
-
-
-def test_top_k_and_temperature_are_applied():
     scores = torch.tensor([[0.0, 1.0, 2.0, 1.5]]).repeat(300, 1)
     assert set(choose(Sampling(temperature=0.7, top_k=2), scores, range(300)).tolist()) == {2, 3}
 
@@ -322,31 +309,15 @@ def test_bad_sampling_is_refused(field):
         Sampling(**field)
 
 
-def test_a_tokenizer_without_chat_template_is_told():
-    tokenizer = support.tokenizer()
-    tokenizer.chat_template = None
-    with pytest.raises(SeergateError, match="no chat template"):
-        prompt_text(tokenizer, Problem("p", "1", messages=({"role": "user", "content": "x"},)))
+FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
 
 
-ROPE = {
-    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "factor": 4.0,
-        "short_factor": [1.0] * 8,
-        "long_factor": [4.0] * 8,
-        "original_max_position_embeddings": 64,
-    },
-}
-
-
-@pytest.mark.parametrize("kind", ROPE)
+@pytest.mark.parametrize(("kind", "more"), [("dynamic", {}), ("longrope", FACTORS)])
 @torch.inference_mode()
-def test_rope_whose_frequencies_change_is_decoded_up_to_where_they_do(kind):
+def test_rope_whose_frequencies_change_is_decoded_up_to_where_they_do(kind, more):
     """Up to there the logits are those of a pass without a cache and do not depend on other rows."""
-    model = tiny_model("qwen3", rope_parameters=ROPE[kind], max_position_embeddings=64)
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | more
+    model = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=64)
     short, long = random_prompt(24, 1)[0].tolist(), random_prompt(63, 2)[0].tolist()
     dense = [
         model(torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in (short, long, [*short, 5], [*long, 5])
@@ -356,7 +327,7 @@ def test_rope_whose_frequencies_change_is_decoded_up_to_where_they_do(kind):
         found = [*batch.add([short, long]), *batch.step([5, 5])]
         torch.testing.assert_close(torch.stack(found), torch.stack(dense))
         with pytest.raises(
-            SeergateError, match=f"has 65 tokens; the model's {kind} RoPE has other frequencies beyond 64"
+            SeergateError, match=f"has 65 tokens; the model's {kind} RoPE has other frequencies beyond"
         ):
             batch.step([5, 5])
         with pytest.raises(SeergateError, match="a prompt has 65 tokens"):
@@ -395,3 +366,5 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(single, start, mark
     assert tokenizer("a b")["input_ids"][: len(start) + 2] == start + words
     assert prompt_text(tokenizer, Problem("p", "1", prompt=text)) == text, "never twice"
     assert encode(tokenizer, beginning(tokenizer).rstrip() or "a") == (start or words[:1])
+    with pytest.raises(SeergateError, match="no chat template"):
+        prompt_text(tokenizer, Problem("p", "1", messages=({"role": "user", "content": "x"},)))

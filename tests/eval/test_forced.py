@@ -1,7 +1,5 @@
 """Methods on given texts, fed token by token."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -66,15 +64,12 @@ def test_what_reads_everything_says_what_dense_attention_says(runs: Path, found:
     task = make_task(f"perplexity:length={LENGTH}:scored={STEPS}", data=str(runs.parent / "texts.jsonl"))
     tokens = TeacherForcing.of(model, tokenizer, task.bound(tokenizer)).ids
     with torch.inference_mode():
-        losses = torch.nn.functional.cross_entropy(
-            model(tokens[:, :-1]).logits[:, -STEPS:].flatten(0, 1), tokens[:, -STEPS:].flatten()
-        )
-    assert rows["dense", None]["perplexity"] == pytest.approx(losses.exp().item(), rel=1e-4)
+        logits = model(tokens[:, :-1]).logits[:, -STEPS:].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, tokens[:, -STEPS:].flatten())
+    assert rows["dense", None]["perplexity"] == pytest.approx(loss.exp().item(), rel=1e-4)
 
 
-def test_settings_are_compared_with_the_first_gates_at_the_same_budget(
-    runs: Path, found: Sweep, tmp_path: Path
-) -> None:
+def test_settings_are_compared_with_the_first_gates_at_the_same_budget(runs, found, tmp_path):
     dense, ours, theirs = found.settings[0], found.at("gate [msa]", 16), found.at("gate [mine]", 16)
     assert dense is found.dense and ours is not None and theirs is not None
     assert minus_gate(found, dense) is None and minus_gate(found, theirs) is None

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -68,37 +66,6 @@ def test_digit_is_exact():
 
 
 @pytest.mark.parametrize(
-    ("answer", "gold", "correct"),
-    [
-        (r"\frac{1}{2}", "0.5", True),
-        (r"\dfrac{2}{4}", r"\frac{1}{2}", True),
-        ("204", "204", True),
-        ("025", "25", True),
-        ("205", "204", False),
-        ("-204", "204", False),
-        (r"3\sqrt{2}", r"\sqrt{18}", True),
-        (r"x^2+1", r"1+x^2", True),
-        ("x^2-4=0", "x^2=4", True),
-        ("x^2=4", "x^2=4", True),
-        ("10080", r"10,\!080", True),
-        (r"\$32,348", r"\$32,\!348", True),
-        ("90", r"90^\circ", True),
-        ("Evelyn", r"\text{Evelyn}", True),
-        ("52_{8}", "52_8", True),
-        ("52_6", "52_8", False),
-        (r"(1, 2)", r"(2, 1)", False),
-        ("[2,5]", "[2,5)", False),
-        ("", "0", False),
-        (r"\frac{1}{0}", "1", False),
-        ("{" * 3 + "1" + "}" * 3, "2", False),
-        (r"\undefined\macro", "1", False),
-    ],
-)
-def test_math(judges, answer, gold, correct):
-    assert judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct is correct
-
-
-@pytest.mark.parametrize(
     "separator", [r"\,", r"\;", r"\:", r"\ ", "~", " ", "\u2009", "\u202f", r"{,}", r",\!", r" \, "]
 )
 def test_thousands_however_they_are_separated(judges, separator):
@@ -108,85 +75,6 @@ def test_thousands_however_they_are_separated(judges, separator):
         assert judges.grade("math", f"\\boxed{{{number}}}", written).correct
         for gold in ("0", number[:-1] + "1", number[0]):
             assert not judges.grade("math", f"\\boxed{{{written}}}", gold).correct
-
-
-@pytest.mark.parametrize(
-    ("gold", "answers"),
-    [
-        ("0", [r"5\,0", "5~0", "5 0", r"1.5\,000", "5 000 00", "x^2-1=0"]),
-        ("6", [r"1\,2\,3", "1 2 3", r"2\;3"]),
-        ("5000", [r"5\,0000", "5000, 0"]),
-        ("234", ["2*3*4", "*2*3*4*"]),
-        ("3", [r"\geq 3", r"\ge3", "> 3", "< 3", "≥ 3", r"\le 3", r"\leqslant 3", r"\neq 3", r"\not= 3", "$> 3$"]),
-        ("3", [r"4 \Rightarrow 3", r"4 \to 3", r"{> 3}", r"\(\neq 3\)", r"2\underline{3}"]),
-        ("2", ["x^2=2", r"\sqrt{x}=2", "2x=2", "x/2=2", "x-1=2", "2x=1+1=2"]),
-        ("101", ["101_2", "101_{2}", "101_{(2)}", "$101_2$"]),
-        ("2516_8", ["2516", "2516_7"]),
-        (r"\{1,2,3\}", ["(3,1,2)", r"\left(1,2,3\right)"]),
-        ("(1,2)", [r"\{1,2\}", r"\left\{1,2\right\}", r"\lbrace 1,2\rbrace"]),
-        ("(0,1)", [r"\{0,1\}", r"0\le x<1", "x<1", "0<x<2"]),
-        ("1<x<2", [r"\{1,2\}", r"1\le x<2"]),
-        ("[-2,7]", [r"-2<x\le 7", "-2<x<7", r"-3\le x\le 7", r"x\le 7", r"\{-2,7\}"]),
-        (r"(-\infty,2)", [r"x\le 2", "x>2", "x<3", r"x\ne 2"]),
-        ("113", [r"\textcolor{red}{114}", "**114**", "–113", "113;114", r"\text{Answer: }114"]),
-        (r"\emptyset", [r"\{0\}", "0"]),
-        ("0", [r"\varnothing"]),
-    ],
-)
-def test_what_math_verify_would_take_for_equal(judges, gold, answers):
-    for answer in answers:
-        assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
-
-
-@pytest.mark.parametrize(
-    ("gold", "answers"),
-    [
-        *(("[-2,7]", [r"-2\le x\le 7", r"-2 \leqslant x \leqslant 7"]), ("(0,1)", ["0<x<1", "1>x>0"])),
-        *((r"(-\infty,2)", ["x<2", "2 > x"]), (r"[3,\infty)", [r"x\ge 3"]), ("x>3", [r"(3,\infty)", "3<x"])),
-        ("113", ["113,", r"113\\", "113;", r"113\,", r"\textcolor{red}{113}", r"\color{red}113", r"\bf{113}"]),
-        ("113", [r"{\bf 113}", r"\underline{113}", r"\boldsymbol{113}", "**113**", "`113`", r"\text{Answer: }113"]),
-        *((r"-5", ["–5", "−5"]), (r"\emptyset", [r"\varnothing", "∅"]), ("101", ["101_{10}"])),
-        *((r"\{1,2,3\}", ["3,1,2", r"\{3,2,1\}"]), ("(1,2)", ["(x,y)=(1,2)", r"\left(1, 2\right)"])),
-        *(("(1,2),(3,4)", [r"\{(1,2),(3,4)\}"]), (r"\log_2 3", [r"\log_{2} 3"]), ("(3,100)", [r"(3,\,100)"])),
-        *(
-            (
-                "5",
-                [r"\text{Area} = 5", r"x \approx 5", r"5\text{ dollars}", r"5\text{ miles per hour}", r"5\text{ m/s}"],
-            ),
-        ),
-        (
-            "5",
-            [
-                r"\$5",
-                r"\frac{10}{2}=5",
-                "a_{5}=5",
-                "E_1 = 5",
-                r"\left|-5\right|",
-                "P(5)=5",
-                r"5\text{}",
-                r"5\text{ ways}",
-                "2\u200b+3",
-            ],
-        ),
-        *(
-            (r"\emptyset", [r"\text{no solution}", r"\text{No real solutions}"]),
-            (r"\text{no solution}", [r"\varnothing"]),
-        ),
-        *(("6-5i", [r"6-5\mathrm{i}", "-5i+6"]), (r"4.5\times10^{33}", ["4.5e33", "4.5E+33", r"4.5\cdot 10^{33}"])),
-        (r"5\text{ inches}^2", ["5", r"5\text{ square inches}", r"5\text{ in}^2", r"5\text{ sq. in.}", "5 in^2"]),
-        *(
-            ("2xy", ["2yx", r"2\cdot x\cdot y"]),
-            (r"\text{June 20}", [r"\text{June } 20"]),
-            (r"3\pi", [r"3\pi\text{ cm}"]),
-        ),
-        *((r"\pm 5", ["5, -5", r"\{5,-5\}"]), (".0000672", ["6.72e-5"]), ("y = 2x + 3", ["2x+3", "y=3+2x"])),
-        ("4", ["x=4", "f(x)=4", r"\sin x=4", "x+y=4", "AB=4", "EF=4", "2+2=4", r"x=2+2=4", r"\lim_{x\to 0} f(x)=4"]),
-    ],
-)
-def test_other_ways_of_writing_what_is_right(judges, gold, answers):
-    for answer in answers:
-        found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
-        assert found.correct, (answer, found.reason)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +98,76 @@ def test_other_ways_of_writing_what_is_right(judges, gold, answers):
         (r"\frac{7}{4}", ["1 3/4", "1¾"], ["1 3/5", "3/4"]),
         ("3000000", ["3 million", r"\$3\text{ million}"], ["3", "3 billion"]),
         ("10^5", ["10⁵"], ["105"]),
-        (r"(-\infty,2)", ["(−∞, 2)"], ["(∞, 2)"]),
+        (r"(-\infty,2)", ["(−∞, 2)", "x<2", "2 > x"], ["(∞, 2)", r"x\le 2", "x>2", "x<3", r"x\ne 2"]),
+        *(("0.5", [r"\frac{1}{2}"], [""]), (r"\frac{1}{2}", [r"\dfrac{2}{4}"], []), ("25", ["025"], [])),
+        ("204", ["204"], ["205", "-204", r"\frac{1}{0}", r"\undefined\macro", "{{{1}}}"]),
+        *((r"\sqrt{18}", [r"3\sqrt{2}"], []), ("1+x^2", ["x^2+1"], []), ("x^2=4", ["x^2-4=0", "x^2=4"], [])),
+        *((r"10,\!080", ["10080"], []), (r"\$32,\!348", [r"\$32,348"], []), (r"90^\circ", ["90"], [])),
+        *((r"\text{Evelyn}", ["Evelyn"], []), ("52_8", ["52_{8}"], ["52_6"]), ("[2,5)", [], ["[2,5]"])),
+        ("0", [], [r"5\,0", "5~0", "5 0", r"1.5\,000", "5 000 00", "x^2-1=0", r"\varnothing", ""]),
+        ("6", [], [r"1\,2\,3", "1 2 3", r"2\;3"]),
+        ("5000", [], [r"5\,0000", "5000, 0"]),
+        ("234", [], ["2*3*4", "*2*3*4*"]),
+        ("3", [], [r"\geq 3", r"\ge3", "> 3", "< 3", "≥ 3", r"\le 3", r"\leqslant 3", r"\neq 3", r"\not= 3", "$> 3$"]),
+        ("3", [], [r"4 \Rightarrow 3", r"4 \to 3", r"{> 3}", r"\(\neq 3\)", r"2\underline{3}"]),
+        ("2", [], ["x^2=2", r"\sqrt{x}=2", "2x=2", "x/2=2", "x-1=2", "2x=1+1=2"]),
+        ("101", ["101_{10}"], ["101_2", "101_{2}", "101_{(2)}", "$101_2$"]),
+        ("2516_8", [], ["2516", "2516_7"]),
+        (r"\{1,2,3\}", ["3,1,2", r"\{3,2,1\}"], ["(3,1,2)", r"\left(1,2,3\right)"]),
+        (
+            "(1,2)",
+            ["(x,y)=(1,2)", r"\left(1, 2\right)"],
+            [r"\{1,2\}", r"\left\{1,2\right\}", r"\lbrace 1,2\rbrace", "(2,1)"],
+        ),
+        ("(0,1)", ["0<x<1", "1>x>0"], [r"\{0,1\}", r"0\le x<1", "x<1", "0<x<2"]),
+        ("1<x<2", [], [r"\{1,2\}", r"1\le x<2"]),
+        (
+            "[-2,7]",
+            [r"-2\le x\le 7", r"-2 \leqslant x \leqslant 7"],
+            [r"-2<x\le 7", "-2<x<7", r"-3\le x\le 7", r"x\le 7"],
+        ),
+        ("[-2,7]", [], [r"\{-2,7\}"]),
+        *((r"[3,\infty)", [r"x\ge 3"], []), ("x>3", [r"(3,\infty)", "3<x"], [])),
+        ("113", ["113,", r"113\\", "113;", r"113\,", r"\textcolor{red}{113}", r"\color{red}113", r"\bf{113}"], []),
+        (
+            "113",
+            [r"{\bf 113}", r"\underline{113}", r"\boldsymbol{113}", "**113**", "`113`", r"\text{Answer: }113"],
+            [],
+        ),
+        ("113", [], [r"\textcolor{red}{114}", "**114**", "–113", "113;114", r"\text{Answer: }114"]),
+        *(("-5", ["–5", "−5"], []), (r"\emptyset", [r"\varnothing", "∅"], [r"\{0\}", "0"])),
+        *(
+            ("(1,2),(3,4)", [r"\{(1,2),(3,4)\}"], []),
+            (r"\log_2 3", [r"\log_{2} 3"], []),
+            ("(3,100)", [r"(3,\,100)"], []),
+        ),
+        (
+            "5",
+            [r"\text{Area} = 5", r"x \approx 5", r"5\text{ dollars}", r"5\text{ miles per hour}", r"5\text{ m/s}"],
+            [],
+        ),
+        ("5", [r"\$5", r"\frac{10}{2}=5", "a_{5}=5", "E_1 = 5", r"\left|-5\right|", "P(5)=5", r"5\text{}"], []),
+        ("5", [r"5\text{ ways}", "2\u200b+3"], []),
+        (r"\emptyset", [r"\text{no solution}", r"\text{No real solutions}"], []),
+        *((r"\text{no solution}", [r"\varnothing"], []), ("6-5i", [r"6-5\mathrm{i}", "-5i+6"], [])),
+        (r"4.5\times10^{33}", ["4.5e33", "4.5E+33", r"4.5\cdot 10^{33}"], []),
+        (r"5\text{ inches}^2", ["5", r"5\text{ square inches}", r"5\text{ in}^2", r"5\text{ sq. in.}", "5 in^2"], []),
+        *(("2xy", ["2yx", r"2\cdot x\cdot y"], []), (r"\text{June 20}", [r"\text{June } 20"], [])),
+        *((r"3\pi", [r"3\pi\text{ cm}"], []), (r"\pm 5", ["5, -5", r"\{5,-5\}"], []), (".0000672", ["6.72e-5"], [])),
+        ("y = 2x + 3", ["2x+3", "y=3+2x"], []),
+        (
+            "4",
+            ["x=4", "f(x)=4", r"\sin x=4", "x+y=4", "AB=4", "EF=4", "2+2=4", "x=2+2=4", r"\lim_{x\to 0} f(x)=4"],
+            [],
+        ),
+        ("5,-5", [r"x=5 \text{ or } x=-5", r"-5 \text{ and } 5", "5 or -5"], []),
+        ("3,4,5", [r"3, 4, \text{ and } 5", "3, 4 and 5"], []),
+        ("5,6", [], [r"5 \text{ or } 7", r"5 \text{ or more}, 6", "5 or 6 or 7", r"5 \text{ and not } 6", "5 nor 6"]),
+        *(("(5,6)", [], [r"5 \text{ or } 6"]), ("1,000", [], [r"1 \text{ and } 000"])),
+        *(("a=3,b=4", [], [r"a=4 \text{ or } b=3"]), ("5", [], [r"5 \text{ or } 6", r"5 \text{ and } b=3"])),
     ],
 )
-def test_numbers_letters_and_words(judges, gold, right, wrong):
+def test_right_and_wrong_answers(judges, gold, right, wrong):
     for answer in right:
         found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
         assert found.correct, (answer, found.reason)
@@ -250,7 +204,7 @@ def test_no_part_of_an_answer_is_left_unread(judges, gold):
 
 ADVERSARIAL = {
     "a million digits, written": "9" * 1_000_000,
-    "many digits": "9" * 1500,
+    "many digits": "9" * 1999,
     "a power tower": "9^{9^{9^{9^{9}}}}",
     "a number of a billion digits": "10^{10^{9}}",
     "a large factorial": "(10^9)!",
@@ -316,7 +270,6 @@ def test_the_limit_is_processor_time(monkeypatch):
 
 
 def test_a_comparison_that_waits_is_stopped_by_the_clock(monkeypatch):
-    """What takes no processor time is told from what takes too much."""
     monkeypatch.setattr(judge_module, "WALL", 0.01)
     judge = _Judge(seconds=50)
     assert judge.compare("7", "9^{9^{9^{9}}}") == (False, "math-verify was stopped: it took longer than 0.5 seconds")
@@ -431,45 +384,16 @@ def test_a_judge_that_was_ended_is_not_started_again():
         assert judge.process is None
 
 
-def test_values_of_a_list_may_be_joined_by_words(judges):
-    for gold, answers in {
-        "5,-5": [r"x=5 \text{ or } x=-5", r"-5 \text{ and } 5", "5 or -5"],
-        "3,4,5": [r"3, 4, \text{ and } 5", "3, 4 and 5"],
-    }.items():
-        for answer in answers:
-            assert judges.grade("math", f"\\boxed{{{answer}}}", gold).correct, answer
-    for gold, answers in {
-        "5": [r"5 \text{ or } 6", r"5 \text{ and } b=3"],
-        "5,6": [r"5 \text{ or } 7", r"5 \text{ or more}, 6", "5 or 6 or 7", r"5 \text{ and not } 6", "5 nor 6"],
-        "(5,6)": [r"5 \text{ or } 6"],
-        "1,000": [r"1 \text{ and } 000"],
-        "a=3,b=4": [r"a=4 \text{ or } b=3"],
-    }.items():
-        for answer in answers:
-            assert not judges.grade("math", f"\\boxed{{{answer}}}", gold).correct, answer
-
-
 def test_many_are_graded_in_their_order():
     items = [("math", rf"\boxed{{\frac{{{2 * i}}}{{2}}}}", str(i % 5)) for i in range(12)]
     with GradingPool(2) as pool:
         assert [g.correct for g in pool.grade_all(items)] == [i == i % 5 for i in range(12)]
 
 
-def test_giant_answers_are_refused_at_once():
-    for text in ("9" * 1_000_000, "9" * 1999):
-        found = grade("math", "\\boxed{" + text + "}", "9", no_algebra)
-        assert not found.correct
-        assert "longer" in found.reason or "digits" in found.reason
-
-
-def test_exact_ignores_spaces_only():
-    assert graded("exact", r"\boxed{ a  b }", "ab").correct
-    assert not graded("exact", r"\boxed{AB}", "ab").correct
-
-
 @pytest.mark.parametrize(
     ("grader", "completion", "gold", "pred", "correct"),
     [
+        *(("exact", r"\boxed{ a  b }", "ab", "a  b", True), ("exact", r"\boxed{AB}", "ab", "AB", False)),
         ("exact", " 77013.", "77013", "77013", True),
         ("exact", " 77013.\nThe special", "77013", "77013", True),
         ("exact", " 77013 of them", "77013", "77013 of them", False),
@@ -512,26 +436,22 @@ def test_answers_without_a_box(grader, completion, gold, pred, correct):
     assert (found.pred, found.correct) == (pred, correct)
 
 
-def test_a_number_must_be_one():
-    with pytest.raises(SeergateError, match="the answer 'seven' must be a number for the grader 'number'"):
-        check_gold("number", "seven")
-
-
 @pytest.mark.parametrize("grader", GRADERS)
 def test_nothing_is_right_where_there_is_no_gold_answer(grader):
     assert not graded(grader, r"\boxed{}", "").correct
 
 
 @pytest.mark.parametrize(
-    ("grader", "gold"), [*(("letter", gold) for gold in ("b", "(B)", "B.", "1", "")), ("math", " "), ("digit", "")]
+    ("grader", "gold"),
+    [
+        *(("letter", gold) for gold in ("b", "(B)", "B.", "1", "")),
+        *(("math", " "), ("digit", ""), ("number", "seven")),
+    ],
 )
 def test_gold_answers_that_nothing_can_equal_are_refused(grader, gold):
     with pytest.raises(SeergateError, match="the answer .* must"):
         check_gold(grader, gold)
     check_gold("letter", "B")
     check_gold("exact", "")
-
-
-def test_unknown_grader_is_refused():
     with pytest.raises(SeergateError, match="known are digit, math, exact, letter"):
         check_grader("mth")

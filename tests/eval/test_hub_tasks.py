@@ -1,7 +1,5 @@
 """Hub tasks on local files with the Hub's columns, read by the real `datasets`."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import Counter
@@ -49,8 +47,7 @@ GPQA = [
 ]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".csv"])
-@pytest.mark.parametrize("name", ["aime24", "aime25"])
+@pytest.mark.parametrize(("name", "suffix"), [("aime24", ".jsonl"), ("aime24", ".parquet"), ("aime25", ".csv")])
 def test_aime(tmp_path, name, suffix):
     task = make_task(name, source=write(tmp_path / f"x{suffix}", AIME))
     first, second = task.problems()
@@ -69,6 +66,12 @@ def test_math500_and_gsm8k(tmp_path):
     assert (task.samples, task.budgets[0]) == (8, 1024)
     (problem,) = make_task("gsm8k", source=write(tmp_path / "g.jsonl", GSM8K)).problems()
     assert problem.gold == "1200"
+    records = [{"id": 1, "question": "Which?\n\n\nA. x\nB. y\n\nBox it.", "answer": "A"}]
+    (problem,) = make_task("gpqa_diamond_published", source=write(tmp_path / "p.jsonl", records)).problems()
+    assert problem.messages[0]["content"] == records[0]["question"] and problem.gold == "A"
+    records = [AIME[0] | {"answer": 25.0}, AIME[1] | {"answer": 204.0}]  # a column with gaps
+    task = make_task("aime24", source=write(tmp_path / "x.parquet", records))
+    assert [problem.gold for problem in task.problems()] == ["25", "204"]
 
 
 def test_gpqa_shuffles_its_options_the_same_way_for_everybody(tmp_path):
@@ -87,13 +90,6 @@ def test_gpqa_shuffles_its_options_the_same_way_for_everybody(tmp_path):
     assert (task.samples, task.grader, task.chance) == (16, "letter", 0.25)
 
 
-def test_gpqa_published_is_taken_as_it_is(tmp_path):
-    records = [{"id": 1, "question": "Which?\n\n\nA. x\nB. y\n\nBox it.", "answer": "A"}]
-    (problem,) = make_task("gpqa_diamond_published", source=write(tmp_path / "p.jsonl", records)).problems()
-    assert problem.messages[0]["content"] == records[0]["question"]
-    assert problem.gold == "A"
-
-
 @pytest.mark.parametrize("name", HUB_TASKS)
 def test_sources_are_pinned_to_a_commit(name):
     commit = HUB_TASKS[name].address.rpartition("@")[2].removeprefix("https://raw.githubusercontent.com/")
@@ -102,20 +98,35 @@ def test_sources_are_pinned_to_a_commit(name):
     assert make_task(name).options["source"] == HUB_TASKS[name].address
 
 
-def test_mistakes_are_told(tmp_path):
-    with pytest.raises(SeergateError, match="does not exist"):
-        make_task("aime24", source=str(tmp_path / "none.jsonl"))
-    with pytest.raises(SeergateError, match="must end in"):
-        make_task("aime24", source=str(write(tmp_path / "x.txt", AIME)))
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("none.jsonl", None, "does not exist"),
+        ("x.txt", "{}", "must end in"),
+        ("bad.jsonl", "{", "cannot be read"),
+        (
+            "x.jsonl",
+            '{"question": "How many?", "answer": "1"}',
+            "record 0 of .* has no field 'problem'; it has question",
+        ),
+        *((f"empty.{kind}", text, f"empty.{kind}") for kind in ("jsonl", "json", "csv") for text in ("", "\n")),
+    ],
+)
+def test_files_that_hold_no_problems_are_named(tmp_path, name, text, said):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(SeergateError, match=said):
+        make_task("math500", source=str(tmp_path / name)).problems()
+
+
+def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog):
+    """At once: the libraries that read from it try again for half a minute, and say so each time."""
     with pytest.raises(ValueError, match="problems is 0"):
         make_task("aime24", problems=0)
-    with pytest.raises(SeergateError, match=r"record 0 of .* has no field 'problem'; it has question, answer"):
-        make_task("math500", source=write(tmp_path / "g.jsonl", GSM8K)).problems()
-    (tmp_path / "bad.jsonl").write_text("{")
-    with pytest.raises(SeergateError, match="cannot be read"):
-        make_task("math500", source=str(tmp_path / "bad.jsonl")).problems()
-    with pytest.raises(SeergateError, match="give its path as --task-source"):  # the Hub is out of reach in tests
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(SeergateError, match="give its path as --task-source.*: the Hub could not be asked"):
         make_task("aime24").problems()
+    assert "Retrying" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -138,21 +149,6 @@ def test_a_record_that_is_no_problem_is_named(tmp_path, name, record, said):
         make_task(name, source=write(tmp_path / "bad.jsonl", [record])).problems()
 
 
-@pytest.mark.parametrize("text", ["", "\n"])
-@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
-def test_an_empty_file_is_named(tmp_path, suffix, text):
-    path = tmp_path / f"empty{suffix}"
-    path.write_text(text)
-    with pytest.raises(SeergateError, match=f"empty{suffix}"):
-        make_task("aime24", source=str(path)).problems()
-
-
-def test_an_integer_of_a_column_with_gaps(tmp_path):
-    records = [AIME[0] | {"answer": 25.0}, AIME[1] | {"answer": 204.0}]
-    task = make_task("aime24", source=write(tmp_path / "x.parquet", records))
-    assert [problem.gold for problem in task.problems()] == ["25", "204"]
-
-
 @pytest.mark.hub
 @pytest.mark.parametrize(("name", "problems"), [("aime24", 30), ("aime25", 30), ("math500", 500), ("gsm8k", 1319)])
 def test_the_hub_has_what_is_pinned(name, problems):
@@ -172,11 +168,3 @@ def test_a_run_on_a_local_copy(tmp_path):
     config = yaml.safe_load((out / "config.yaml").read_text())
     assert config["task"]["source"].endswith("one.jsonl")
     assert config["generation"]["max_total_tokens"] == 40
-
-
-def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog):
-    """At once: the libraries that read from it try again for half a minute, and say so each time."""
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(SeergateError, match="--task-source.*: the Hub could not be asked"):
-        make_task("aime24").problems()
-    assert "Retrying" not in caplog.text

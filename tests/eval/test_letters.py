@@ -1,7 +1,5 @@
 r"""Which letter an answer to a multiple-choice problem names, and what names none."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

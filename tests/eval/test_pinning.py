@@ -1,6 +1,4 @@
-"""A run is gone on with only by what would make the same of it."""
-
-from __future__ import annotations
+"""A run resumes only with an identical configuration."""
 
 import pytest
 
@@ -38,17 +36,14 @@ def test_samples_without_their_settings_are_refused(tmp_path, name):
     assert (tmp_path / name).read_bytes() == before and not (tmp_path / "config.yaml").exists()
 
 
-def test_other_weights_are_refused(tmp_path):
-    small(tmp_path)
-    model = support.model()
-    model.lm_head.weight.data[3, 3] += 1
-    with pytest.raises(SeergateError, match=r"model\.fingerprint"):
-        small(tmp_path, model=model)
-
-
 def with_yarn(model):
     """Another model, though every weight is the same."""
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
+    return model
+
+
+def with_another_weight(model):
+    model.lm_head.weight.data[3, 3] += 1
     return model
 
 
@@ -63,8 +58,9 @@ def with_other_template(tokenizer):
         (lambda: with_yarn(support.model()), support.tokenizer, "model.rope.rope_type was 'default' and is 'yarn'"),
         (support.model, lambda: with_other_template(support.tokenizer()), r"task\.prompts was '\w+' and is '\w+'"),
         (lambda: support.model(eos=7), support.tokenizer, r"generation\.ends was \[2\] and is \[7\]"),
+        (lambda: with_another_weight(support.model()), support.tokenizer, r"model\.fingerprint"),
     ],
-    ids=["rope", "template", "ends"],
+    ids=["rope", "template", "ends", "weights"],
 )
 def test_what_no_weight_or_problem_shows_is_refused_too(tmp_path, model, tokenizer, field):
     small(tmp_path)

@@ -1,6 +1,4 @@
-"""Windows of reference answers: what an evicting method has done by the time it gets there."""
-
-from __future__ import annotations
+"""The proxies: windows of reference answers are reached as in decoding."""
 
 import pytest
 import torch
@@ -42,13 +40,8 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     """All of the context as a prompt would be kept, and random eviction would look like dense attention."""
     model, tokenizer = support.model(), support.tokenizer()
     words = [w for w in tokenizer.get_vocab() if not w.startswith("<")]
-    reference = [
-        {
-            "prompt": " ".join(words[i : i + 12]),
-            "completion": " ".join(words[(7 * i + j) % len(words)] for j in range(90)),
-        }
-        for i in range(4)
-    ]
+    answers = [" ".join(words[(7 * i + j) % len(words)] for j in range(90)) for i in range(4)]
+    reference = [{"prompt": " ".join(words[i : i + 12]), "completion": answer} for i, answer in enumerate(answers)]
     assert all(w.prompt == 12 and w.context[:12] for w in windows_of(tokenizer, reference))
     with seergate.attached(model, methods.RandomEvict(token_budget=24, interval=4)) as handle:
         found = measure_proxies(handle, tokenizer, reference)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 
@@ -17,20 +15,8 @@ from tests.support import evaluation as support
 from tests.support import killed_run
 from tests.support.models import tiny_model
 
-FIELDS = {
-    "task",
-    "problem_id",
-    "sample_idx",
-    "seed",
-    "prompt",
-    "completion",
-    "n_tokens",
-    "finish_reason",
-    "pred",
-    "gold",
-    "correct",
-    "density",
-}
+FIELDS = {"task", "problem_id", "sample_idx", "seed", "prompt", "completion", "n_tokens", "finish_reason", "pred"}
+FIELDS |= {"gold", "correct", "density"}
 
 
 def small(out, spec=None, *, model=None, tokenizer=None, task=None, **options):
@@ -51,17 +37,12 @@ def timeless(metrics):
 def test_a_run_directory_holds_what_it_should(tmp_path):
     metrics = small(tmp_path, MethodSpec("oracle", 32, 16))
     rows = samples(tmp_path)
-    assert len(rows) == 4
-    assert all(set(row) >= FIELDS for row in rows)
-    assert all(0 < row["density"] < 1 for row in rows)
+    assert len(rows) == 4 and all(set(row) >= FIELDS and 0 < row["density"] < 1 for row in rows)
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
-    assert metrics["truncation_rate"] == 1.0
-    assert metrics["mean_tokens"] == 36
-    assert metrics["max_tokens"] == 36
-    assert metrics["n_problems"] == 4
+    found = {"truncation_rate": 1.0, "mean_tokens": 36, "max_tokens": 36, "n_problems": 4}
+    assert found.items() <= metrics.items()
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert config["method"]["name"] == "oracle"
-    assert (config["method"]["token_budget"], config["method"]["block_size"]) == (32, 16)
+    assert {"name": "oracle", "token_budget": 32, "block_size": 16}.items() <= config["method"].items()
     assert config["generation"]["max_new_tokens"] == 36
     assert {"torch", "transformers", "git", "hardware"} <= set(config["environment"])
 
@@ -89,6 +70,10 @@ def test_a_finished_run_is_not_generated_again(tmp_path):
     assert timeless(small(tmp_path, on_progress=calls.append)) == timeless(first)
     assert (tmp_path / "samples.jsonl").read_bytes() == before
     assert calls == []
+    (tmp_path / "samples.jsonl").write_bytes(b"".join(reversed(before.splitlines(keepends=True))))
+    assert timeless(small(tmp_path)) == timeless(first)
+    with store.SampleLog(tmp_path), pytest.raises(SeergateError, match="another process"):
+        small(tmp_path)
 
 
 def test_another_number_of_problems_in_flight_changes_nothing(tmp_path):
@@ -99,15 +84,6 @@ def test_another_number_of_problems_in_flight_changes_nothing(tmp_path):
     ]
     for name in COMPARED:
         assert results[0][name] == results[1][name] == results[2][name]
-
-
-def test_progress_tells_accuracy_and_time_left(tmp_path):
-    seen = []
-    small(tmp_path, on_progress=seen.append, batch_size=1)
-    assert [p.done for p in seen] == [0, 1, 2, 3, 4]
-    assert [p.correct for p in seen] == sorted(p.correct for p in seen)
-    assert seen[0].eta is None and seen[-1].eta == 0 and seen[2].eta > 0
-    assert seen[-1].tokens == 4 * 36
 
 
 def test_the_limits_of_a_task_and_of_the_caller(tmp_path):
@@ -142,9 +118,7 @@ def test_the_limits_of_the_model(tmp_path):
         with pytest.raises(SeergateError, match="longest prompt has 4: the model has 16 positions"):
             limit(**options)
     fresh = replace(task, max_total_tokens=None, max_new_tokens=12)
-    assert RunOptions().limit_of(fresh, text, 4) == Limit(12) and RunOptions().limit_of(fresh, text, 5) == Limit(
-        12, 16
-    )
+    assert [RunOptions().limit_of(fresh, text, n) for n in (4, 5)] == [Limit(12), Limit(12, 16)]
     path.write_text(json.dumps({"prompt": "a1 " * 17, "answer": "3"}))
     with pytest.raises(SeergateError, match="the prompt of problem 1 has 17 tokens; the model has 16 positions"):
         limit()
@@ -171,6 +145,15 @@ def test_regrading_changes_grades_only(tmp_path):
     assert regrade(tmp_path).changed == []
     with pytest.raises(SeergateError, match="no grader 'maths'"):
         regrade(tmp_path, grader="maths")
+    for name, old, new, said in (
+        ("samples.jsonl", '"gold"', '"glod"', "a sample without 'gold'"),
+        ("config.yaml", "grader:", "grad:", "has no task.grader"),
+    ):
+        whole = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(whole.replace(old, new))
+        with pytest.raises(SeergateError, match=said):
+            regrade(tmp_path)
+        (tmp_path / name).write_text(whole)
 
 
 @pytest.mark.parametrize("end", [b"", b'\n{"task": "chain_s'], ids=["no newline", "cut short"])
@@ -185,20 +168,6 @@ def test_a_dry_run_writes_nothing_and_whole_lines_are_kept(tmp_path, end):
     assert {file: file.read_bytes() for file in tmp_path.iterdir()} == before
     with store.SampleLog(tmp_path):
         assert path.read_bytes() == whole
-
-
-def test_regrading_tells_what_is_missing(tmp_path):
-    small(tmp_path)
-    for name, old, new, said in (
-        ("samples.jsonl", '"gold"', '"glod"', "a sample without 'gold'"),
-        ("config.yaml", "grader:", "grad:", "has no task.grader"),
-    ):
-        path = tmp_path / name
-        before = path.read_text()
-        path.write_text(before.replace(old, new))
-        with pytest.raises(SeergateError, match=said):
-            regrade(tmp_path)
-        path.write_text(before)
 
 
 def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp_path):
@@ -252,33 +221,15 @@ def test_damage_is_told(tmp_path):
     small(tmp_path)
     path = tmp_path / "samples.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text(lines[0] + "rubbish\n" + lines[1])
-    with pytest.raises(SeergateError, match="line 2 is damaged"):
-        small(tmp_path)
-    path.write_text(lines[0] + lines[1] + lines[0])
-    with pytest.raises(SeergateError, match="line 3 repeats"):
-        small(tmp_path)
-    for found, said in (
-        ("[" * 100_000 + "\n", "line 2 is damaged"),
-        (lines[1].replace('"seconds"', '"s"'), "'seconds'"),
+    for second, third, said in (
+        ("rubbish\n", lines[1], "line 2 is damaged"),
+        (lines[1], lines[0], "line 3 repeats"),
+        ("[" * 100_000 + "\n", lines[2], "line 2 is damaged"),
+        (lines[1].replace('"seconds"', '"s"'), lines[2], "'seconds'"),
     ):
-        path.write_text(lines[0] + found + lines[2])
+        path.write_text(lines[0] + second + third)
         with pytest.raises(SeergateError, match=said):
             small(tmp_path)
-
-
-def test_two_writers_are_refused(tmp_path):
-    from seergate.eval.store import SampleLog
-
-    with SampleLog(tmp_path), pytest.raises(SeergateError, match="another process"):
-        small(tmp_path)
-
-
-def test_metrics_do_not_depend_on_the_order_of_samples(tmp_path):
-    first = small(tmp_path)
-    path = tmp_path / "samples.jsonl"
-    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
-    assert timeless(small(tmp_path)) == timeless(first)
 
 
 def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
@@ -287,15 +238,8 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     assert specs[0].label == "dense"
     options = RunOptions(max_new_tokens=64, batch_size=3, measure_recall=True)
     results = sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
-    assert set(results) == {
-        "dense",
-        "random-48",
-        "random-4096",
-        "oracle-48",
-        "oracle-4096",
-        "streaming_llm-48",
-        "streaming_llm-4096",
-    }
+    covering = {f"{name}-4096" for name in ("random", "oracle", "streaming_llm")}
+    assert set(results) == {"dense", "random-48", "oracle-48", "streaming_llm-48", *covering}
     assert results["random-48"]["recall"] < results["oracle-48"]["recall"] < 1
     assert results["oracle-4096"]["recall"] == results["random-4096"]["recall"] == pytest.approx(1.0)
     assert results["dense"]["recall"] is None
@@ -308,11 +252,7 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     assert results["random-48"]["perplexity"] > results["dense"]["perplexity"]  # greedy text is what dense expects
     assert len(results["oracle-48"]["recall_per_layer"]) == 2
     dense = {s["problem_id"]: s["completion"] for s in samples(tmp_path / "dense")}
-    for label in (
-        "oracle-4096",
-        "random-4096",
-        "streaming_llm-4096",
-    ):  # a budget that covers everything changes nothing
+    for label in covering:  # a budget that covers everything changes nothing
         assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / label)} == dense
     assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / "random-48")} != dense
 

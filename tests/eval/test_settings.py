@@ -31,10 +31,8 @@ from tests.support import evaluation as support
     ("text", "expected"),
     [
         ("dense", ("dense", {})),
-        (
-            "lazy_eviction:window=16:alpha=5e-4:use_h2=false",
-            ("lazy_eviction", {"window": 16, "alpha": 5e-4, "use_h2": False}),
-        ),
+        ("lazy_eviction:window=16:use_h2=false", ("lazy_eviction", {"window": 16, "use_h2": False})),
+        ("lazy_eviction:alpha=5e-4", ("lazy_eviction", {"alpha": 5e-4})),
         ("quest:dense_layers=0+1:block_size=16", ("quest", {"dense_layers": (0, 1), "block_size": 16})),
         ("quest:dense_layers=none", ("quest", {"dense_layers": ()})),
         ("tri_attention:centres=runs/a.b/c.safetensors", ("tri_attention", {"centres": "runs/a.b/c.safetensors"})),
@@ -71,25 +69,19 @@ def test_text_that_is_no_method(text, said):
 
 
 def test_a_grid_with_options():
-    specs = grid(
-        ["rpc:ratio=8", "rpc", "kv4bit", "h2o:interval=8", "quest:block_size=16", "oracle:token_budget=48", "dense"],
-        [64, 32],
-        [8, 16],
-        None,
-        [0.1],
-    )
-    assert [spec.label for spec in specs] == [
-        "dense",
-        "rpc-ratio=8",
+    texts = [
+        "rpc:ratio=8",
         "rpc",
         "kv4bit",
-        "h2o-32-interval=8",
-        "h2o-64-interval=8",
-        "quest-32-block_size=16",
-        "quest-64-block_size=16",
-        "quest-block_size=16-threshold=0.1",
-        "oracle-48-b8",
-        "oracle-48-b16",
+        "h2o:interval=8",
+        "quest:block_size=16",
+        "oracle:token_budget=48",
+        "dense",
+    ]
+    specs = grid(texts, [64, 32], [8, 16], None, [0.1])
+    assert [spec.label for spec in specs] == [
+        *("dense", "rpc-ratio=8", "rpc", "kv4bit", "h2o-32-interval=8", "h2o-64-interval=8", "quest-32-block_size=16"),
+        *("quest-64-block_size=16", "quest-block_size=16-threshold=0.1", "oracle-48-b8", "oracle-48-b16"),
     ]
     made = {spec.label: spec.method(None) for spec in specs}
     assert made["quest-32-block_size=16"] == methods.Quest(token_budget=32, block_size=16, dense_layers=())
@@ -105,15 +97,11 @@ def test_methods_that_take_no_threshold_run_with_budgets_only():
     texts = ["resa", "gate", "streaming_llm", "reason_cache+gate:structural_check=false"]
     plan = SweepPlan(method=texts, threshold=[0.01], budget=[64])
     specs = plan.specs(task, [8])
-    shared = "structural_check=false"
-    assert [spec.label for spec in specs] == [
-        "resa-64",
-        "gate-64",
-        "gate-threshold=0.01",
-        "streaming_llm-64",
-        f"reason_cache+gate-64-{shared}",
-        f"reason_cache+gate-{shared}-threshold=0.01",
+    labels = ["resa-64", "gate-64", "gate-threshold=0.01", "streaming_llm-64"]
+    labels += [
+        f"reason_cache+gate-{x}" for x in ("64-structural_check=false", "structural_check=false-threshold=0.01")
     ]
+    assert [spec.label for spec in specs] == labels
     made = [spec.method(bank) for spec in specs]
     assert made[0] == methods.ReSA(token_budget=64, block_size=8) and made[2].threshold == 0.01
     without = [spec.label for spec in SweepPlan(method=texts[:3], threshold=[0.01]).specs(task, [8])]
@@ -151,34 +139,25 @@ def test_what_a_method_is_given_is_said_in_words():
     assert spec.has_gates
 
 
-def test_blocks_of_methods_that_share_have_a_size():
-    """Also where the option is left to the host: then it is the reading method's, or 16."""
-    bank = GateBank.for_model(support.model(), GateConfig(8, 16))
-    for name, size in (("reason_cache", 16), ("random_sharing", 16), ("reason_cache+gate", 8)):
-        options = {"structural_check": False} | ({"token_budget": 64} if "+" in name else {})
-        spec = MethodSpec(name, options=options)
-        assert spec.describe(bank)["block_size"] == size
-        method = spec.method(bank)
-        method.tokenizer = support.tokenizer()
-        with attached(support.model(), method) as handle:
-            cache = DynamicCache(config=handle.model.config)
-            handle.model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
-            assert cache.layers[0].storage.pages.block_size == size
-
-
 def test_methods_that_select_no_blocks_have_pages_of_their_own_size():
-    """RaaS has 16 in its paper, ReasonCache its engine's 16; gates on them have theirs."""
+    """RaaS has 16 in its paper, ReasonCache its engine's 16, or its reading method's; gates on them have theirs."""
     bank = GateBank.for_model(support.model(), GateConfig(8, 16))
     unchecked = ":structural_check=false"
     texts = ["quest", "raas", "raas:block_size=4", "raas+gate:read_budget=32", "reason_cache" + unchecked]
-    found = [spec.describe(bank) for spec in grid(texts, [64], 8)]
-    assert [(each["name"], each["block_size"]) for each in found] == [
-        ("quest", 8),
-        ("raas", 16),
-        ("raas", 4),
-        ("raas+gate", 16),
-        ("reason_cache", 16),
-    ]
+    texts += [f"random_sharing{unchecked}", f"reason_cache+gate{unchecked}"]
+    specs = grid(texts, [64], 8)
+    found = [spec.describe(bank) for spec in specs]
+    expected = [("quest", 8), ("raas", 16), ("raas", 4), ("raas+gate", 16), ("reason_cache", 16)]
+    expected += [("random_sharing", 16), ("reason_cache+gate", 8)]
+    assert [(each["name"], each["block_size"]) for each in found] == expected
+    for spec, (_, size) in zip(specs[4:], expected[4:], strict=True):
+        method = spec.method(bank)
+        method.tokenizer = support.tokenizer()
+        with attached(support.model(), method) as handle:
+            handle.model(
+                torch.tensor([[3, 4, 5]]), past_key_values=(cache := DynamicCache(config=handle.model.config))
+            )
+            assert cache.layers[0].storage.pages.block_size == size
     assert found[3]["gate.block_size"] == 8
     (several, other) = grid(["raas+gate:read_budget=32"], [64], 8) + grid(["raas+gate:read_budget=32"], [64], 16)
     assert (several.block_size, other.block_size) == (8, 16), "by which a sweep over sizes finds its gates"
@@ -206,9 +185,8 @@ def test_sharing_nothing_answers_as_the_method_that_reads(tmp_path):
     texts = ["gate", "reason_cache:percentile=0", "reason_cache+gate:percentile=0:structural_check=false"]
     said, density = {}, {}
     for spec in [MethodSpec("dense"), *grid(texts, [32], 8)]:
-        density[spec.name] = evaluate(model, tokenizer, task, spec, tmp_path / spec.name, options, bank=bank)[
-            "density"
-        ]
+        metrics = evaluate(model, tokenizer, task, spec, tmp_path / spec.name, options, bank=bank)
+        density[spec.name] = metrics["density"]
         samples = read_samples(tmp_path / spec.name)
         said[spec.name] = {(sample["problem_id"], sample["completion"]) for sample in samples}
     assert said["reason_cache"] == said["dense"] != said["gate"] == said["reason_cache+gate"]
@@ -238,10 +216,8 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert windows[1] > 1
     (centres,) = {spec.method(None).found.fingerprint for spec in found if spec.name == "tri_attention"}
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr(
-        "seergate.eval.calibration.recurrence.measure_recurrence", None
-    )  # what is kept is not measured again
-    monkeypatch.setattr("seergate.eval.calibration.recurrence.query_centres", None)
+    for name in ("measure_recurrence", "query_centres"):  # what is kept is not measured again
+        monkeypatch.setattr(f"seergate.eval.calibration.recurrence.{name}", None)
     again = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
     assert again == found
     assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]

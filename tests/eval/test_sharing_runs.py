@@ -1,7 +1,5 @@
 """Methods that share blocks, in evaluation: the same answers in any batch, and what was shared is known of each."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import yaml
@@ -19,15 +17,8 @@ from tests.support import evaluation as support
 
 WORDS = ["plus", "just", "digit", ",", "and", "then", "comes", ".", "start", "with"]
 SAMPLING = Sampling(temperature=1.0)
-OPTIONS = {
-    "border": "and",
-    "block_size": 2,
-    "strict": 0.0,
-    "soft": 0.0,
-    "structural_check": False,
-    "percentile": 100,
-    "warm_up": 0,
-}
+OPTIONS = {"border": "and", "block_size": 2, "strict": 0.0, "soft": 0.0, "structural_check": False}
+OPTIONS |= {"percentile": 100, "warm_up": 0}
 
 
 def babbling():
@@ -48,6 +39,8 @@ def sharing(name="reason_cache", **options):
 def test_an_answer_does_not_depend_on_its_batch():
     """Decisions are made between forward passes, from the tokens of one row; so are their counts."""
     model, watched = babbling(), []
+    assert sharing().asynchronous is sharing("random_sharing").asynchronous is False
+    assert sharing(asynchronous=True).asynchronous is True
 
     def watch(module, inputs, kwargs, output):
         if kwargs["input_ids"].shape[1] == 1:
@@ -102,11 +95,6 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     assert "| reason_cache b2 " in report and "bNone" not in report
 
 
-def test_a_thread_is_used_if_it_is_asked_for():
-    assert sharing().asynchronous is sharing("random_sharing").asynchronous is False
-    assert sharing(asynchronous=True).asynchronous is True
-
-
 def test_proxies_see_what_was_shared():
     """The context is decoded again, token by token: read at once as a prompt, nothing of it would be shared.
 
@@ -116,10 +104,8 @@ def test_proxies_see_what_was_shared():
     step = [WORDS[i % len(WORDS)] for i in (3, 1, 2, 0, 5, 6, 7, 8, 9)]
     reference = [{"prompt": f"a{i} {i}", "completion": " ".join([*step, WORDS[i], "and"] * 9)} for i in range(1, 4)]
     found = {}
-    for name, method in (
-        ("dense", methods.Dense()),
-        ("random", sharing("random_sharing", warm_up=20, max_candidates=1)),
-    ):
+    shared = sharing("random_sharing", warm_up=20, max_candidates=1)
+    for name, method in (("dense", methods.Dense()), ("random", shared)):
         with seergate.attached(model, method) as handle:
             found[name] = measure_proxies(handle, tokenizer, reference)
     assert found["dense"]["next_token_kl"] < 1e-6

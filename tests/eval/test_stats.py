@@ -1,7 +1,5 @@
 """Against numbers worked out by hand, and the coverage of intervals, which is computed exactly."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -78,8 +76,10 @@ def test_jsonl(tmp_path):
         (b'{"prompt": "boxed x", "answer": 1, "id": 1}\n{"prompt": "boxed y", "answer": 1, "id": 1}\n', "twice"),
         (b'{"prompt": "boxed x", "answer": null}\n', "line 1: 'answer' is None; it must be a text or a finite number"),
         (b'{"prompt": "boxed x", "answer": ["2"]}\n', r"line 1: 'answer' is \['2'\]"),
-        (b'{"prompt": "boxed x", "answer": NaN}\n', "'answer' is nan"),
-        (b'{"prompt": "boxed x", "answer": true}\n', "'answer' is True"),
+        *(
+            (b'{"prompt": "boxed x", "answer": %s}\n' % x, f"'answer' is {y}")
+            for x, y in ((b"NaN", "nan"), (b"true", "True"))
+        ),
         (b'{"prompt": "boxed x", "answer": " "}\n', "line 1: the answer is empty"),
         (b'{"question": null, "answer": 1}\n', "line 1: 'question' is None; it must be a text"),
         (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
@@ -88,8 +88,8 @@ def test_jsonl(tmp_path):
         (b'{"prompt": "boxed \\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
         (b'{"prompt": "boxed x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
         (
-            b'{"question": "[{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]", "answer": 1}\n',
-            "holds a conversation as JSON",
+            b'{"question": "[{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]", "answer": 1}',
+            "holds a conversation as",
         ),
         (b"", "no problems"),
         (b'{"prompt": "boxed \xff", "answer": 1}\n', "not UTF-8"),
@@ -113,6 +113,16 @@ def test_gold_answers_are_checked_against_the_grader(tmp_path, gold):
     assert len(make_task(str(path)).problems()) == 2
 
 
+def test_files_called_like_tasks_are_files(tmp_path, monkeypatch):
+    """Also one with a byte order mark; other problems to calibrate on there are none."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("needle:1.jsonl", "chain_sum.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "boxed x", "answer": 0.5}', encoding="utf-8-sig")
+        task = make_task(name)
+        assert task.problems()[0].gold == "0.5" and other_problems(task) == (task, None)
+    assert other_problems(make_task("chain_sum"))[0].options["seed"] != 0
+
+
 def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"question": "1+1?", "answer": 2}\n{"prompt": "1+1 =", "answer": 2}')
@@ -123,23 +133,3 @@ def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
         SeergateError, match=r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
     ):
         make_task(str(path)).problems()
-
-
-def test_a_file_that_begins_like_a_task_is_a_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "needle:1.jsonl").write_text('{"prompt": "boxed x", "answer": 7}', encoding="utf-8")
-    assert make_task("needle:1.jsonl").problems()[0].gold == "7"
-
-
-def test_a_byte_order_mark_is_no_mistake(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"prompt": "boxed x", "answer": 0.5}', encoding="utf-8-sig")
-    assert make_task(str(path)).problems()[0].gold == "0.5"
-
-
-def test_a_file_called_as_a_task_is_calibrated_as_a_file(tmp_path):
-    path = tmp_path / "chain_sum.jsonl"
-    path.write_text('{"prompt": "boxed x", "answer": 1}')
-    task = make_task(str(path))
-    assert other_problems(task) == (task, None)
-    assert other_problems(make_task("chain_sum"))[0].options["seed"] != 0

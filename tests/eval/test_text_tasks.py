@@ -83,14 +83,9 @@ def test_one_text_has_no_interval():
     # means .2 and .3: .25 ± t(1) * .05
     assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
     assert two["kl_p99_low"] == pytest.approx(0.3) and two["kl_p99_high"] == pytest.approx(0.4)
-
-
-def test_peaks_of_texts_are_those_of_the_worst_text():
-    text = {"kl": [0.1, 0.3], "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 2, "seconds": 1.0}
-    peaks = [{"own_bytes_peak": 10.0, "resident_bytes_peak": 50.0, "own_bytes_mean": 4.0}]
-    peaks.append({"own_bytes_peak": 30.0, "resident_bytes_peak": 40.0, "own_bytes_mean": 8.0})
-    found = of_texts([text | each for each in peaks])
-    assert (found["own_bytes_peak"], found["resident_bytes_peak"], found["own_bytes_mean"]) == (30, 50, 6)
+    names = ("own_bytes_peak", "resident_bytes_peak", "own_bytes_mean")
+    found = of_texts([text | dict(zip(names, each, strict=True)) for each in ((10.0, 50.0, 4.0), (30.0, 40.0, 8.0))])
+    assert [found[name] for name in names] == [30, 50, 6], "peaks are those of the worst text"
 
 
 def test_the_peak_of_a_text_counts_its_prompt():
@@ -121,11 +116,8 @@ def test_the_right_answer_has_its_log_probability(tmp_path):
     task = make_task("needle:length=120+160:depths=0+100:problems=5:values=2:chat=true").bound(tokenizer)
     specs = grid(["dense", "quest", "h2o:interval=4"], [16], 8)
     metrics = sweep(model, tokenizer, task, specs, tmp_path, RunOptions(batch_size=2))
-    methods = {
-        "quest-16": ("quest", {"token_budget": 16, "block_size": 8, "dense_layers": ()}),
-        "dense": ("dense", {}),
-    }
-    methods["h2o-16-interval=4"] = ("h2o", {"token_budget": 16, "interval": 4})
+    methods = {"dense": ("dense", {}), "h2o-16-interval=4": ("h2o", {"token_budget": 16, "interval": 4})}
+    methods["quest-16"] = ("quest", {"token_budget": 16, "block_size": 8, "dense_layers": ()})
     assert methods.keys() == metrics.keys()
     for label, (method, options) in methods.items():
         for sample in store.read_samples(tmp_path / label)[:3]:
@@ -148,11 +140,8 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     with pytest.raises(SeergateError, match=r"task is missing, and chain_sum, the default, is for tiny-reasoner only"):
         each_task(SweepPlan(model=model))
     assert [plan.task for plan in each_task(SweepPlan())] == [""]
-    plans = each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))
-    assert [(plan.task, plan.out) for plan in plans] == [
-        ("needle:keys=2", "here/needle-keys=2"),
-        ("perplexity", "here/perplexity"),
-    ]
+    plans = [(x.task, x.out) for x in each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))]
+    assert plans == [("needle:keys=2", "here/needle-keys=2"), ("perplexity", "here/perplexity")]
 
 
 def test_one_command_evaluates_several_tasks(tmp_path, data):
@@ -176,15 +165,19 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
 def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
     rows = [{"prompt": f"[a{i}] \\boxed{{", "answer": "3"} for i in (1, 2)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [
-        "--model",
-        str(support.save(tmp_path / "model")),
-        "--task",
-        str(tmp_path / "rows.jsonl"),
+    given = ["--model", str(support.save(tmp_path / "model")), "--task", str(tmp_path / "rows.jsonl")]
+    given += [
         "--grader",
         "digit",
+        "--method",
+        "dense",
+        "--max-new-tokens",
+        "4",
+        "--temperature",
+        "0",
+        "--out",
+        str(tmp_path / "runs"),
     ]
-    given += ["--method", "dense", "--max-new-tokens", "4", "--temperature", "0", "--out", str(tmp_path / "runs")]
     done = run_seergate("eval", *given)
     assert done.returncode == 0, done.stderr
     assert "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`" in done.stdout

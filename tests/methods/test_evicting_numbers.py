@@ -1,11 +1,10 @@
 """Worked examples of each evictor's rule, and what the evictors refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import seergate
 from seergate import methods
@@ -17,7 +16,7 @@ from seergate.methods.raas import RaaSState, recency
 from seergate.methods.scoring import pooled
 from tests.methods.test_methods import spec, step
 from tests.support.evictors import attention, model_of
-from tests.support.models import prompt, tiny_model
+from tests.support.models import left_padded, prompt, tiny_model
 
 
 def logits_for(rows):
@@ -80,15 +79,11 @@ def test_tova_by_hand():
         assert state.select_kept(last).index.tolist() == [[kept]], "in the paper the current token may go at once"
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        methods.TOVA(token_budget=3),
-        methods.SnapKV(token_budget=3, window=1, interval=1, kernel=1),
-        methods.SnapKV(token_budget=3, window=1, interval=1, kernel=3),
-    ],
-)
-def test_of_equal_tokens_the_oldest_leaves(method):
+@pytest.mark.parametrize("kernel", [None, 1, 3])
+def test_of_equal_tokens_the_oldest_leaves(kernel):
+    method = methods.TOVA(token_budget=3)
+    if kernel:
+        method = methods.SnapKV(token_budget=3, window=1, interval=1, kernel=kernel)
     state, last = prompted(method, torch.zeros(1, 4, 5, 8), torch.ones(1, 2, 5, 8))
     assert state.select_kept(last).index.tolist() == [[[2, 3, 4]] * 2]
 
@@ -152,8 +147,6 @@ def test_average_pooling_counts_the_padding():
 @pytest.mark.parametrize("scope", ["layer", "kv_head"])
 def test_rpc_sizes_by_hand(scope):
     """P = 8, c = 4, R = 2, five tokens of prompt: at token 10 there stay 5 + 2 + 2 = 9, at 18 11, at 26 13."""
-    from transformers import DynamicCache
-
     model, sizes = tiny_model("qwen3"), {}
     with seergate.attached(model, methods.RPC(interval=8, ratio=4, window=2, scope=scope)):
         cache = DynamicCache()
@@ -226,8 +219,6 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
 )
 def test_raas_reads_part_of_a_long_prompt(group):
     """With room for all of the prompt nothing changes; with less, less is read, and the same alone and in a batch."""
-    from tests.support.models import left_padded
-
     model = model_of(group)
     rows = [prompt(length, length) for length in (50, 7, 21)]
     outputs, density = {}, {}
@@ -258,13 +249,11 @@ def test_the_largest_random_numbers_stay(monkeypatch):
 @pytest.mark.parametrize("law", ["redraw", "reservoir"])
 def test_random_eviction_is_uniform_and_repeats(law):
     """Of 40 tokens 10 stay: each survives with probability 1/4, in each head, independently of the other head."""
-    index = torch.arange(40).expand(2, -1)
-    kept = torch.zeros(2, 40)
-    both = 0
+    index, event, kept, both = torch.arange(40).expand(2, -1), 17 if law == "redraw" else 0, torch.zeros(2, 40), 0
     for seed in range(1000):
-        numbers = random_numbers(index, seed, 3, 17 if law == "redraw" else 0)
+        numbers = random_numbers(index, seed, 3, event)
         chosen = best(numbers[None], [10])[0]
-        assert torch.equal(random_numbers(index, seed, 3, 17 if law == "redraw" else 0), numbers)
+        assert torch.equal(random_numbers(index, seed, 3, event), numbers)
         kept.scatter_add_(1, chosen, torch.ones(2, 10))
         both += len(set(chosen[0].tolist()) & set(chosen[1].tolist()))
     deviation = math.sqrt(0.25 * 0.75 / 1000)
@@ -274,8 +263,6 @@ def test_random_eviction_is_uniform_and_repeats(law):
 
 @pytest.mark.soak
 def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
-    from transformers import DynamicCache
-
     model = tiny_model("qwen3", num_hidden_layers=1, max_position_embeddings=4096)
     middle = {}
     for law in ("redraw", "reservoir"):
@@ -297,17 +284,11 @@ def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
 @pytest.mark.parametrize(
     ("attempt", "message"),
     [
-        (
-            lambda: methods.H2O(token_budget=8, recent_tokens=9),
-            r"token_budget is 8; it must be at least recent_tokens",
-        ),
-        (lambda: methods.TOVA(interval=0), "interval is 0; it must be a whole number, 1 or greater"),
+        (lambda: methods.H2O(token_budget=8, recent_tokens=9), "token_budget is 8; it must be at least recent_tokens"),
         (lambda: methods.KV4Bit(group=1), "group is 1; it must be a whole number, 2 or greater"),
-        (lambda: methods.H2O(normalise="max"), "normalise is 'max'; it must be 'sum' or 'mean'"),
-        (lambda: methods.RKV(spare_first="yes"), "spare_first is 'yes'; it must be True or False"),
         (
             lambda: methods.LazyEviction(token_budget=100, window=101),
-            r"token_budget is 100; it must be at least window",
+            "token_budget is 100; it must be at least window",
         ),
         (lambda: methods.LazyEviction(alpha=2), "alpha is 2"),
         (lambda: methods.make_method("lazy_eviction", interval=3), "no option 'interval'"),
@@ -315,7 +296,6 @@ def test_a_reservoir_is_even_over_the_past_and_redrawing_is_not():
         (lambda: methods.SnapKV(kernel=4), "kernel is 4; it must be odd"),
         (lambda: methods.RKV(importance_weight=1.5), "importance_weight is 1.5"),
         (lambda: methods.RPC(interval=2), "interval is 2; it must be at least ratio"),
-        (lambda: methods.RPC(kernel=2), "kernel is 2"),
         (lambda: methods.RaaS(token_budget=15), "token_budget is 15; it must be a whole number, 16 or greater"),
         (lambda: methods.TriAttention(centres=3), "centres is a int"),
         (lambda: methods.make_method("tri_attention"), "needs centres="),
@@ -326,18 +306,9 @@ def test_refusals(attempt, message):
         attempt()
 
 
-def test_what_a_prompt_leaves_to_generated_tokens():
-    options = {"token_budget": 100, "interval": 8}
-    kept = {
-        (mode, tokens): BudgetedMethod.kept(methods.TOVA(prompt=mode, **options), tokens)
-        for mode in ("evictable", "pinned", "extra")
-        for tokens in (10, 200)
-    }
-    assert kept == {
-        ("evictable", 10): 100,
-        ("evictable", 200): 100,
-        ("pinned", 10): 100,
-        ("pinned", 200): 208,
-        ("extra", 10): 110,
-        ("extra", 200): 300,
-    }
+@pytest.mark.parametrize(
+    ("mode", "short", "long"), [("evictable", 100, 100), ("pinned", 100, 208), ("extra", 110, 300)]
+)
+def test_what_a_prompt_leaves_to_generated_tokens(mode, short, long):
+    method = methods.TOVA(prompt=mode, token_budget=100, interval=8)
+    assert [BudgetedMethod.kept(method, tokens) for tokens in (10, 200)] == [short, long]

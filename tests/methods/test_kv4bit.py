@@ -9,6 +9,8 @@ import torch
 import seergate
 from seergate import SeergateError, methods
 from seergate.cache.layer import GatedLayer
+from seergate.eval.generation.costs import RowStats
+from seergate.eval.generation.engine import Batch
 from seergate.methods.evicting import AttentionOutput
 from seergate.methods.h2o import H2OState
 from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
@@ -95,7 +97,6 @@ def test_what_the_gate_cannot_work_on():
     gate = methods.Gate(bank=bank, token_budget=16)
     for evictor, said in (
         (methods.StreamingLLM(), "replace that method's own"),
-        (methods.StreamingLLM(positions="original"), "replace that method's own"),
         (methods.KV4Bit(), "evicts nothing"),
         (methods.RaaS(prompt_budget=32), "replace that method's own"),
         (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "has a gate already"),
@@ -145,9 +146,6 @@ def test_reading_less_of_what_is_kept():
 
 def test_tokens_in_the_cache_are_counted():
     """Per sample of an evaluation: an evictor's budget, and the rest of its interval on average."""
-    from seergate.eval.generation.costs import RowStats
-    from seergate.eval.generation.engine import Batch
-
     model = model_of(4)
     with seergate.attached(model, methods.H2O(token_budget=24, interval=4)) as handle:
         stats = handle.count_with(RowStats)

@@ -1,7 +1,5 @@
 """The methods of docs/write_a_method.md: code and command as they stand, held to what all methods are held to."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -141,18 +139,8 @@ class RecentTokens(Calibration):
 
 def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
     """Matching, calibration, report, the command line and vLLM's checks: none needs to know it."""
-    arguments = [
-        "--problems",
-        "2",
-        "--variables",
-        "5",
-        "--max-new-tokens",
-        "40",
-        "--budget",
-        "32",
-        "--match",
-        "resident",
-    ]
+    arguments = ["--problems", "2", "--variables", "5", "--max-new-tokens", "40", "--budget", "32"]
+    arguments += ["--match", "resident"]
     texts = "dense,short_keys,answering:recent_tokens=auto"
     assert main(["eval", "--method", texts, *arguments, "--out", "runs"]) == 0
     record = json.loads(Path("runs/matching-resident.json").read_text())
@@ -176,7 +164,5 @@ def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
     assert main(["calibrate", "short_keys"]) == 2
     assert "one of lazy_eviction, tri_attention, answering" in capsys.readouterr().err
     check_served("answering")
-    with pytest.raises(
-        SeergateError, match=r"'short_keys' does not run inside a server; it must be one of .*, answering$"
-    ):
+    with pytest.raises(SeergateError, match="'short_keys' does not run inside a server; it must be .*, answering$"):
         check_served("short_keys")

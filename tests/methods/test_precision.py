@@ -1,7 +1,5 @@
 """Invariant 8 of the evicting methods: scores from attention are computed in float32, whatever the cache holds."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

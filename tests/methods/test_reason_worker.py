@@ -1,8 +1,7 @@
 """ReasonCache's worker thread: it leaves the other cores theirs, and nothing that ends it does harm."""
 
-from __future__ import annotations
-
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -27,18 +26,14 @@ def test_the_worker_computes_on_one_core_and_leaves_the_others_theirs():
         torch.set_num_threads(before)
 
 
-def leaving():
-    raise SystemExit
-
-
-def interrupted():
-    raise KeyboardInterrupt
+def raising(kind):
+    raise kind
 
 
 def test_a_thread_outlives_what_would_end_it():
     worker, seen = Worker(threaded=True), []
     try:
-        worker.put([leaving, lambda: seen.append(1)])
+        worker.put([partial(raising, SystemExit), lambda: seen.append(1)])
         assert worker.wait(60)
         worker.put([lambda: seen.append(2)])
         assert isinstance(worker.error, SystemExit) and worker.wait(60) and not seen, "nothing is decided any more"
@@ -49,7 +44,7 @@ def test_a_thread_outlives_what_would_end_it():
 def test_without_a_thread_an_interrupt_is_the_callers():
     worker = Worker(threaded=False)
     with pytest.raises(KeyboardInterrupt):
-        worker.put([interrupted])
+        worker.put([partial(raising, KeyboardInterrupt)])
     assert worker.error is None
 
 
@@ -65,12 +60,9 @@ def test_a_thread_that_is_no_more():
 
 
 def test_a_thread_that_cannot_be_started(monkeypatch):
-    def refused(thread):
-        raise RuntimeError("can't start new thread")
-
     worker, seen = Worker(threaded=True), []
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refused)
+        patch.setattr(threading.Thread, "start", lambda _: raising(RuntimeError("can't start new thread")))
         worker.put([lambda: seen.append(1)])
     assert str(worker.error) == "can't start new thread" and worker.wait(0) and not seen
     worker.stop()

@@ -1,7 +1,5 @@
 """Methods by name and as values: when two are equal, and what the registry takes and refuses."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import warnings

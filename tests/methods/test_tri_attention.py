@@ -17,6 +17,8 @@ from seergate.fingerprint import fingerprint
 from seergate.methods.evicting import best
 from seergate.methods.scoring import reduced
 from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
+from seergate.models import families
+from seergate.models.rope import Rotary
 from tests.methods.test_methods import spec, step
 from tests.support import naive_views
 from tests.support.evictors import model_of
@@ -92,9 +94,6 @@ def test_a_constant_query_is_predicted_exactly(family):
     """The mean modulus of a constant query is that of its mean, and the score is the future logit, whatever the layout
     of RoPE (halves, interleaved, partial, with a factor, none).
     """
-    from seergate.models import families
-    from seergate.models.rope import Rotary
-
     model = tiny_model(family)
     layer, attention = families.full_attention_modules(model)[0]
     config = families.text_config(model)
@@ -105,10 +104,8 @@ def test_a_constant_query_is_predicted_exactly(family):
     keys = rotary.rotate(k, at)
     for distance in (1, 16):
         logit = rotary.rotate(q, torch.tensor([[9 + distance]])) @ keys.transpose(-1, -2)
-        ahead = pairs.turn(q[0, :, 0], torch.tensor([float(distance)]))
-        found = tri_scores(
-            rotary.rotate(ahead[None], torch.tensor([[9]]))[0], torch.zeros(1, pairs.count), keys[0], pairs
-        )
+        ahead = rotary.rotate(pairs.turn(q[0, :, 0], torch.tensor([float(distance)]))[None], torch.tensor([[9]]))[0]
+        found = tri_scores(ahead, torch.zeros(1, pairs.count), keys[0], pairs)
         torch.testing.assert_close(found, logit[0], rtol=1e-3, atol=1e-3)
 
 
@@ -131,10 +128,13 @@ def test_where_the_positions_begin_does_not_matter():
     assert torch.equal(*kept)
 
 
-def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
-    model = model_of(4)
-    parts, whole = QueryCentres(), QueryCentres()
-    seen = []
+def killed(tensors, target, metadata):
+    Path(target).write_bytes(b"half")
+    raise KeyboardInterrupt
+
+
+def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path, monkeypatch):
+    model, parts, whole, seen = model_of(4), QueryCentres(), QueryCentres(), []
     for recorder, chunks in ((whole, [prompt(90, 5)]), (parts, prompt(90, 5).split([40, 50], 1))):
         hook = model.model.layers[0].self_attn.q_norm.register_forward_hook(lambda m, a, out: seen.append(out))
         cache = DynamicCache()
@@ -152,6 +152,9 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
         centres.save(tmp_path / "centres.safetensors")
     centres = replace(centres, made={"model": fingerprint(model)})
     centres.save(tmp_path / "centres.safetensors")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("seergate.methods.tri_attention.save_file", killed)
+        centres.save(tmp_path / "centres.safetensors")
     again = Centres.load(tmp_path / "centres.safetensors")
     assert again.tokens == 90 and torch.equal(again.mean[1], centres.mean[1])
     results = []
@@ -159,21 +162,6 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path):
         with seergate.attached(model, "tri_attention", centres=given, token_budget=24, interval=4):
             results.append(model.generate(input_ids=prompt(10), max_new_tokens=40))
     assert torch.equal(*results)
-
-
-def test_centres_are_there_in_whole_or_as_before(tmp_path, monkeypatch):
-    path = tmp_path / "centres.safetensors"
-    centres = query_centres(model_of(4), [prompt(60, 5)[0].tolist()])
-    centres.save(path)
-
-    def killed(tensors, target, metadata):
-        Path(target).write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("seergate.methods.tri_attention.save_file", killed)
-    with pytest.raises(KeyboardInterrupt):
-        centres.save(path)
-    assert Centres.load(path).tokens == centres.tokens
 
 
 def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):

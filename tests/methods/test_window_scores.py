@@ -1,7 +1,5 @@
 """What SnapKV and R-KV score by, attention of an observation window and redundancy: worked examples, and loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import pad

@@ -105,9 +105,7 @@ def test_rows_lie_evenly_where_blocks_are_left_out(deep):
     texts = [prompt(60, 1)[0], prompt(2 * BLOCK, 2)[0], prompt(2 * BLOCK + 2, 3)[0]]
     found = shared_recall(deep.float(), method, texts, rows=7)
     assert found.rows == 7 + 2, "a text that is read in whole does not count, and no token counts twice"
-    with pytest.raises(
-        SeergateError, match=r"the longest text has 16 tokens, and oracle \(16\) reads all of rows of up"
-    ):
+    with pytest.raises(SeergateError, match=r"the longest text has 16 tokens, and oracle \(16\) reads all of rows"):
         shared_recall(deep, method, texts[1:2])
 
 
@@ -146,9 +144,6 @@ def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path, c
     assert [nbytes > 0 for nbytes in held] == [layer in anchors for layer in range(4)]
     assert handle.method.anchors == anchors and handle.stats()["density"] < 1
     assert main([*command, "--out", str(out)]) == 2 and "is not empty" in capsys.readouterr().err
-    absent = bank.derived(decode_defaults={"anchors": [9]})
-    with pytest.raises(SeergateError, match=r"anchors names \[9\]; the layers with full attention are"):
-        seergate.attach(tiny_model("qwen3"), methods.Oracle(anchors=absent.decode_config().anchors))
     handle.detach()
-    with pytest.raises(SeergateError, match=r"anchors names \[9\]"):
-        seergate.attach(model, absent)
+    with pytest.raises(SeergateError, match=r"anchors names \[9\]; the layers with full attention are"):
+        seergate.attach(model, bank.derived(decode_defaults={"anchors": [9]}))

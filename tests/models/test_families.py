@@ -1,11 +1,10 @@
 """Taps are bit-equal to what each family rotates; unsupported models are refused with the reason."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
@@ -18,42 +17,27 @@ UNROTATED = ("cohere2", "exaone4")
 """Families whose full-attention layers do not rotate."""
 
 
+def recorded(model, attention, name, ids):
+    """Positional arguments of the calls of a function of the model's module while the model reads."""
+    module, calls = modeling_module(attention), []
+    original = getattr(module, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
+        model(input_ids=ids)
+    return calls
+
+
 def rope_inputs(model, attention, ids):
     """What the model itself hands to `apply_rotary_pos_emb`, per call: list of (q, k)."""
-    module = modeling_module(attention)
-    original = module.apply_rotary_pos_emb
-    calls = []
-
-    def recording(*args, **kwargs):
-        calls.append(args[:2])
-        return original(*args, **kwargs)
-
-    module.apply_rotary_pos_emb = recording
-    try:
-        model(input_ids=ids)
-    finally:
-        module.apply_rotary_pos_emb = original
-    return calls
+    return [args[:2] for args in recorded(model, attention, "apply_rotary_pos_emb", ids)]
 
 
 def attention_inputs(model, attention, ids):
     """What one attention module hands to the attention function: (q, k)."""
-    module = modeling_module(attention)
-    original = module.eager_attention_forward
-    calls = []
-
-    def recording(caller, query, key, *args, **kwargs):
-        if caller is attention:
-            calls.append((query, key))
-        return original(caller, query, key, *args, **kwargs)
-
-    module.eager_attention_forward = recording
-    try:
-        model(input_ids=ids)
-    finally:
-        module.eager_attention_forward = original
-    (call,) = calls
-    return call
+    ((_, q, k, *_),) = (
+        args for args in recorded(model, attention, "eager_attention_forward", ids) if args[0] is attention
+    )
+    return q, k
 
 
 @pytest.mark.parametrize("family", UNROTATED)
@@ -111,29 +95,14 @@ def test_gates_fit_every_family(family):
     assert bank.config.gate_dim == families.head_dim_of(model)
 
 
-def test_mla_is_refused_with_the_reason():
-    from transformers import AutoConfig, AutoModelForCausalLM
+DEEPSEEK = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}
+DEEPSEEK |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "n_routed_experts": 2}
+DEEPSEEK |= {"num_experts_per_tok": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16}
+DEEPSEEK |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "first_k_dense_replace": 0}
 
-    config = AutoConfig.for_model(
-        "deepseek_v3",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=2,
-        num_experts_per_tok=1,
-        n_group=1,
-        topk_group=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        first_k_dense_replace=0,
-    )
+
+def test_mla_is_refused_with_the_reason():
+    config = AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
     with pytest.raises(SeergateError, match="deepseek_v3.*multi-head latent attention"):
         GateBank.for_model(AutoModelForCausalLM.from_config(config))
 

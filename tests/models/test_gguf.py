@@ -36,14 +36,8 @@ KIND = gguf.GGMLQuantizationType.Q8_0
 
 
 def llama() -> PreTrainedModel:
-    return tiny_model(
-        "llama",
-        vocab_size=len(VOCABULARY),
-        hidden_size=64,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-    )
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "tie_word_embeddings": True, "max_position_embeddings": 512}
+    return tiny_model("llama", vocab_size=len(VOCABULARY), **shape)
 
 
 def name_in_gguf(name: str) -> str:

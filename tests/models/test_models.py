@@ -1,7 +1,5 @@
 """The tiny models themselves: each builds, generates, is reproducible, and pays attention to something."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -47,9 +45,3 @@ def test_unwritten_memory_is_nan() -> None:
     assert torch.ones(2).new_empty(3).isnan().all()
     assert torch.empty(3, requires_grad=True).isnan().all()
     assert torch.equal(torch.empty(3, out=torch.ones(3)), torch.ones(3))
-
-
-@pytest.mark.plain_empty
-def test_unwritten_memory_can_be_left_alone() -> None:
-    assert torch.empty.__module__ != __name__
-    assert "wrapper" not in getattr(torch.empty, "__qualname__", "")

@@ -17,6 +17,7 @@ from seergate.methods.tri_attention import Centres, QueryCentres
 from tests.support import naive, naive_views
 from tests.support.models import prompt, tiny_model
 
+retention = naive_views.retention_for
 GROUPS = {1: (2, 2), 4: (8, 2), 5: (10, 2)}
 """Query heads per KV head -> query heads, KV heads."""
 
@@ -46,14 +47,9 @@ def _tri(model: Any, **options: Any) -> CompressingMethod:
 
 def _naive_tri(model: Any, *args: Any, **options: Any) -> naive.Tri:
     found, rope = centres(model), model.model.rotary_emb
-    return naive.Tri(
-        *args,
-        mean={layer: mean.double().numpy() for layer, mean in found.mean.items()},
-        modulus={layer: modulus.double().numpy() for layer, modulus in found.modulus.items()},
-        frequencies=rope.inv_freq.double().numpy(),
-        factor=rope.attention_scaling,
-        **options,
-    )
+    for name in ("mean", "modulus"):
+        options[name] = {layer: x.double().numpy() for layer, x in getattr(found, name).items()}
+    return naive.Tri(*args, frequencies=rope.inv_freq.double().numpy(), factor=rope.attention_scaling, **options)
 
 
 def _variant(policy: Any, **options: Any) -> Any:
@@ -101,6 +97,11 @@ def _with_gate(evictor: Callable[..., CompressingMethod], budget: int = 16) -> C
         return methods.GateOnEvictor(evictor=evictor(), gate=gate)
 
     return make
+
+
+def gated(model: Any, policy: Any) -> Any:
+    """The simulation of a policy whose residents the gate chooses from."""
+    return naive_views.gated(policy, model, naive_views.gate_for(model), 16)
 
 
 C = 24
@@ -252,18 +253,14 @@ EVICTORS = {
     ),
     "fast_kvzip": Evictor(
         lambda m: methods.FastKVzip(
-            bank=naive_views.level(naive_views.retention_for(m, "fast_kvzip")),
-            token_budget=C,
-            interval=6,
-            window=5,
-            first_tokens=2,
+            bank=naive_views.level(retention(m, "fast_kvzip")), token_budget=C, interval=6, window=5, first_tokens=2
         ),
-        lambda m: naive_views.FastKVzip(C, interval=6, recent=5, bank=naive_views.retention_for(m, "fast_kvzip")),
+        lambda m: naive_views.FastKVzip(C, interval=6, recent=5, bank=retention(m, "fast_kvzip")),
         lambda n, t: C + 6,
     ),
     "trim_kv": Evictor(
-        lambda m: methods.TrimKV(bank=naive_views.retention_for(m, "trim_kv"), token_budget=C, interval=6),
-        lambda m: naive_views.TrimKV(C, interval=6, bank=naive_views.retention_for(m, "trim_kv")),
+        lambda m: methods.TrimKV(bank=retention(m, "trim_kv"), token_budget=C, interval=6),
+        lambda m: naive_views.TrimKV(C, interval=6, bank=retention(m, "trim_kv")),
         lambda n, t: C + 6,
     ),
     "kv4bit": Evictor(
@@ -275,34 +272,25 @@ EVICTORS = {
     ),
     "h2o and gate": Evictor(
         _with_gate(partial(methods.H2O, token_budget=C, recent_tokens=10)),
-        lambda m: naive_views.gated(naive.H2O(C, recent=10), m, naive_views.gate_for(m), 16),
+        lambda m: gated(m, naive.H2O(C, recent=10)),
         lambda n, t: C + 1,
         covering=_with_gate(partial(methods.H2O, token_budget=4096), 4096),
         grows=True,
     ),
     "snapkv and gate": Evictor(
         _with_gate(partial(methods.SnapKV, token_budget=C, window=6, interval=8, kernel=5)),
-        lambda m: naive_views.gated(
-            naive.SnapKV(C, interval=8, recent=6, periodic=True), m, naive_views.gate_for(m), 16
-        ),
+        lambda m: gated(m, naive.SnapKV(C, interval=8, recent=6, periodic=True)),
         lambda n, t: C + 8,
         covering=_with_gate(partial(methods.SnapKV, token_budget=4096), 4096),
         grows=True,
     ),
     "trim_kv and gate": Evictor(
-        lambda m: _with_gate(
-            partial(methods.TrimKV, bank=naive_views.retention_for(m, "trim_kv"), token_budget=C, interval=6)
-        )(m),
-        lambda m: naive_views.gated(
-            naive_views.TrimKV(C, interval=6, bank=naive_views.retention_for(m, "trim_kv")),
-            m,
-            naive_views.gate_for(m),
-            16,
-        ),
+        lambda m: _with_gate(partial(methods.TrimKV, bank=retention(m, "trim_kv"), token_budget=C, interval=6))(m),
+        lambda m: gated(m, naive_views.TrimKV(C, interval=6, bank=retention(m, "trim_kv"))),
         lambda n, t: C + 6,
-        covering=lambda m: _with_gate(
-            partial(methods.TrimKV, bank=naive_views.retention_for(m, "trim_kv"), token_budget=4096), 4096
-        )(m),
+        covering=lambda m: _with_gate(partial(methods.TrimKV, bank=retention(m, "trim_kv"), token_budget=4096), 4096)(
+            m
+        ),
         grows=True,
     ),
 }

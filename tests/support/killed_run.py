@@ -23,8 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, evaluate, make_task, store
 from seergate.eval.grading.graders import Grade
 from seergate.eval.grading.judge import GradingPool
+from tests.support.running import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TASK = {"problems": 12, "variables": 6, "seed": 3}
 OPTIONS = RunOptions(samples=2, max_new_tokens=40, batch_size=2, seed=5, sampling=Sampling(temperature=1.0))
 SPEC = MethodSpec("oracle", token_budget=32, block_size=16)
@@ -57,28 +57,16 @@ def grade_slowly() -> None:
 
 
 def storm(model: str, root: Path, kills: int, seed: int = 0) -> dict:
-    """Run once undisturbed, in one process, and once with so many kills; then compare.
+    """Run a model's directory once undisturbed, in one process, and once with so many kills; then compare.
 
-    Args:
-        model: directory of a small model.
-        root: where both runs go.
-        kills: how many.
-        seed: of the moments.
-
-    Returns:
-        What the kills met: how many ``"before"`` the first sample of a start, ``"between"`` samples and with a line
-        ``"half_written"`` (by hand: a kill inside a write is too rare to wait for); how many starts found samples that
-        were left ``"ungraded"``; and how often a run that had come to its end was ``"set_back"``, for the next kill
-        to have something to interrupt.
-
-    Raises:
-        AssertionError: if a sample is missing, twice or different, or a metric differs; or if of many starts none
-            found samples without a grade, and so nothing was learnt about them.
+    Returns what the kills met: how many ``"before"`` the first sample of a start, ``"between"`` samples and with a
+    line ``"half_written"`` (by hand: a kill inside a write is too rare to wait for); how many starts found samples
+    that were left ``"ungraded"``; and how often a run that had come to its end was ``"set_back"``.
     """
     whole = run(model, str(root / "whole"))
     out, moments = root / "killed", random.Random(seed)
     command = [sys.executable, "-m", "tests.support.killed_run", model, str(out)]
-    path = out / store.SAMPLES
+    path, env = out / store.SAMPLES, {**os.environ, "PYTHONPATH": str(ROOT)}
     met = dict.fromkeys(("before", "between", "half_written", "ungraded", "set_back"), 0)
 
     def written() -> int:
@@ -89,13 +77,7 @@ def storm(model: str, root: Path, kills: int, seed: int = 0) -> dict:
             {store.key_of(row) for row in store.read_samples(out, name)} for name in (store.UNGRADED, store.SAMPLES)
         )
         met["ungraded"] += not kept <= graded
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         before, deadline = written(), time.monotonic() + 300
         if moments.random() < 0.9:  # else somewhere in the imports
             while process.poll() is None and time.monotonic() < deadline and written() <= before:

@@ -55,13 +55,11 @@ class Board:
         """The function, telling the board when it begins and how long it took."""
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            count, seconds = self.read(phase)
-            struct.pack_into("qd", self._memory, 16 * PHASES.index(phase), count + 1, seconds)
+            (count, seconds), place = self.read(phase), 16 * PHASES.index(phase)
+            struct.pack_into("qd", self._memory, place, count + 1, seconds)
             started = time.perf_counter()
             result = function(*args, **kwargs)
-            struct.pack_into(
-                "qd", self._memory, 16 * PHASES.index(phase), count + 1, seconds + time.perf_counter() - started
-            )
+            struct.pack_into("qd", self._memory, place, count + 1, seconds + time.perf_counter() - started)
             return result
 
         return wrapper
@@ -74,11 +72,7 @@ def start(config: TrainConfig, board: Board) -> int:
     if process:
         return process
     try:
-        with (
-            open(os.devnull, "w") as nowhere,
-            contextlib.redirect_stdout(nowhere),
-            contextlib.redirect_stderr(nowhere),
-        ):
+        with open(os.devnull, "w") as no, contextlib.redirect_stdout(no), contextlib.redirect_stderr(no):
             trainer.token_files = board.watched("data", trainer.token_files)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
@@ -113,32 +107,16 @@ def kill_once(config: TrainConfig, board: Board, phase: str, occurrence: int, de
 
 
 def storm(config: TrainConfig, kills: int, seed: int = 0) -> collections.Counter[str]:
-    """Run once undisturbed, once with ``kills`` kills, and compare everything that is left; arguments as in `both`.
-
-    Returns:
-        How many kills fell into each phase.
-
-    Raises:
-        AssertionError: if a run fails, or anything differs.
-    """
+    """`both`, then `compare`; returns how many kills fell into each phase."""
     killed, whole, fell = both(config, kills, seed)
     compare(killed, whole)
     return fell
 
 
 def both(config: TrainConfig, kills: int, seed: int) -> tuple[TrainConfig, TrainConfig, collections.Counter[str]]:
-    """A killed run and an undisturbed one.
+    """A killed run and an undisturbed one, which have ended, and how many kills fell into each phase.
 
-    Args:
-        config: a small run; its steps, evaluations and checkpoints are set here so that no kill comes after its end.
-        kills: how many.
-        seed: of phases and moments.
-
-    Returns:
-        The two runs, which have ended, and how many kills fell into each phase.
-
-    Raises:
-        AssertionError: if a run fails.
+    Steps, evaluations and checkpoints of the small run ``config`` are set so that no kill comes after its end.
     """
     config = replace(config, max_steps=2 * kills + 6, save_steps=1, eval_steps=1, save_total_limit=2)
     root, board, rng = config.run_dir, Board(), random.Random(seed)

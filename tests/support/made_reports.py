@@ -13,69 +13,34 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", comp
     """A run directory as `seergate.eval` writes it, with answers that are right where ``right`` says so."""
     directory = root / (method if budget is None else f"{method}-{budget}")
     directory.mkdir(parents=True)
-    nominal = "all" if budget is None else str(budget)
-    described = {
-        "name": method,
-        "nominal": nominal,
-        **({} if budget is None else {"token_budget": budget, "block_size": 16}),
-    }
+    described = {"name": method, "nominal": "all" if budget is None else str(budget)}
+    described |= {} if budget is None else {"token_budget": budget, "block_size": 16}
+    sampling = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     settings = {
         "task": {"name": "chain_sum", "problems": n, "n_problems": n, "chance": 0.1, "contents": "c"},
         "method": described,
         "model": {"path": model, "type": "qwen3", "parameters": 1000, "dtype": "float32", "fingerprint": model},
         "gates": None,
-        "generation": {
-            "samples": 1,
-            "max_new_tokens": 99,
-            "temperature": 0.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "seed": 0,
-        },
+        "generation": {"samples": 1, "max_new_tokens": 99, "seed": 0} | sampling,
         "environment": {"seergate": "0", "git": None, "torch": "2", "hardware": {"cpu": "x"}},
         **config,
     }
     (directory / "config.yaml").write_text(yaml.safe_dump(settings))
     lines = []
     for i in range(n):
-        sample = {
-            "task": "chain_sum",
-            "problem_id": str(i),
-            "sample_idx": 0,
-            "n_prompt_tokens": 60,
-            "n_tokens": TOKENS.get(method, 50) + i % 3,
-            "finish_reason": "stop",
-            "completion": completion,
-            "pred": "1",
-            "gold": "1",
-            "correct": bool(right(i)),
-            "seconds": 0.5,
-            "density": 1.0 if budget is None else budget / 100,
-            "cached_tokens": 150.0,
-            "bytes_read_per_step": 5000.0,
-            "own_bytes_mean": 70000.0,
-            "own_bytes_peak": 80000.0,
-            "resident_bytes_mean": 75000.0,
-            "resident_bytes_peak": 85000.0,
-        }
+        sample = {"task": "chain_sum", "problem_id": str(i), "sample_idx": 0, "completion": completion}
+        sample |= {"n_prompt_tokens": 60, "n_tokens": TOKENS.get(method, 50) + i % 3, "finish_reason": "stop"}
+        sample |= {"pred": "1", "gold": "1", "correct": bool(right(i)), "seconds": 0.5}
+        sample |= {"density": 1.0 if budget is None else budget / 100, "cached_tokens": 150.0}
+        sample |= {"bytes_read_per_step": 5000.0, "own_bytes_mean": 70000.0, "own_bytes_peak": 80000.0}
+        sample |= {"resident_bytes_mean": 75000.0, "resident_bytes_peak": 85000.0}
         lines.append(json.dumps(sample) + "\n")
     (directory / "samples.jsonl").write_text("".join(lines))
     if recall is not None:
-        record = {
-            "recall": sum(recall) / len(recall),
-            "recall_per_layer": recall,
-            "layers": [0, 2],
-            "next_token_kl": 1 - sum(recall) / len(recall),
-            "next_token_kl_p99": 2.5,
-            "perplexity": 2.0,
-            "dense_perplexity": 1.5,
-            "agreement": 0.9,
-            "windows": 4,
-            "tokens_per_window": 8,
-            "contexts": "c0ffee",
-            "reference": "dense",
-        }
+        mean = sum(recall) / len(recall)
+        record = {"recall": mean, "recall_per_layer": recall, "layers": [0, 2], "next_token_kl": 1 - mean}
+        record |= {"next_token_kl_p99": 2.5, "perplexity": 2.0, "dense_perplexity": 1.5, "agreement": 0.9}
+        record |= {"windows": 4, "tokens_per_window": 8, "contexts": "c0ffee", "reference": "dense"}
         (directory / "proxies.json").write_text(json.dumps(record))
     return directory
 

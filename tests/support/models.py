@@ -23,23 +23,18 @@ PAD = 0
 """Token id of padding; no prompt made here contains it."""
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.2,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": None,
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096},
+    **{"initializer_range": 0.2, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None},
 }
 _GROUP_OF_4: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _FULL = ["full_attention", "full_attention"]
 _MIXED = ["sliding_attention", "full_attention"]
+_LINEAR = {
+    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+}
 
 # model_type -> what differs from _COMMON. Families with sliding windows get one sliding and one full layer.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,15 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
     "exaone4": {"sliding_window": 32, "layer_types": _MIXED},
     "ernie4_5": {},
-    "qwen3_next": _MOE
-    | {
-        "layer_types": ["linear_attention", "full_attention"],
-        "shared_expert_intermediate_size": 32,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_next": _MOE | _LINEAR | {"shared_expert_intermediate_size": 32},
     "hunyuan_v1_dense": {},
     "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
@@ -85,13 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCABULARY,
         "num_kv_shared_layers": 0,
     },
-    "qwen3_5_text": {
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-    },
+    "qwen3_5_text": _LINEAR,
 }
 
 

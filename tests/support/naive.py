@@ -292,13 +292,9 @@ class RaaS:
                 self.used[past.layer, head, n] = past.decoded
             of_prompt = [n for n in names if n < past.prompt]
             evictable = [n for n in names[:-1] if self.prompt == "evictable" or n not in of_prompt]
-            room = {
-                "pinned": max(self.pages, len(of_prompt) + 1),
-                "extra": len(of_prompt) + self.pages,
-                "evictable": self.pages,
-            }
+            room = {"pinned": max(self.pages, len(of_prompt) + 1), "extra": len(of_prompt) + self.pages}
             evictable.sort(key=lambda n: (self.used.get((past.layer, head, n), 0), bounds[n], n))
-            for worst in evictable[: max(0, len(names) - room[self.prompt])]:
+            for worst in evictable[: max(0, len(names) - room.get(self.prompt, self.pages))]:
                 past.alive[head, pages[names.index(worst)]] = False
 
 

@@ -26,17 +26,10 @@ def pair(
     env: dict[str, str] | None = None,
     seconds: float = 240,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run ``python *arguments`` twice.
+    """Run ``python *arguments`` twice, in these working directories; exit code and output of each, by rank.
 
-    Args:
-        arguments: of the interpreter.
-        places: the working directory of each.
-        machines: 1, or 2 for processes that take themselves for the first of a machine each.
-        env: more environment variables.
-        seconds: both are killed after that.
-
-    Returns:
-        Exit code and output of each, by rank.
+    With two ``machines`` the processes take themselves for the first of a machine each. Both are killed after so many
+    ``seconds``.
     """
     common = {
         **{key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")},
@@ -44,17 +37,10 @@ def pair(
         **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         **(env or {}),
     }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            cwd=places[rank],
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank if machines == 1 else 0)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in (0, 1)
-    ]
+    ranks = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank if machines == 1 else 0)} for rank in (0, 1)]
+    piped = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, *arguments]
+    processes = [subprocess.Popen(command, cwd=places[i], env=env, **piped) for i, env in enumerate(ranks)]
     try:
         outputs = [process.communicate(timeout=seconds) for process in processes]
     finally:

@@ -24,9 +24,7 @@ OURS_AND_SEER = [name for name, figure in FIGURES.items() if not figure.source o
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", ["table2", *(pytest.param(name, marks=pytest.mark.soak) for name in OURS_AND_SEER if name != "table2")]
-)
+@pytest.mark.parametrize("name", support.mostly_soak(OURS_AND_SEER, "table2"))
 def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
     extra = [] if name == "table2" else ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
@@ -35,9 +33,8 @@ def test_figures_are_drawn(name, tmp_path):
     text = (tmp_path / f"{label}.md").read_text()
     assert "| " in text and ("(text.png)" in text) == (name == "trained")
     if not name.startswith("table"):
-        assert f"({label}.png)" in text
+        assert f"({label}.png)" in text and (tmp_path / f"{label}.svg").is_file()
         assert (tmp_path / f"{label}.png").stat().st_size > 10_000
-        assert (tmp_path / f"{label}.svg").is_file()
     if name != "table2":
         assert (tmp_path / "report.html").is_file()
         for config in (tmp_path / "eval").glob("*/config.yaml"):
@@ -74,40 +71,6 @@ def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_pa
     assert budgets["gate [attn_gate]"] > budgets["gate [msa]"], "a key per token leaves less to read"
 
 
-@pytest.mark.parametrize(
-    ("option", "said"), [(("--workers", -1), "workers is -1"), (("--samples", 0), "samples is 0")], ids=str
-)
-def test_a_figure_is_refused_before_its_gates_are_trained(option, said, tmp_path, capsys):
-    assert call("figure", "trained", *option, "--max-steps", 1, "--out", tmp_path / "out") == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-def test_a_figure_is_of_answers(tmp_path, capsys):
-    (tmp_path / "texts.txt").write_text("[a1] 3 . " * 900)
-    task = f"perplexity:length=64:scored=8:data={tmp_path / 'texts.txt'}"
-    assert call("figure", "5", "--task", task, "--out", tmp_path / "out") == 2
-    assert (
-        "the figure 5 compares answers, and 'perplexity" in capsys.readouterr().err and not (tmp_path / "out").exists()
-    )
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        (("--head", 7), "head is 7; layer 1 has 2 KV heads, 0..1"),
-        (("--head", -1), "head is -1; layer 1 has 2 KV heads, 0..1"),
-        (
-            ("--layer", 9),
-            "layer is 9; it must be a layer with full attention and keys of its own, in this model 0, 1, 2, 3",
-        ),
-    ],
-)
-def test_layers_and_heads_that_are_not_there(option, said, tmp_path, capsys):
-    assert call("figure", "kept", "--problems", 1, "--variables", 8, *option, "--out", tmp_path) == 2
-    found = capsys.readouterr()
-    assert found.err.strip() == f"error: {said}" and not found.out, "before anything is answered"
-
-
 def test_the_layer_that_is_drawn_is_one_that_methods_have(tmp_path):
     """Of a model whose layer 1 has a sliding window, and of one where only layer 0 has none."""
     for types, layer in ((["full_attention", "sliding_attention", "full_attention"], 2), (["full_attention"], 0)):
@@ -140,13 +103,12 @@ def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
     assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
 
 
+SMALL = ("--problems", 1, "--variables", 8)
 OF_OTHERS = [name for name, figure in FIGURES.items() if figure.source and SEER not in figure.source]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("rpc3", "rpc7") else pytest.mark.soak) for name in OF_OTHERS]
-)
+@pytest.mark.parametrize("name", support.mostly_soak(OF_OTHERS, "rpc3", "rpc7"))
 def test_figures_of_the_other_papers(name, tmp_path, capsys):
     """With their own settings for the tiny reasoner, on two small problems."""
     assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err
@@ -157,20 +119,13 @@ def test_figures_of_the_other_papers(name, tmp_path, capsys):
     assert (look.draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("name", "own"), ALIASES.items())
-def test_figures_that_have_two_names(name, own, tmp_path):
-    small = ("--problems", 1, "--variables", 8, "--max-new-tokens", 60)
-    assert call("figure", name, *small, "--out", tmp_path) == 0
-    assert (tmp_path / f"figure-{own}.md").is_file()
-
-
 def specs_of(values, sizes=(64,)):
     plan = SweepPlan.of(values)
     return plan.specs(plan.make_task(), plan.block_size or list(sizes))
 
 
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
+    assert set(ALIASES) <= set(NAMES)
     assert set(FIGURES) < set(NAMES) and {figure.style for figure in FIGURES.values()} == set(STYLES)
     for name, figure in FIGURES.items():
         for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
@@ -198,12 +153,18 @@ def test_the_document_lists_every_figure():
         (("kept", "--alpha", 0.1), "the figure kept does not take --alpha, which is for recurrence"),
         (("recurrence", "--head", 0), "the figure recurrence does not take --head, which is for kept"),
         (("5", "--problems", 0), "problems is 0"),
+        (("trained", "--workers", -1, "--max-steps", 1), "workers is -1"),
+        (("trained", "--samples", 0, "--max-steps", 1), "samples is 0"),
+        (("5", "--task", "perplexity:length=64:scored=8"), "the figure 5 compares answers, and 'perplexity"),
+        (("kept", *SMALL, "--head", 7), "error: head is 7; layer 1 has 2 KV heads, 0..1\n"),
+        (("kept", *SMALL, "--head", -1), "error: head is -1; layer 1 has 2 KV heads, 0..1\n"),
+        (("kept", *SMALL, "--layer", 9), "layer is 9; it must be a layer with full attention and keys of its own, in"),
     ],
 )
-def test_a_figure_ignores_nothing_that_it_is_given(arguments, said, tmp_path, capsys):
+def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said, tmp_path, capsys):
     assert call("figure", *arguments, "--out", tmp_path / "out") == 2
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    found = capsys.readouterr()
+    assert said in found.err and not found.out and not list(tmp_path.glob("out/*"))
 
 
 def test_a_figure_of_runs_that_cannot_be_compared_says_why(tmp_path):

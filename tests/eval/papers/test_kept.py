@@ -1,7 +1,5 @@
 """The record of the tokens that evicting methods keep, against attention and the simulations."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -19,6 +19,11 @@ from tests.eval.report.test_report import parted
 from tests.support.made_reports import reconfigure, write_run
 
 
+def cells(table):
+    """The rows of a Markdown table below its head."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
 def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
     """Table 1 of RPC, with another limit; half of the problems, and what is unfinished, has none."""
     figure, long = FIGURES["rpc-table1"], PAPER | {"max_new_tokens": 32768, "max_total_tokens": None}
@@ -33,10 +38,7 @@ def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
         for spec in specs:
             write(tmp_path / name, spec, None, task, model, right=9, n=task["n_problems"], how=how)
         (sweep,) = load_sweeps(tmp_path / name)
-        found = [
-            [cell.strip() for cell in line.strip("|").split("|")]
-            for line in beside(sweep, figure.published, figure.real).splitlines()[2:]
-        ]
+        found = cells(beside(sweep, figure.published, figure.real))
         if name in ("half", "unfinished"):
             assert found == []
             continue
@@ -62,14 +64,7 @@ def runs_of(name: str, root: Path, bank) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "drawn"),
-    [
-        ("4", {"dense"}),
-        ("5", {"dense", "gate", "quest"}),
-        ("7", {"dense", "gate", "quest"}),
-        ("8", {"dense", "gate", "quest"}),
-        ("9", {"dense"}),
-    ],
+    ("name", "drawn"), [*((n, {"dense"}) for n in "49"), *((n, {"dense", "gate", "quest"}) for n in "578")]
 )
 def test_figures_have_the_numbers_that_are_known(name, drawn, tmp_path, bank):
     """Figure 8, for one, whose series are named "gate, all sparse" and "gate, layers 0,1 dense"."""
@@ -96,17 +91,16 @@ def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
     write(tmp_path, MethodSpec("gate", 8192, dense_layers=(0, 1)), bank(64))
     write(tmp_path, MethodSpec("quest", 4096, 16), None)
     (sweep,) = load_sweeps(tmp_path)
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in STYLES["length_table"].table(sweep).splitlines()
-    ]
-    beside = {(row[0], row[1]): row[4:] for row in rows[2:]}
+    beside = {(row[0], row[1]): row[4:] for row in cells(STYLES["length_table"].table(sweep))}
     assert beside == {
         ("dense", "–"): ["74.5", "15.1k", "samples 1 instead of 64"],
         ("gate, all sparse", "4096"): ["72.3", "16.3k", "samples 1 instead of 64"],
         ("gate, layers 0,1 dense", "8192"): ["–", "–", "–"],
         ("quest", "4096"): ["–", "–", "–"],
     }
+    write(tmp_path / "unfinished", MethodSpec("dense"), None, n=20, right=14)
+    (sweep,) = load_sweeps(tmp_path / "unfinished")
+    assert "74.5" not in STYLES["length_table"].table(sweep)
 
 
 def test_variants_without_a_common_problem_are_not_compared(tmp_path):
@@ -135,29 +129,21 @@ def test_repeated_steps_by_hand():
     assert repeated_steps("") == (0, 0)
 
 
-def test_a_correlation_that_does_not_exist_is_not_printed(tmp_path):
+@pytest.mark.parametrize("changed", ["other contexts", "none recorded", "equal answers"])
+def test_proxies_that_cannot_be_compared_are_not_correlated(changed, tmp_path):
+    def said():
+        (sweep,) = load_sweeps(tmp_path)
+        return " ".join(STYLES["proxies"].read(sweep)), STYLES["proxies"].draw(sweep, tmp_path / "x.png")
+
     for budget in (16, 32, 64):
-        write_run(tmp_path, "gate", budget, lambda i: i < 9, recall=[0.5, budget / 64])
-    (sweep,) = load_sweeps(tmp_path)
-    said = " ".join(STYLES["proxies"].read(sweep))
-    assert "nan" not in said and "the same in all 3 settings (gate)" in said
-    assert "nan" not in STYLES["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
-
-
-@pytest.mark.parametrize("contexts", ["other", None], ids=["others", "not recorded"])
-def test_proxies_of_different_contexts_are_not_correlated(contexts, tmp_path):
-    for budget in (16, 32, 64):
-        run = write_run(tmp_path, "gate", budget, lambda i, right=budget // 4: i < right, recall=[0.5, budget / 64])
-    (sweep,) = load_sweeps(tmp_path)
-    assert "rank correlation 1.00" in " ".join(STYLES["proxies"].read(sweep))
-    path = run / "proxies.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": contexts}))
-    (sweep,) = load_sweeps(tmp_path)
-    assert "rank correlation" not in " ".join(STYLES["proxies"].read(sweep))
-    assert "rank correlation" not in STYLES["proxies"].draw(sweep, tmp_path / "x.png").with_suffix(".svg").read_text()
-
-
-def test_no_length_stands_beside_an_unfinished_run(tmp_path, bank):
-    write(tmp_path, MethodSpec("dense"), None, n=20, right=14)
-    (sweep,) = load_sweeps(tmp_path)
-    assert "74.5" not in STYLES["length_table"].table(sweep)
+        right = 9 if changed == "equal answers" else budget // 4
+        run = write_run(tmp_path, "gate", budget, lambda i, right=right: i < right, recall=[0.5, budget / 64])
+    if changed == "equal answers":
+        assert "the same in all 3 settings (gate)" in said()[0]
+    else:
+        assert "rank correlation 1.00" in said()[0]
+        record = json.loads((run / "proxies.json").read_text())
+        contexts = "other" if changed == "other contexts" else None
+        (run / "proxies.json").write_text(json.dumps(record | {"contexts": contexts}))
+    text, drawn = said()
+    assert not any("rank correlation" in x or "nan" in x for x in (text, drawn.with_suffix(".svg").read_text()))

@@ -1,12 +1,11 @@
 """The HTML report in a real browser. Runs where Chromium is installed; it is not among the project's requirements."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 import subprocess
 import threading
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,36 +17,54 @@ from tests.support.made_reports import write_run
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), None)
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs a browser: one of {', '.join(NAMES)}")
+HEADLESS = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu"]
+
+pytestmark = needs_a_browser = pytest.mark.skipif(CHROMIUM is None, reason=f"needs one of {', '.join(NAMES)}")
 
 
 def opened(page: Path, profile: Path) -> tuple[list[str], Path]:
     """What a page writes to the console, and a picture of it."""
     picture = profile.with_suffix(".png")
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--enable-logging=stderr", "--window-size=1100,2400", f"--screenshot={picture}", page.as_uri()]
+    command = [*HEADLESS, f"--user-data-dir={profile}", "--enable-logging=stderr"]
+    command += ["--window-size=1100,2400", f"--screenshot={picture}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return [line for line in done.stderr.splitlines() if "CONSOLE" in line], picture
 
 
-@pytest.fixture
-def host():
-    """A host on this machine, its address and the paths that were asked of it."""
+@contextmanager
+def serving(page=b"", posted=None):
+    """A host on this machine that has one page: its address, and the paths that were asked of it."""
     asked = list[str]()
 
     class Server(BaseHTTPRequestHandler):
         def do_GET(self):
             asked.append(self.path)
-            self.send_error(404)
+            self.send_response(200 if page and self.path == "/" else 404)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(page if self.path == "/" else b"")
+
+        def do_POST(self):
+            posted(self.rfile.read(int(self.headers["Content-Length"])))
+            self.send_response(204)
+            self.end_headers()
 
         def log_message(self, *_):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", asked
-    server.shutdown()
-    server.server_close()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def host():
+    with serving() as found:
+        yield found
 
 
 def test_the_report_opens_without_a_word_on_the_console(tmp_path):
@@ -86,18 +103,13 @@ def test_the_policy_holds_even_where_nothing_is_escaped(tmp_path, host):
     """It is seen in the browser's words: each forbidden thing is refused, and nothing is asked of the host."""
     address, asked = host
     write_run(tmp_path / "runs", "dense", None, lambda i: True)
-    page = write_report(tmp_path / "runs").html
-    told = ["script", "style", f'img src="{address}/i.png"', f'iframe src="{address}/f.html"']
-    for number, tag in enumerate(told):
-        content = {"script": "console.error('ran')", "style": f"h1 {{ background: url({address}/s.png) }}"}.get(
-            tag, ""
-        )
-        copy = tmp_path / f"{number}.html"
-        copy.write_text(page.read_text().replace("</body>", f"<{tag}>{content}</{tag.split()[0]}></body>"))
-        said, _ = opened(copy, tmp_path / f"profile-{number}")
-        assert said and all("Content Security Policy" in line for line in said), tag
-    assert asked == []
-    bare = page.read_text().replace("Content-Security-Policy", "none").replace("</body>", f"<{told[2]}></body>")
-    (tmp_path / "bare.html").write_text(bare)
-    opened(tmp_path / "bare.html", tmp_path / "bare")
+    page, bad = write_report(tmp_path / "runs").html.read_text(), tmp_path / "bad.html"
+    image = f'<img src="{address}/i.png">'
+    tags = f"<script>console.error('ran')</script><style>h1 {{ background: url({address}/s.png) }}</style>{image}"
+    bad.write_text(page.replace("</body>", f'{tags}<iframe src="{address}/f.html"></iframe></body>'))
+    said, _ = opened(bad, tmp_path / "first")
+    assert said and all("Content Security Policy" in line for line in said) and asked == []
+    assert all(any(kind in line for line in said) for kind in ("script", "style", "img-src", "frame")), said
+    bad.write_text(page.replace("Content-Security-Policy", "none").replace("</body>", f"{image}</body>"))
+    opened(bad, tmp_path / "second")
     assert asked == ["/i.png"], "without the policy the host is asked"

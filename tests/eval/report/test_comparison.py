@@ -40,14 +40,12 @@ def test_every_method_has_a_look_and_a_place_of_its_own():
 
 
 def test_options_tell_series_apart_only_where_they_must(tmp_path):
-    write_method(tmp_path, "h2o", 32, lambda i: True, interval=1, window=4)
-    write_method(tmp_path, "h2o", 64, lambda i: True, interval=1, window=8)  # as a calibrated window would be
-    write_method(tmp_path, "snapkv", 64, lambda i: True, window=4, kernel=7)
-    write_method(tmp_path, "snapkv", 64, lambda i: True, window=8, kernel=7)
-    write_method(tmp_path, "rpc", None, lambda i: True, ratio=4, nominal="1/4 of the answer")
-    write_method(tmp_path, "rpc", None, lambda i: True, ratio=8, nominal="1/8 of the answer")
+    for window, budget, ratio in ((4, 32, 4), (8, 64, 8)):
+        write_method(tmp_path, "h2o", budget, bool, interval=1, window=window)  # as a calibrated window would be
+        write_method(tmp_path, "snapkv", 64, bool, window=window, kernel=7)
+        write_method(tmp_path, "rpc", None, bool, ratio=ratio, nominal=f"1/{ratio} of the answer")
     (sweep,) = load_sweeps(tmp_path)
-    assert [s.label for s in sweep.settings] == [
+    labels = [
         "h2o at 32",
         "h2o at 64",
         "snapkv, window=4 at 64",
@@ -55,25 +53,18 @@ def test_options_tell_series_apart_only_where_they_must(tmp_path):
         "rpc, ratio=4",
         "rpc, ratio=8",
     ]
+    assert [s.label for s in sweep.settings] == labels
 
 
 def test_what_is_not_set_is_no_part_of_a_name(tmp_path):
     """Runs of before the block size was always recorded; options that one setting leaves out."""
-    write_method(tmp_path, "reason_cache", None, lambda i: True, block_size=None, nominal="all")
-    write_method(tmp_path, "reason_cache", None, lambda i: True, block_size=2, nominal="all")
-    write_method(tmp_path, "gate", 64, lambda i: True, compat=None, top_p=None)
-    write_method(tmp_path, "gate", 64, lambda i: True, compat="published", top_p=None)
-    for top_p in (0.9, 0.95):
-        write_method(tmp_path, "quest", None, lambda i: True, top_p=top_p, nominal=f"top-p {top_p}")
+    for size, compat, top_p in ((None, None, 0.9), (2, "published", 0.95)):
+        write_method(tmp_path, "reason_cache", None, bool, block_size=size, nominal="all")
+        write_method(tmp_path, "gate", 64, bool, compat=compat, top_p=None)
+        write_method(tmp_path, "quest", None, bool, top_p=top_p, nominal=f"top-p {top_p}")
     (sweep,) = load_sweeps(tmp_path)
-    assert {s.label for s in sweep.settings} == {
-        "reason_cache",
-        "reason_cache b2",
-        "gate at 64",
-        "gate, compat=published at 64",
-        "quest, top_p=0.9",
-        "quest, top_p=0.95",
-    }
+    labels = {"reason_cache", "reason_cache b2", "gate at 64", "gate, compat=published at 64"}
+    assert {s.label for s in sweep.settings} == labels | {"quest, top_p=0.9", "quest, top_p=0.95"}
     assert "None" not in write_report(tmp_path).markdown.read_text().partition("## How it was run")[0]
 
 
@@ -107,9 +98,8 @@ def many(tmp_path):
     for name in ("gate", "quest", "h2o", "tova", "snapkv", "random_evict", "raas", "streaming_llm"):
         for budget in (32, 64):
             good = {"gate": 18, "snapkv": 14, "tova": 0}.get(name, 6)
-            set_bytes(
-                write_method(tmp_path, name, budget, lambda i, good=good: i < good), 64000 + budget, budget * 100
-            )
+            directory = write_method(tmp_path, name, budget, lambda i, good=good: i < good)
+            set_bytes(directory, 64000 + budget, budget * 100)
     set_bytes(write_method(tmp_path, "kv4bit", None, lambda i: i < 17, nominal="all, in 4 bits"), 21000, 30000)
     return tmp_path
 

@@ -93,9 +93,7 @@ def test_the_page_is_what_the_slow_decoder_reads(name, tmp_path):
             for plane, shares in ((step[1, cell], scores), (step[2, cell], truth)):
                 assert plane[-1] == 0, "the current block is neither scored nor weighed"
                 assert np.abs(plane[:-1] / 255 - np.sqrt(shares)).max() < 0.5 / 255 + 1e-4
-    assert len({step[0].tobytes() for step in page["steps"][PROMPT + 1 :]}) > 5, (
-        "choices differ, so a shift would show"
-    )
+    assert len({step[0].tobytes() for step in page["steps"][PROMPT + 1 :]}) > 5, "choices differ: a shift would show"
 
 
 @pytest.mark.parametrize("reduction", ["max", "separate"])

@@ -1,12 +1,8 @@
 """The page in a real browser: what a reader points at is what is shown, and 2,000 tokens do not make it slow."""
 
-from __future__ import annotations
-
 import json
 import queue
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,12 +10,12 @@ import torch
 
 from seergate.eval.report.explorer import write_explorer
 from tests.decode.test_decode import BLOCK, gates
-from tests.eval.report.test_browser import CHROMIUM, NAMES, opened
+from tests.eval.report.test_browser import HEADLESS, needs_a_browser, opened, serving
 from tests.eval.report.test_explorer import answered, page_of
 from tests.support.evaluation import tokenizer
 from tests.support.models import tiny_model
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"needs a browser: one of {', '.join(NAMES)}")
+pytestmark = needs_a_browser
 
 READER = """<script nonce="reader">
 (async () => {
@@ -67,35 +63,18 @@ def read_by(page: Path, profile: Path, pointed: int, cell: int) -> dict:
     for own, wider in (("script-src ", "script-src 'nonce-reader' "), ("img-src ", "connect-src 'self'; img-src ")):
         assert text.count(own) == 1
         text = text.replace(own, wider)  # the page's policy, and the reader
-    served, seen = text.encode(), queue.Queue()
-
-    class Server(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path == "/" else 404)
-            self.send_header("Content-Type", "text/html")
-            self.end_headers()
-            self.wfile.write(served if self.path == "/" else b"")
-
-        def do_POST(self):
-            seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Server)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    command += ["--remote-debugging-port=0", "--window-size=1400,900", f"http://127.0.0.1:{server.server_port}/"]
-    browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        return seen.get(timeout=120)
-    finally:
-        browser.terminate()
-        browser.wait(30)
-        server.shutdown()
-        server.server_close()
+    seen = queue.Queue()
+    with serving(text.encode(), posted=seen.put) as (address, _):
+        browser = subprocess.Popen(
+            [*HEADLESS, f"--user-data-dir={profile}", "--remote-debugging-port=0", "--window-size=1400,900", address],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            return json.loads(seen.get(timeout=120))
+        finally:
+            browser.terminate()
+            browser.wait(30)
 
 
 def written(folder: Path, prompt: int, new: int) -> Path:
@@ -133,6 +112,5 @@ def test_two_thousand_tokens(tmp_path):
     page = written(tmp_path, 1000, 1000)
     times = sorted(read_by(page, tmp_path / "reader", pointed=900, cell=0)["times"])
     assert len(times) == 52
-    print(
-        f"{page.stat().st_size / 1e6:.2f} MB; shown {times[26]:.1f} ms after pointing (median), {times[-1]:.1f} (most)"
-    )
+    size = page.stat().st_size / 1e6
+    print(f"{size:.2f} MB; shown {times[26]:.1f} ms after pointing (median), {times[-1]:.1f} (most)")
