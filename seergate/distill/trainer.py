@@ -173,8 +173,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         expect_steps()
         with _stop_requests(world.is_main) as requested:
             _train(members, requested)
-            for run in members:
-                run.finish()
+        for run in members:
+            run.finish()
         world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:

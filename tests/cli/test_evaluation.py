@@ -54,7 +54,7 @@ def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
     assert {path: path.read_bytes() for path in before} == before
     assert (runs / "streaming_llm-48" / "metrics.json").is_file()
     text = (runs / "report.md").read_text()
-    for series in ("oracle b8, all sparse", "oracle b16, layers 0 dense", "p > 0.05", "pass@2 %", "KL to dense"):
+    for series in ("oracle b8, all sparse", "oracle b16, layers 0 dense", "p &#62; 0.05", "pass@2 %", "KL to dense"):
         assert series in text
     assert (runs / "accuracy.svg").read_text().lstrip().startswith("<?xml")
 

@@ -131,7 +131,7 @@ def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path, c
     assert len(anchors) == len(bank) == 2 and anchors[0] == 0
     record = bank.training_record
     assert 0 < record["anchor_recall"] <= record["own_recall"] <= 1 and "chain_sum" in record["recall_measured_on"]
-    assert f"anchors=[{anchors[0]}, {anchors[1]}]" in (out / "README.md").read_text()
+    assert rf"anchors=\[{anchors[0]}, {anchors[1]}\]" in (out / "README.md").read_text()
     assert main(["info", str(out)]) == 0
     told = capsys.readouterr().out
     assert f"decoding defaults    {{'anchors': {list(anchors)}}}" in told and "anchor recall" in told
