@@ -25,6 +25,7 @@ from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection
+from seergate.ops.rows import RowLengths
 from seergate.stats import token_bytes
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
@@ -113,9 +114,10 @@ class Storage(ABC):
             output = ops.dense_decode(q_BHD, keys, values, lengths, **how)
             return AttentionOutput(output.to(step.q_BHSD.device))
 
+        rows = step.rows if home == q_BHD.device == step.lengths.device else RowLengths(step.lengths.to(home))
+
         def sparse(q: Tensor, indices: Tensor, **more: Any) -> Tensor:
-            lengths = step.lengths.to(home)
-            return ops.sparse_decode(q, keys, values, indices.to(home), lengths, block_size, **how | more)
+            return ops.sparse_decode(q, keys, values, indices.to(home), rows, block_size, **how | more)
 
         if isinstance(selection, PerHeadSelection):
             indices, group = selection.heads.indices, q_BHD.shape[1] // keys.shape[1]

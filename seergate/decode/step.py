@@ -23,6 +23,7 @@ from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection
+from seergate.ops.rows import RowLengths
 from seergate.stats import DecodeStats, StepRecord
 
 MOST_FOLDED = 64
@@ -167,7 +168,7 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
             starts=[start + i for start in step.starts],
             counts=[1] * len(step.starts),
             hidden=None,
-            lengths=step.lengths - (new - 1 - i),
+            rows=RowLengths(step.lengths - (new - 1 - i), [end - (new - 1 - i) for end in step.ends]),
         )
 
 
@@ -184,7 +185,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         starts=context.starts,
         counts=context.counts,
         # a row without a real token yet attends to a zero key; its output is not used
-        lengths=layer.rows.lengths.clamp(min=1),
+        rows=layer.rows.lengths.clamp(min=1),
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import Correction
+from seergate.ops.rows import RowLengths
 
 
 class Rotary(Protocol):
@@ -65,7 +66,7 @@ class Step:
         decoded: number of each row's newest tokens that are decoded, in steps of their own or together; the tokens
             before them belong to a prompt.
         keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
-        lengths: int64 ``[B]`` on the cache's device, tokens of each row, the new ones included.
+        rows: tokens of each row, the new ones included, on the model's device (int64 ``[B]``) and on the host.
         sm_scale: factor on the query-key products.
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the attention logits, if the model has one.
@@ -84,7 +85,7 @@ class Step:
     counts: list[int]
     keys_BKCD: Tensor
     values_BKCD: Tensor
-    lengths: Tensor
+    rows: RowLengths  # a tensor is wrapped
     sm_scale: float
     sinks: Tensor | None = None
     softcap: float | None = None
@@ -92,6 +93,15 @@ class Step:
     hidden: Callable[[], Tensor] | None = None
     p_BKGT: Tensor | None = None
     decoded: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, Tensor):
+            self.rows = RowLengths(self.rows, self.ends if self.starts else None)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each row, int64 ``[B]``."""
+        return self.rows.tensor
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -107,11 +117,6 @@ class Step:
     def ends(self) -> list[int]:
         """Tokens of each row, the new ones included: ``lengths`` without a device read."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
-
-    @property
-    def host_lengths(self) -> list[int] | None:
-        """`ends`, or ``None`` in a compiled step."""
-        return self.ends if self.starts else None
 
     @property
     def max_length(self) -> int:

@@ -35,25 +35,32 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: float) -> Tensor:
-    """RoPE in the rotate-half (NeoX) form.
+def rotation(
+    positions: Tensor, inv_freq: Tensor, attention_scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of RoPE for `rotate`.
 
     Args:
-        x: ``[B, K, S, E]``.
         positions: ``[B, S]`` or ``[S]``, integer token positions.
         inv_freq: ``[E / 2]``, radians per position.
         attention_scaling: factor on cosine and sine; 1 unless the base model's RoPE scaling has one, as in YaRN.
+        dtype: of what is rotated; the angles are computed in fp32, or in float64 for float64.
 
     Returns:
-        ``[B, K, S, E]`` in the dtype of ``x``; computed in fp32 (float64 for float64 input).
+        Two tensors ``[B, 1, S, E]`` or ``[S, E]``; the first half of the sines is negative.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    angles = positions.to(wide.dtype)[..., None] * inv_freq.to(wide)
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = positions.to(wide)[..., None] * inv_freq.to(wide)
     cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
     if positions.ndim == 2:
         cos, sin = cos[:, None], sin[:, None]
-    first, second = wide.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """RoPE of ``x [B, K, S, E]`` in the rotate-half (NeoX) form, by angles from `rotation`; computed in their dtype."""
+    wide = x.to(cos.dtype)
+    return (wide * cos + wide.roll(wide.shape[-1] // 2, -1) * signed_sin).to(x.dtype)
 
 
 def branch_end(
@@ -62,7 +69,9 @@ def branch_end(
     """Apply RMSNorm and RoPE, each if the gate has it, to the output of a branch's linear map."""
     if norm_weight is not None:
         x_BKSE = rms_norm(x_BKSE, norm_weight)
-    return x_BKSE if inv_freq is None else rotate(x_BKSE, positions, inv_freq, attention_scaling)
+    if inv_freq is None:
+        return x_BKSE
+    return rotate(x_BKSE, *rotation(positions, inv_freq, attention_scaling, x_BKSE.dtype))
 
 
 def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:

@@ -8,29 +8,83 @@ Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from seergate.ops.checks import readable
-from seergate.ops.gate_math import Branch, block_scores, branch_end, projected_queries
+from seergate.ops.gate_math import Branch, block_scores, projected_queries, rms_norm, rotate, rotation
+from seergate.ops.rows import RowLengths
 from seergate.ops.selection import BlockBudget, Selection
 
 
 @torch.no_grad()
-def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
+def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments: scores of all blocks, complete or not."""
-    qg_BK1E = branch_end(projected_queries(q[:, :, None], branch.weight), (lengths - 1)[:, None], *branch[1:])
+    qg_BK1E = projected_queries(q[:, :, None], branch.weight)
+    if branch.norm_weight is not None:
+        qg_BK1E = rms_norm(qg_BK1E, branch.norm_weight)
+    if branch.inv_freq is not None:
+        angles = partial(rotation, rows.positions, branch.inv_freq, branch.attention_scaling, qg_BK1E.dtype)
+        key = ("rotation", branch.attention_scaling, qg_BK1E.dtype)
+        qg_BK1E = rotate(qg_BK1E, *rows.once(key, angles, branch.inv_freq))
     if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: avoids a copy of the keys
         return block_scores(qg_BK1E.transpose(0, 1), compressed.transpose(0, 1))[:, :, 0].transpose(0, 1)
     return block_scores(qg_BK1E, compressed)[:, :, 0]
 
 
+class Candidates(NamedTuple):
+    """The part of a selection by budget that depends only on lengths.
+
+    Attributes:
+        ties_N: negated block indices.
+        current_B11: index of each row's current block.
+        free_B1N: whether a block is selected by its score.
+        fixed_B1N: int64 keys of the other blocks: always selected ones sort first, future ones last.
+    """
+
+    ties_N: Tensor
+    current_B11: Tensor
+    free_B1N: Tensor
+    fixed_B1N: Tensor
+
+
+class Budgeted(NamedTuple):
+    """The part of a selection by budget that depends only on lengths.
+
+    Attributes:
+        candidates: see `Candidates`.
+        kept: the most blocks of a row.
+        surplus_B1X: which of the ``kept`` best blocks a row does not read; ``None`` if every row reads all of them.
+        counts_BK: blocks that each head reads.
+    """
+
+    candidates: Candidates
+    kept: int
+    surplus_B1X: Tensor | None
+    counts_BK: Tensor
+
+    @classmethod
+    def of(cls, budget: BlockBudget, rows: RowLengths, shape: torch.Size, block_size: int, sink_blocks: int) -> Self:
+        """For scores of this shape ``[B, K, N]``."""
+        _, kv_heads, blocks = shape
+        candidates = candidates_of(rows.tensor, blocks, block_size, sink_blocks)
+        wanted_B11 = budget.read(candidates.current_B11.long() + 1)
+        kept, even = budget.read(blocks), False
+        if rows.host:
+            wanted = [budget.read((length - 1) // block_size + 1) for length in rows.host]
+            kept, even = max(wanted), min(wanted) == max(wanted)
+        surplus_B1X = None if even else torch.arange(kept, device=wanted_B11.device) >= wanted_B11
+        counts_BK = wanted_B11[..., 0].int().expand(-1, kv_heads).contiguous()
+        return cls(candidates, kept, surplus_B1X, counts_BK)
+
+
 @torch.no_grad()
 def select_blocks(
     scores: Tensor,
-    lengths: Tensor,
+    rows: RowLengths,
     *,
     block_size: int,
     threshold: float | None,
@@ -39,19 +93,16 @@ def select_blocks(
     **limits: Any,
 ) -> Selection:
     """The op on checked arguments; ``limits`` are passed to `BlockBudget.of`."""
+    lengths, blocks = rows.tensor, scores.shape[2]
     budget = BlockBudget.of(block_size, sink_blocks, **limits)
     if budget is not None:
-        blocks = scores.shape[2]
-        candidates = candidates_of(lengths, blocks, block_size, sink_blocks)
-        wanted_B11 = budget.read(candidates.current_B11.long() + 1)
-        fewer = limits["token_budget"] is None and readable(wanted_B11) and wanted_B11.numel()
-        kept = int(wanted_B11.max()) if fewer else budget.read(blocks)
-        surplus_X = torch.arange(kept, device=scores.device) >= wanted_B11
-        best_first_BKX = _candidate_keys(scores, candidates).topk(kept, dim=-1).indices
-        ranked_BKX = best_first_BKX.int().masked_fill_(surplus_X, blocks)
-        best_BKX = ranked_BKX.sort(dim=-1).values
-        counts_BK = wanted_B11[..., 0].int().expand(-1, scores.shape[1])
-        return Selection(best_BKX.masked_fill_(best_BKX == blocks, -1), counts_BK.contiguous())
+        key = ("budgeted", budget, scores.shape, block_size, sink_blocks)
+        how = rows.once(key, partial(Budgeted.of, budget, rows, scores.shape, block_size, sink_blocks))
+        best_BKX = _candidate_keys(scores, how.candidates).topk(how.kept, dim=-1).indices.int()
+        if how.surplus_B1X is None:
+            return Selection(best_BKX.sort(dim=-1).values, how.counts_BK)
+        best_BKX = best_BKX.masked_fill_(how.surplus_B1X, blocks).sort(dim=-1).values
+        return Selection(best_BKX.masked_fill_(best_BKX == blocks, -1), how.counts_BK)
 
     scores_BKN = _finite(scores)
     blocks_N, current_B11 = _blocks(lengths, scores.shape[2], block_size)
@@ -71,22 +122,6 @@ def select_blocks(
     if readable(counts_BK) and counts_BK.numel():  # else the shape must not depend on values
         indices_BKN = indices_BKN[..., : int(counts_BK.max())]
     return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
-
-
-class Candidates(NamedTuple):
-    """The part of a selection by budget that depends only on lengths.
-
-    Attributes:
-        ties_N: negated block indices.
-        current_B11: index of each row's current block.
-        free_B1N: whether a block is selected by its score.
-        fixed_B1N: int64 keys of the other blocks: always selected ones sort first, future ones last.
-    """
-
-    ties_N: Tensor
-    current_B11: Tensor
-    free_B1N: Tensor
-    fixed_B1N: Tensor
 
 
 def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
