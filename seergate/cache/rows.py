@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from seergate.ops.rows import RowLengths
+
 
 class Rows:
     """The rows of one layer.
@@ -89,17 +91,28 @@ class Rows:
         extra = torch.arange(1, self.slots - index.shape[1] + 1, device=index.device)
         return torch.cat((index, self.valid.sum(1, keepdim=True) - 1 + extra), dim=1)
 
-    def set_resident(self, lengths: list[int]) -> None:
-        """Set how many tokens each row holds."""
-        if lengths == [length + 1 for length in self.resident]:
+    def set_resident(self, lengths: list[int], like: RowLengths | None = None) -> RowLengths:
+        """Set how many tokens each row holds. Returns the lengths for a decode step: those of another layer (``like``)
+        if they are the same, so that the layers share what follows from them.
+        """
+        device = self.lengths.device
+        shares = like is not None and like.host == lengths and like.tensor.device == device
+        if shares:
+            new = like.tensor
+        elif lengths == [length + 1 for length in self.resident]:
             new = self.lengths + 1  # no transfer to the device at a decode step
         else:
-            new = torch.tensor(lengths, dtype=torch.int64, device=self.lengths.device)
+            new = torch.tensor(lengths, dtype=torch.int64, device=device)
         self.lengths = new if self.width is None else self.lengths.copy_(new)
         self._resident = lengths
+        if shares:
+            return like
+        if 0 in lengths:  # a row without a real token yet attends to a zero key; its output is not used
+            return RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
+        return RowLengths(new, lengths)
 
-    def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
-        """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns.
+    def add(self, counts: list[int], slots: int, valid: Tensor | None, like: RowLengths | None = None) -> RowLengths:
+        """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns; ``like`` and result as in `set_resident`.
 
         ``valid``, bool ``[B, slots]``, marks the columns with real tokens; ``None`` if all are real.
         """
@@ -108,7 +121,9 @@ class Rows:
             self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
         self._set_slots(self.slots + slots)
         self._total = [total + count for total, count in zip(self.total, counts, strict=True)]
-        self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
+        return self.set_resident(
+            [resident + count for resident, count in zip(self.resident, counts, strict=True)], like
+        )
 
     def crop(self, slots: int) -> list[int]:
         """Keep the first ``slots`` slots; return how many tokens each row had before."""
