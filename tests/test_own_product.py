@@ -11,7 +11,7 @@ from seergate import GateBank, GateConfig
 from seergate.distill import TrainConfig, load_train_config, run_distillation
 from seergate.distill.base_model import check_model, fresh_gates
 from seergate.gates.scorer import INIT_STD
-from seergate.ops.gate_math import rotate, rotation
+from seergate.ops.gate_math import rotate
 from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
 from tests.models import tiny_model
 
@@ -31,8 +31,8 @@ def test_scores_are_the_models_own_products(q_pooling, k_pooling):
     found = gate.scores(gate.queries(q, at), gate.keys(gate.pool(k), starts))[0, :, 0]
     blocks = k.unflatten(2, (3, SIZE))
     own = (blocks.amax(3) + blocks.amin(3)) / 4 + blocks.mean(3) / 2 if len(k_pooling) == 3 else blocks.mean(3)
-    keys = rotate(own, *rotation(starts, gate.inv_freq, 1.0, own.dtype))[0]
-    queries = rotate(q, *rotation(at, gate.inv_freq, 1.0, q.dtype))[0, :, 0].unflatten(0, (gate.num_kv_heads, -1))
+    keys = rotate(own, starts, gate.inv_freq, 1.0)[0]
+    queries = rotate(q, at, gate.inv_freq, 1.0)[0, :, 0].unflatten(0, (gate.num_kv_heads, -1))
     products = torch.einsum("kgd,knd->kgn", queries, keys) / 4
     torch.testing.assert_close(found, products.amax(1) if q_pooling == "none" else products.mean(1))
 

@@ -23,6 +23,7 @@ class Rows:
 
     Attributes:
         lengths: int64 ``[B]``, tokens that each row holds.
+        each: int64 ``[B]``, the index of each row.
         width: int64 scalar, the number of slots; ``None`` without compiled steps.
         offsets: per row, the position that the model gave to its first token.
         valid: bool ``[B, <= slots]``, which slots hold real tokens; later slots all do. ``None`` without padding.
@@ -30,6 +31,7 @@ class Rows:
 
     def __init__(self, batch: int = 0, device: torch.device | None = None, compiles: bool = False) -> None:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.each = torch.arange(batch, device=device)
         self.width = torch.zeros((), dtype=torch.int64, device=device) if compiles else None
         self._resident, self._total, self.offsets = [0] * batch, [0] * batch, [0] * batch
         self._slots, self._seen = 0, True
@@ -96,8 +98,9 @@ class Rows:
         if they are the same, so that the layers share what follows from them.
         """
         device = self.lengths.device
-        shares = like is not None and like.host == lengths and like.tensor.device == device
-        if shares:
+        if like is None or like.host != lengths or like.tensor.device != device:
+            like = None
+        if like is not None:
             new = like.tensor
         elif lengths == [length + 1 for length in self.resident]:
             new = self.lengths + 1  # no transfer to the device at a decode step
@@ -105,7 +108,7 @@ class Rows:
             new = torch.tensor(lengths, dtype=torch.int64, device=device)
         self.lengths = new if self.width is None else self.lengths.copy_(new)
         self._resident = lengths
-        if shares:
+        if like is not None:
             return like
         if 0 in lengths:  # a row without a real token yet attends to a zero key; its output is not used
             return RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
@@ -148,12 +151,14 @@ class Rows:
             [x[row] for row in rows] for x in (self.resident, self.total, self.offsets)
         )
         self.lengths = self.lengths.index_select(0, index)
+        self.each = torch.arange(len(index), device=index.device)
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
 
     def append(self, other: Rows) -> None:
         """Append other rows; all rows then count as left-padded to the longest."""
         self.lengths = torch.cat((self.lengths, other.lengths))
+        self.each = torch.arange(len(self), device=self.lengths.device)
         self._resident, self._total = self.resident + other.resident, self.total + other.total
         self.offsets = self.offsets + other.offsets
         self._set_slots(max(self.total))

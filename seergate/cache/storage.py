@@ -289,7 +289,8 @@ class DynamicStorage(Storage):
             for buffer, x in pairs:
                 buffer[:, :, starts[0] : starts[0] + new] = x
         elif new == 1 and set(counts) == {1}:
-            batch, places = torch.arange(len(counts), device=home), rows.lengths.to(home)
+            batch = rows.each.to(home) if starts else torch.arange(len(counts), device=home)
+            places = rows.lengths.to(home)
             for buffer, x in pairs:
                 buffer[batch, :, places] = x[:, :, 0]
         else:

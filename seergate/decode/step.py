@@ -23,7 +23,6 @@ from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection
-from seergate.ops.rows import RowLengths
 from seergate.stats import DecodeStats, StepRecord
 
 MOST_FOLDED = 64
@@ -168,7 +167,7 @@ def _tokens(step: Step, count: int) -> Iterator[Step]:
             starts=[start + i for start in step.starts],
             counts=[1] * len(step.starts),
             hidden=None,
-            rows=RowLengths(step.lengths - (new - 1 - i), [end - (new - 1 - i) for end in step.ends]),
+            lengths=step.lengths - (new - 1 - i),
         )
 
 
@@ -184,6 +183,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         k_BKSD=context.k,
         starts=context.starts,
         counts=context.counts,
+        lengths=context.rows.tensor,
         rows=context.rows,
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),

@@ -87,13 +87,15 @@ class AttnGate(Scorer):
         grouped = qg_BKSE.unflatten(1, (-1, each)).flatten(2, 3)
         return block_scores(grouped, kg_BKNE).unflatten(2, (each, -1)).amax(2)
 
-    def step_scores(self, q_BHD: Tensor, rows: RowLengths, kg_BKNE: Tensor) -> Tensor:
+    def step_scores(self, q_BHD: Tensor, rows: RowLengths | Tensor, kg_BKNE: Tensor) -> Tensor:
         if self.config.q_pooling != "proj":
             return super().step_scores(q_BHD, rows, kg_BKNE)
         size, branch = self.config.block_size, self.branch("q")._asdict()
         return ops.score_blocks(q_BHD, rows, kg_BKNE, block_size=size, **branch)
 
-    def remember(self, k_BKD: Tensor, rows: RowLengths, recent: Tensor, entries: Tensor, **placing: Any) -> None:
+    def remember(
+        self, k_BKD: Tensor, rows: RowLengths | Tensor, recent: Tensor, entries: Tensor, **placing: Any
+    ) -> None:
         """Store each row's newest key, and the compressed key of each block that it completes."""
         size, kinds, branch = self.config.block_size, self.config.k_pooling, self.branch("k")._asdict()
         ops.update_compressed_keys(k_BKD, rows, recent, entries, block_size=size, kinds=kinds, **branch, **placing)

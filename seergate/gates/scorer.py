@@ -122,7 +122,7 @@ class Scorer(nn.Module, ABC):
     def scores(self, queries_BISE: Tensor, keys_BJME: Tensor) -> Tensor:
         """Block logits ``[B, K, S, N]`` of all blocks that have an entry, in fp32 or wider."""
 
-    def step_scores(self, q_BHD: Tensor, rows: RowLengths, keys_BJME: Tensor) -> Tensor:
+    def step_scores(self, q_BHD: Tensor, rows: RowLengths | Tensor, keys_BJME: Tensor) -> Tensor:
         """Block logits of a decode step, ``[B, K, N]``; only those of complete blocks are valid.
 
         Args:
@@ -130,10 +130,12 @@ class Scorer(nn.Module, ABC):
             rows: tokens of each row, including the newest.
             keys_BJME: each row's entries.
         """
-        return self.scores(self.queries(q_BHD[:, :, None], rows.positions), keys_BJME)[:, :, 0]
+        return self.scores(self.queries(q_BHD[:, :, None], RowLengths.of(rows).positions), keys_BJME)[:, :, 0]
 
     @abstractmethod
-    def remember(self, k_BKD: Tensor, rows: RowLengths, recent: Tensor, entries: Tensor, **placing: Any) -> None:
+    def remember(
+        self, k_BKD: Tensor, rows: RowLengths | Tensor, recent: Tensor, entries: Tensor, **placing: Any
+    ) -> None:
         """Store the newest key of each row in a decode step, and write the entries that it completes.
 
         Args:
@@ -194,9 +196,11 @@ class TokenScorer(Scorer):
         padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
         return padded.unflatten(-1, (-1, size)).amax(-1)
 
-    def remember(self, k_BKD: Tensor, rows: RowLengths, recent: Tensor, entries: Tensor, **placing: Any) -> None:
+    def remember(
+        self, k_BKD: Tensor, rows: RowLengths | Tensor, recent: Tensor, entries: Tensor, **placing: Any
+    ) -> None:
         """Write the index key of each row's newest token to ``entries``."""
-        at = rows.tensor - 1
-        each = torch.arange(len(at), device=at.device)
+        rows = RowLengths.of(rows)
+        at, each = rows.positions[:, 0], rows.each
         with torch.autocast(k_BKD.device.type, enabled=False):
             entries[each, :, at] = self.keys(self.pool(k_BKD[:, :, None]), at[:, None])[:, :, 0]

@@ -158,7 +158,10 @@ class QKHook:
         x = x.detach() if x.requires_grad else x
         if self._layout == "BHSD":
             return x
-        return x.view(*x.shape[:2], heads, self._head_dim).transpose(1, 2)
+        batch, new = x.shape[:2]
+        if new == 1:
+            return x.view(batch, heads, 1, self._head_dim)
+        return x.view(batch, new, heads, self._head_dim).transpose(1, 2)
 
 
 class AttentionSwap:

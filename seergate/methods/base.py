@@ -66,7 +66,7 @@ class Step:
         decoded: number of each row's newest tokens that are decoded, in steps of their own or together; the tokens
             before them belong to a prompt.
         keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
-        rows: tokens of each row, the new ones included, on the model's device (int64 ``[B]``) and on the host.
+        lengths: int64 ``[B]`` on the model's device, tokens of each row, the new ones included.
         sm_scale: factor on the query-key products.
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the attention logits, if the model has one.
@@ -75,6 +75,7 @@ class Step:
             model, and for tokens that are decoded one by one in a pass over several.
         p_BKGT: at a decode step, the attention probabilities of all residents, 0 beyond a row's length; ``None``
             unless the state has ``reads_all_keys``.
+        rows: the lengths, with tables that layers of the same lengths share.
     """
 
     q_pre_BHSD: Tensor
@@ -85,7 +86,7 @@ class Step:
     counts: list[int]
     keys_BKCD: Tensor
     values_BKCD: Tensor
-    rows: RowLengths  # a tensor is wrapped
+    lengths: Tensor
     sm_scale: float
     sinks: Tensor | None = None
     softcap: float | None = None
@@ -93,15 +94,16 @@ class Step:
     hidden: Callable[[], Tensor] | None = None
     p_BKGT: Tensor | None = None
     decoded: int = 1
+    rows: RowLengths = None  # type: ignore[assignment]  # made of lengths
 
     def __post_init__(self) -> None:
-        if isinstance(self.rows, Tensor):
-            self.rows = RowLengths(self.rows, self.ends if self.starts else None)
+        if self.rows is None or self.rows.tensor is not self.lengths:
+            self.rows = RowLengths(self.lengths, [max(1, end) for end in self.ends] if self.starts else None)
 
     @property
-    def lengths(self) -> Tensor:
-        """Tokens of each row, int64 ``[B]``."""
-        return self.rows.tensor
+    def host_lengths(self) -> list[int] | None:
+        """`ends`, or ``None`` in a compiled step."""
+        return self.ends if self.starts else None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:

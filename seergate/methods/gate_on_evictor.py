@@ -12,7 +12,6 @@ from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
-from seergate.ops.rows import RowLengths
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
@@ -45,8 +44,7 @@ class GateOnEvictorState(EvictingState):
         starts = [total - count for total, count in zip(seen, step.counts, strict=True)]
         if starts == step.starts:
             return step
-        rows = RowLengths(torch.tensor(seen, device=step.lengths.device).clamp(min=1), seen)
-        return replace(step, starts=starts, rows=rows)
+        return replace(step, starts=starts, lengths=torch.tensor(seen, device=step.lengths.device).clamp(min=1))
 
     @torch.no_grad()
     def append(self, step: Step) -> None:
@@ -73,7 +71,7 @@ class GateOnEvictorState(EvictingState):
         left_BKN = torch.zeros_like(scores_BKN).scatter_add(
             2, blocks_BKT, real_B1T.to(scores_BKN).expand(blocks_BKT.shape)
         )
-        picked = gate.choose(scores_BKN.masked_fill(left_BKN == 0, -torch.inf), whole.rows)
+        picked = gate.choose(scores_BKN.masked_fill(left_BKN == 0, -torch.inf), whole.lengths)
         wanted_BKN = torch.zeros(
             *scores_BKN.shape[:2], scores_BKN.shape[2] + 1, dtype=torch.bool, device=real_B1T.device
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from seergate.checks import check_count
 from seergate.config import POOLINGS, check_poolings
 from seergate.ops.backend import run
-from seergate.ops.checks import check_lengths, check_tensor
+from seergate.ops.checks import brief, check_lengths, check_tensor, readable
 from seergate.ops.gate_math import Branch
 from seergate.ops.rows import RowLengths
 
@@ -65,6 +65,7 @@ def update_compressed_keys(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
     position_offset: int = 0,
+    host_lengths: Sequence[int] | None = None,
 ) -> None:
     """Store each row's newest key; if it completes a block, write the block's compressed key (equation 1b).
 
@@ -87,6 +88,7 @@ def update_compressed_keys(
         inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
         attention_scaling: factor on RoPE's cosine and sine.
         position_offset: RoPE position of a block relative to its first token.
+        host_lengths: ``lengths`` on the host, if known; the torch backend then computes only the blocks that close.
 
     Raises:
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
@@ -108,7 +110,13 @@ def update_compressed_keys(
         check_tensor("compressed", compressed, (batch, kv_heads, "NB", width), like=("weight", weight))
         check_lengths(lengths, batch, most, "(NB + 1) * block_size - 1", on=("k", k))
         branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
+        if host_lengths is not None and len(host_lengths) != batch:
+            raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
+        known = lengths.tolist() if readable(lengths) else None
+        if host_lengths is not None and known is not None and list(host_lengths) != known:
+            raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(known)}")
+        lengths = RowLengths(lengths, known if host_lengths is None else host_lengths)
     run(
-        "update_compressed_keys", k.device, k=k, rows=RowLengths.of(lengths), recent=recent, compressed=compressed,
+        "update_compressed_keys", k.device, k=k, rows=lengths, recent=recent, compressed=compressed,
         branch=branch, block_size=block_size, kinds=tuple(kinds), position_offset=position_offset,
     )  # fmt: skip

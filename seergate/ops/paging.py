@@ -30,7 +30,7 @@ def has_rows_of(cache: Tensor, unit: int) -> bool:
 
 
 def layout_of(cache: Tensor, unit: int) -> tuple[int, int, int]:
-    """Distances, in matrix rows of ``unit`` tokens, between rows of the batch (or pages), heads, and units of a head."""
+    """Distances in matrix rows of ``unit`` tokens between rows of the batch (or pages), heads, and units of a head."""
     size = unit * cache.shape[-1]
     outer, heads = (0 if n == 1 else s // size for n, s in zip(cache.shape[:2], cache.stride()[:2], strict=True))
     return outer, heads, 0 if cache.shape[2] == unit else cache.stride(2) * unit // size
@@ -57,7 +57,7 @@ def rows_of(
         rows: the step's rows, which keep the offsets of the batch's rows and heads for the other layers.
 
     Returns:
-        The matrix ``[rows, unit * d]``, a view, and the row index of each of ``places``, int64 ``[B * Hkv, X]``.
+        The matrix ``[rows, unit * d]``, a view, and the row index of each of ``places``, int64 ``[B * Hkv * X]``.
     """
     (outer, heads, step), kv_heads = layout_of(cache, unit), cache.shape[1]
 
@@ -75,4 +75,4 @@ def rows_of(
     elif step != 1:
         places = places * step
     key = ("offsets", len(places), kv_heads, outer, heads, page_table is None)
-    return as_rows(cache, unit), (places + rows.once(key, offsets)).flatten(0, 1)
+    return as_rows(cache, unit), (places + rows.once(key, offsets)).view(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from seergate.ops.checks import readable
@@ -40,6 +41,16 @@ class RowLengths:
         if found is None or found[0] is not source:
             found = self._made[key] = source, make()
         return found[1]
+
+    @property
+    def even(self) -> int:
+        """Tokens of every row, if all have the same number and the host knows it; otherwise 0."""
+        return self.host[0] if self.host and len(set(self.host)) == 1 else 0
+
+    @property
+    def each(self) -> Tensor:
+        """Index of each row, ``[B]``."""
+        return self.once("each", lambda: torch.arange(len(self.tensor), device=self.tensor.device))
 
     @property
     def positions(self) -> Tensor:

@@ -183,8 +183,9 @@ def select_blocks(
     bounds = {"budget_min": budget_min, "budget_max": budget_max}
     if not isinstance(lengths, RowLengths):
         _check_selection(scores, lengths, block_size, sink_blocks, rules, bounds)
+        lengths = RowLengths(lengths)  # the width of the result does not depend on their values
     return run(
-        "select_blocks", scores.device, scores=scores, rows=RowLengths.of(lengths), block_size=block_size,
+        "select_blocks", scores.device, scores=scores, rows=lengths, block_size=block_size,
         sink_blocks=sink_blocks, **rules, **bounds,
     )  # fmt: skip
 

@@ -74,11 +74,10 @@ def update_compressed_keys(
 ) -> None:
     """The op on checked arguments. If the host knows the lengths, only the blocks that close are computed."""
     slots, lengths, host, device = recent.shape[2], rows.tensor, rows.host, k.device
-    if host is not None and len(set(host)) == 1:
-        recent[:, :, (host[0] - 1) % slots] = k
+    if rows.even:
+        recent[:, :, (rows.even - 1) % slots] = k
     else:
-        each_B = rows.once("each", lambda: torch.arange(len(k), device=device))
-        recent[each_B, :, rows.once(("slot", slots), lambda: (lengths - 1) % slots)] = k.to(recent.dtype)
+        recent[rows.each, :, rows.once(("slot", slots), lambda: (lengths - 1) % slots)] = k.to(recent.dtype)
     if host is not None:
         closing = [row for row, length in enumerate(host) if length % block_size == 0]
         if not closing:
@@ -86,7 +85,7 @@ def update_compressed_keys(
         index = torch.tensor(closing, device=device)
         block = torch.tensor([host[row] // block_size - 1 for row in closing], device=device)
     else:  # compute all rows; those without a completed block get their old entry back
-        index, block = each_B, (lengths // block_size - 1).clamp(min=0)
+        index, block = rows.each, (lengths // block_size - 1).clamp(min=0)
     start = block * block_size
     ring = (start % slots)[:, None] + torch.arange(block_size, device=device)
     keys_BKSD = recent[index].gather(2, ring[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3]))

@@ -10,7 +10,7 @@ row and a KV head, X selected blocks, C tokens of a block, S tokens of the cache
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ from seergate.ops.decode import DecodeInputs
 from seergate.ops.paging import as_rows, has_rows_of, layout_of, rows_of, unpaged
 from seergate.ops.rows import RowLengths
 
-GATHER_BYTES_CPU = 2**21
-"""Bytes that each thread gathers at a time: what fits in a core's cache is faster to read again than a large buffer."""
+GATHER_BYTES_CPU = 2**23
+"""Bytes that each thread gathers at a time, into one buffer that all layers of a step use: memory that the system has
+to map again for each layer would take longer than the copy."""
 
 
 class Readable(NamedTuple):
@@ -32,23 +33,26 @@ class Readable(NamedTuple):
     Attributes:
         low, width: the fewest and the most tokens of a pair.
         full: whether no index is padding.
-        hidden_PS: which of the first ``width`` gathered tokens are padding; ``None`` if none is.
+        hidden_P1S: which of the first ``width`` gathered tokens are padding; ``None`` if none is.
+        tail_PT1: the same from token ``low`` on, before which no pair has padding.
         counts_P: the number of tokens.
     """
 
     low: int
     width: int
     full: bool
-    hidden_PS: Tensor | None
+    hidden_P1S: Tensor | None
+    tail_PT1: Tensor | None
     counts_P: Tensor
 
     @classmethod
     def of(cls, counts_P: Tensor, most: int, seen: bool) -> Readable:
         """From the number of tokens of each pair, at most ``most``; ``seen``: whether the host may read them."""
         low, width = (int(n) for n in counts_P.aminmax()) if seen and len(counts_P) else (0, most)
-        places_S = torch.arange(width, device=counts_P.device)
-        hidden_PS = None if low == width else places_S >= counts_P[:, None]
-        return cls(low, width, False, hidden_PS, counts_P)
+        if low == width:
+            return cls(low, width, False, None, None, counts_P)
+        hidden_PS = torch.arange(width, device=counts_P.device) >= counts_P[:, None]
+        return cls(low, width, False, hidden_PS[:, None], hidden_PS[:, low:, None], counts_P)
 
 
 def _counted(rows: RowLengths, counts: Tensor, columns: int, block_size: int, seen: bool) -> Readable:
@@ -78,7 +82,7 @@ def sparse_decode(
         used_BKX = (rows.tensor[:, None, None] - starts_BKX).clamp_(0, block_size).masked_fill_(starts_BKX < 0, 0)
         reads = Readable.of(used_BKX.sum(-1).flatten(), columns * block_size, seen)
         places_BKX = indices.long() * (used_BKX > 0)
-    low, width, _, hidden_PS, counts_P = reads
+    low, width = reads.low, reads.width
     if not width:
         return q.new_zeros(batch, heads, value_dim)
     if (needed := -(-width // block_size)) < columns:
@@ -90,13 +94,13 @@ def sparse_decode(
         capacity = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[1]
         places_BKX = tokens_BKXC.flatten(2).clamp(max=capacity - 1)
         k, v = (x if has_rows_of(x, 1) else x.contiguous() for x in (k, v))
-    k_RX, index_PX = rows_of(k, unit, places_BKX, page_table, rows)
-    v_RX, values_PX = as_rows(v, unit), index_PX
+    k_RX, index = rows_of(k, unit, places_BKX, page_table, rows)
+    v_RX, v_index = as_rows(v, unit), index
     if layout_of(v, unit) != layout_of(k, unit):
-        values_PX = rows_of(v, unit, places_BKX, page_table, rows)[1]
+        v_index = rows_of(v, unit, places_BKX, page_table, rows)[1]
 
     q_PGD = q.reshape(pairs, group, dim)
-    sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).repeat(batch, 1)
+    sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).expand(batch, -1, -1).flatten(0, 1)
     # The fused kernel is fast for 16-bit types on every CPU; matrix products of them are not.
     on_cpu = q.device.type == "cpu"
     fused = sinks is None and softcap is None and not (on_cpu and q.dtype in (torch.float32, torch.float64))
@@ -104,37 +108,46 @@ def sparse_decode(
     some = pairs
     if seen:
         some = min(pairs, max(1, GATHER_BYTES_CPU * torch.get_num_threads() // (each * k.element_size())))
-    outputs = []
-    for lo in range(0, pairs, some):
-        part = slice(lo, lo + some)
-        q_PGD_, index, values = (x if some == pairs else x[part] for x in (q_PGD, index_PX, values_PX))
-        hidden_P1S = None if hidden_PS is None else hidden_PS[part, None]
-        k_PSD = _gather(k_RX, index, dim, width)
+
+    def gathered(rows_RX: Tensor, index: Tensor, size: int, own: bool) -> Tensor:
+        """The selected tokens ``[P, S, D]`` of some pairs, in a buffer that the next call overwrites unless ``own``."""
+        shape = len(index), rows_RX.shape[1]
+        room = None if own or not seen else rows.once(("gathered", shape, k.dtype), lambda: k.new_empty(shape))
+        found = torch.index_select(rows_RX, 0, index, out=room)
+        count = shape[0] * shape[1] // (columns * block_size * size)
+        return found.as_strided((count, width, size), (columns * block_size * size, size, 1))
+
+    def attended(first: int) -> Tensor:
+        """Attention ``[P, G, D]`` of the pairs from ``first`` on."""
+
+        def part(x: Any, each: int = 1) -> Any:
+            return x if x is None or some == pairs else x[first * each : (first + some) * each]
+
+        many = len(index) // pairs
+        query, hidden, tail = part(q_PGD), part(reads.hidden_P1S), part(reads.tail_PT1)
+
+        def values() -> Tensor:
+            found = gathered(v_RX, part(v_index, many), value_dim, fused)
+            return found if tail is None else _cleared(found, tail, low)
+
+        k_PSD = gathered(k_RX, part(index, many), dim, fused)
         if fused:
-            v_PSD = _clear(_gather(v_RX, values, value_dim, width), hidden_P1S, low)
-            k_PSD, shown_P1S = _clear(k_PSD, hidden_P1S, low), None if hidden_P1S is None else ~hidden_P1S
-            outputs.append(F.scaled_dot_product_attention(q_PGD_, k_PSD, v_PSD, shown_P1S, scale=sm_scale))
-            continue
-        sink_PG = None if sinks_PG is None else sinks_PG[part]
-        probs_PGS = _probabilities(q_PGD_, k_PSD, hidden_P1S, sm_scale, sink_PG, softcap)
-        v_PSD = _clear(_gather(v_RX, values, value_dim, width), hidden_P1S, low)
-        outputs.append(torch.bmm(probs_PGS, v_PSD.to(probs_PGS.dtype)))
+            shown = None if hidden is None else ~hidden
+            k_PSD = k_PSD if tail is None else _cleared(k_PSD, tail, low)
+            return F.scaled_dot_product_attention(query, k_PSD, values(), shown, scale=sm_scale)
+        probs_PGS = _probabilities(query, k_PSD, hidden, sm_scale, part(sinks_PG), softcap)
+        return torch.bmm(probs_PGS, values().to(probs_PGS.dtype))
+
+    outputs = [attended(first) for first in range(0, pairs, some)]
     out_PGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if low == 0:
-        out_PGD = out_PGD.masked_fill(counts_P[:, None, None] == 0, 0)
+        out_PGD = out_PGD.masked_fill(reads.counts_P[:, None, None] == 0, 0)
     return out_PGD.to(q.dtype).view(batch, heads, value_dim)
 
 
-def _gather(rows_RX: Tensor, index_PX: Tensor, dim: int, width: int) -> Tensor:
-    """Gather the selected tokens ``[P, S, D]`` of some pairs."""
-    gathered = rows_RX.index_select(0, index_PX.view(-1)).view(len(index_PX), -1, dim)
-    return gathered if gathered.shape[1] == width else gathered[:, :width]
-
-
-def _clear(x_PSD: Tensor, hidden_P1S: Tensor | None, low: int) -> Tensor:
-    """Zero the hidden tokens, since zero times NaN is NaN. The first ``low`` tokens of a pair are never hidden."""
-    if hidden_P1S is not None:
-        x_PSD[:, low:].masked_fill_(hidden_P1S[:, 0, low:, None], 0)
+def _cleared(x_PSD: Tensor, tail_PT1: Tensor, low: int) -> Tensor:
+    """Zero the padding, from token ``low`` on, since zero times NaN is NaN."""
+    x_PSD[:, low:].masked_fill_(tail_PT1, 0)
     return x_PSD
 
 
