@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,13 @@ from seergate.methods.base import LayerState, Step
 from seergate.methods.evicting import AttentionOutput, Eviction
 from seergate.methods.selecting import PerHeadSelection, SelectingState
 from seergate.ops import Selection
+
+
+def _blocks_read(counts: Tensor) -> Tensor | np.ndarray:
+    """Blocks ``[K]`` of ``counts [B, K]``, all rows together; on the host if they are there."""
+    total = counts.sum(0)
+    return total.numpy() if total.device.type == "cpu" else total
+
 
 RowBytes = Callable[[], Any]
 """Function that returns the bytes of each row, as an array."""
@@ -100,6 +108,7 @@ class LayerStats:
         self.bytes_scored = 0
         self.dense_blocks = 0.0  # blocks read by each head in steps that selected nothing
         self.selected_blocks: Tensor | int = 0  # [K], in steps that selected
+        self.host_blocks: np.ndarray | int = 0  # the part of them that was counted on the host
         self.missing_tokens = 0  # tokens that the last selected blocks lack, per head
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
@@ -115,7 +124,15 @@ class LayerStats:
 
     def blocks_per_head(self) -> Tensor:
         """Blocks that each KV head read in steps that selected, all rows together: ``[K]``, on the CPU."""
-        return torch.as_tensor(self.selected_blocks).double().cpu().reshape(-1).expand(self.heads)
+        each = torch.as_tensor(self.selected_blocks).double().cpu() + torch.as_tensor(self.host_blocks)
+        return each.reshape(-1).expand(self.heads)
+
+    def add_blocks(self, counts: Tensor | np.ndarray) -> None:
+        """Add the blocks ``[K]`` that a step selected."""
+        if isinstance(counts, Tensor):
+            self.selected_blocks = self.selected_blocks + counts
+        else:
+            self.host_blocks = self.host_blocks + counts
 
     def tokens_per_head(self) -> Tensor:
         """Tokens that each KV head read, all rows and steps together: ``[K]``, on the CPU."""
@@ -192,7 +209,7 @@ class DecodeStats:
             stats.tokens_read += sum(record.read)
             stats.dense_blocks += sum(-(-tokens // record.block_size) for tokens in record.read)
         else:  # the selection includes the current block, which may not be full
-            stats.selected_blocks = stats.selected_blocks + selection.counts.sum(0)
+            stats.add_blocks(step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts))
             stats.missing_tokens += sum(-end % record.block_size for end in step.ends)
         stats.resident_sum += record.resident_bytes
         stats.resident_peak = max(stats.resident_peak, record.resident_bytes)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
+from seergate.ops.rows import RowLengths
 
 VERIFIED_TOKENS = 32
 """Maximum number of drafted tokens per pass that are decoded one by one; more are read densely, like a prompt."""
@@ -56,6 +57,7 @@ class ForwardModes:
             them.
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
+        rows: the newest lengths of rows, which layers of the same lengths share.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
@@ -64,13 +66,14 @@ class ForwardModes:
         self.phase: Literal["dense", "decode"] | None = None
         self.in_chunks = False
         self.agreed: ref[Tensor] | None = None
+        self.rows: RowLengths | None = None
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
         self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
-        return {**vars(self), "agreed": None, "_drafting": None, "_generating": None}
+        return {**vars(self), "agreed": None, "rows": None, "_drafting": None, "_generating": None}
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -145,9 +148,10 @@ class ForwardContext:
         position_ids: ``[B, S]`` or ``[1, S]``, positions of the new tokens; ``None`` if the model passes none.
         hidden: ``[B, S, W]``, input of the attention module; ``None`` if the plain model runs.
         on_host: false in a compiled step, where only the device knows the lengths.
+        passes: the handle's modes, which share lengths between layers; ``None`` if the plain model runs.
 
     Attributes:
-        q_pre, k_pre, k, starts, counts: set when the tokens are stored (`take`); as in `Step`.
+        q_pre, k_pre, k, starts, counts, rows: set when the tokens are stored (`take`); as in `Step`.
     """
 
     q_pre: Tensor
@@ -155,6 +159,7 @@ class ForwardContext:
     k: Tensor
     starts: list[int]
     counts: list[int]
+    rows: RowLengths
 
     def __init__(
         self,
@@ -164,8 +169,9 @@ class ForwardContext:
         position_ids: Tensor | None = None,
         hidden: Tensor | None = None,
         on_host: bool = True,
+        passes: ForwardModes | None = None,
     ) -> None:
-        self.mode, self.take_qk, self.valid, self.on_host = mode, take_qk, valid, on_host
+        self.mode, self.take_qk, self.valid, self.on_host, self.passes = mode, take_qk, valid, on_host, passes
         self.position_ids, self.hidden = position_ids, hidden
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
 

@@ -25,6 +25,7 @@ from seergate.methods.base import LayerSpec, LayerState, Method, Rotary
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection, backend
+from seergate.ops.rows import RowLengths
 from seergate.stats import CompiledCounts, DecodeStats
 
 
@@ -138,6 +139,7 @@ class GatedLayer(CacheLayerMixin):
         if context is not None and not context.on_host:
             self.storage.write(context, rows, key_states, value_states, [1] * batch, None)
             rows.add_compiled(context.positions(batch))
+            context.rows = RowLengths(rows.lengths)
             context.take(key_states, [], [])
             return key_states, value_states
         if self.static_length is not None and rows.slots + new > self.static_length:
@@ -160,7 +162,10 @@ class GatedLayer(CacheLayerMixin):
                 keys = context.k_pre
         self.storage.write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
         rows.place(context.positions(batch), counts)
-        rows.add(counts, new, context.valid)
+        passes = context.passes
+        context.rows = rows.add(counts, new, context.valid, None if passes is None else passes.rows)
+        if passes is not None:
+            passes.rows = context.rows
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key_states, beyond), pad(value_states, beyond)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.errors import SeergateError
+from seergate.ops.rows import RowLengths
 
 
 class RegularOffsets(Sequence[int]):
@@ -44,6 +45,7 @@ class Rows:
 
     Attributes:
         lengths: int64 ``[B]``, tokens that each row holds.
+        each: int64 ``[B]``, the index of each row.
         width: int64 scalar, the number of slots; ``None`` without compiled steps.
         offsets: per row, the position that the model gave to its first token.
         newest: int64 ``[B]``, the position that it gave to the newest token.
@@ -53,6 +55,7 @@ class Rows:
 
     def __init__(self, batch: int = 0, device: torch.device | None = None, compiles: bool = False) -> None:
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.each = torch.arange(batch, device=device)
         self.width = torch.zeros((), dtype=torch.int64, device=device) if compiles else None
         self._resident, self._total, self.offsets = [0] * batch, [0] * batch, [0] * batch
         self._slots, self._seen = 0, True
@@ -117,17 +120,29 @@ class Rows:
         extra = torch.arange(1, self.slots - index.shape[1] + 1, device=index.device)
         return torch.cat((index, self.valid.sum(1, keepdim=True) - 1 + extra), dim=1)
 
-    def set_resident(self, lengths: list[int]) -> None:
-        """Set how many tokens each row holds."""
-        if lengths == [length + 1 for length in self.resident]:
+    def set_resident(self, lengths: list[int], like: RowLengths | None = None) -> RowLengths:
+        """Set how many tokens each row holds. Returns the lengths for a decode step: those of another layer (``like``)
+        if they are the same, so that the layers share what follows from them.
+        """
+        device = self.lengths.device
+        if like is None or like.host != lengths or like.tensor.device != device:
+            like = None
+        if like is not None:
+            new = like.tensor
+        elif lengths == [length + 1 for length in self.resident]:
             new = self.lengths + 1  # no transfer to the device at a decode step
         else:
-            new = torch.tensor(lengths, dtype=torch.int64, device=self.lengths.device)
+            new = torch.tensor(lengths, dtype=torch.int64, device=device)
         self.lengths = new if self.width is None else self.lengths.copy_(new)
         self._resident = lengths
+        if like is not None:
+            return like
+        if 0 in lengths:  # a row without a real token yet attends to a zero key; its output is not used
+            return RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
+        return RowLengths(new, lengths)
 
-    def add(self, counts: list[int], slots: int, valid: Tensor | None) -> None:
-        """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns.
+    def add(self, counts: list[int], slots: int, valid: Tensor | None, like: RowLengths | None = None) -> RowLengths:
+        """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns; ``like`` and result as in `set_resident`.
 
         ``valid``, bool ``[B, slots]``, marks the columns with real tokens; ``None`` if all are real.
         """
@@ -136,7 +151,9 @@ class Rows:
             self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
         self._set_slots(self.slots + slots)
         self._total = [total + count for total, count in zip(self.total, counts, strict=True)]
-        self.set_resident([resident + count for resident, count in zip(self.resident, counts, strict=True)])
+        return self.set_resident(
+            [resident + count for resident, count in zip(self.resident, counts, strict=True)], like
+        )
 
     def place(self, positions: Tensor | None, counts: list[int]) -> None:
         """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``; call it before `add`.
@@ -192,6 +209,7 @@ class Rows:
         self.lengths, self.newest, self.gaps = (
             x.index_select(0, index) for x in (self.lengths, self.newest, self.gaps)
         )
+        self.each = torch.arange(len(index), device=index.device)
         if self.valid is not None:
             self.valid = self.valid.index_select(0, index)
 
@@ -199,6 +217,7 @@ class Rows:
         """Append other rows; all rows then count as left-padded to the longest."""
         pairs = ((self.lengths, other.lengths), (self.newest, other.newest), (self.gaps, other.gaps))
         self.lengths, self.newest, self.gaps = (torch.cat(pair) for pair in pairs)
+        self.each = torch.arange(len(self), device=self.lengths.device)
         self._resident, self._total = self.resident + other.resident, self.total + other.total
         self.offsets = self.offsets + other.offsets
         self._set_slots(max(self.total))

@@ -25,6 +25,7 @@ from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection
+from seergate.ops.rows import RowLengths
 from seergate.stats import token_bytes
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
@@ -113,9 +114,10 @@ class Storage(ABC):
             output = ops.dense_decode(q_BHD, keys, values, lengths, **how)
             return AttentionOutput(output.to(step.q_BHSD.device))
 
+        rows = step.rows if home == q_BHD.device == step.lengths.device else RowLengths(step.lengths.to(home))
+
         def sparse(q: Tensor, indices: Tensor, **more: Any) -> Tensor:
-            lengths = step.lengths.to(home)
-            return ops.sparse_decode(q, keys, values, indices.to(home), lengths, block_size, **how | more)
+            return ops.sparse_decode(q, keys, values, indices.to(home), rows, block_size, **how | more)
 
         if isinstance(selection, PerHeadSelection):
             indices, group = selection.heads.indices, q_BHD.shape[1] // keys.shape[1]
@@ -278,13 +280,17 @@ class DynamicStorage(Storage):
         if starts:
             self.reserve(max(start + count for start, count in zip(starts, counts, strict=True)), max_tokens)
         home = self._keys.device
-        pairs = [(self._keys, keys.detach()), (self._values, values.detach())]
-        pairs = [(buffer, x.to(home, self.dtype)) for buffer, x in pairs]  # autocast mixes dtypes
+        pairs = [(self._keys, keys), (self._values, values)]
+        pairs = [
+            (buffer, x.detach().to(home, self.dtype) if x.requires_grad else x.to(home, self.dtype))
+            for buffer, x in pairs
+        ]  # autocast mixes dtypes
         if len(set(starts)) == 1 and set(counts) == {new}:
             for buffer, x in pairs:
                 buffer[:, :, starts[0] : starts[0] + new] = x
         elif new == 1 and set(counts) == {1}:
-            batch, places = torch.arange(len(counts), device=home), rows.lengths.to(home)
+            batch = rows.each.to(home) if starts else torch.arange(len(counts), device=home)
+            places = rows.lengths.to(home)
             for buffer, x in pairs:
                 buffer[batch, :, places] = x[:, :, 0]
         else:

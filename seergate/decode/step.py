@@ -183,8 +183,8 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
         k_BKSD=context.k,
         starts=context.starts,
         counts=context.counts,
-        # a row without a real token yet attends to a zero key; its output is not used
-        lengths=layer.rows.lengths.clamp(min=1),
+        lengths=context.rows.tensor,
+        rows=context.rows,
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),

@@ -63,6 +63,19 @@ class Gates(nn.Module):
         self.licence = dict(licence or {})
         self.source = ""
         self.layers = nn.ModuleDict({str(layer): make_gate(config, geometry) for layer in geometry.layers})
+        self._share_frequencies()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._share_frequencies()
+        return self
+
+    def _share_frequencies(self) -> None:
+        """Give all gates on a device the same tensor of RoPE frequencies: a decode step then computes angles once."""
+        shared: dict[torch.device, Tensor] = {}
+        for gate in self.layers.values():
+            if isinstance(gate, Scorer) and gate.inv_freq is not None:
+                gate.inv_freq = shared.setdefault(gate.inv_freq.device, gate.inv_freq)
 
     def gate(self, layer: int) -> Scorer:
         """The gate of a layer of the model."""

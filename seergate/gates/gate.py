@@ -15,6 +15,7 @@ from seergate.config import GateConfig
 from seergate.gates.geometry import ModelGeometry
 from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, Scorer
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
+from seergate.ops.rows import RowLengths
 
 POOLING_SHARES = {"max": 0.25, "min": 0.25, "avg": 0.5}
 """Weights of the poolings in `AttnGate.begin_as_model`: half for the mean of a block's keys, half for the midpoint of
@@ -86,13 +87,15 @@ class AttnGate(Scorer):
         grouped = qg_BKSE.unflatten(1, (-1, each)).flatten(2, 3)
         return block_scores(grouped, kg_BKNE).unflatten(2, (each, -1)).amax(2)
 
-    def step_scores(self, q_BHD: Tensor, lengths: Tensor, kg_BKNE: Tensor) -> Tensor:
+    def step_scores(self, q_BHD: Tensor, rows: RowLengths | Tensor, kg_BKNE: Tensor) -> Tensor:
         if self.config.q_pooling != "proj":
-            return super().step_scores(q_BHD, lengths, kg_BKNE)
+            return super().step_scores(q_BHD, rows, kg_BKNE)
         size, branch = self.config.block_size, self.branch("q")._asdict()
-        return ops.score_blocks(q_BHD, lengths, kg_BKNE, block_size=size, **branch)
+        return ops.score_blocks(q_BHD, rows, kg_BKNE, block_size=size, **branch)
 
-    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
+    def remember(
+        self, k_BKD: Tensor, rows: RowLengths | Tensor, recent: Tensor, entries: Tensor, **placing: Any
+    ) -> None:
         """Store each row's newest key, and the compressed key of each block that it completes."""
         size, kinds, branch = self.config.block_size, self.config.k_pooling, self.branch("k")._asdict()
-        ops.update_compressed_keys(k_BKD, lengths, recent, entries, block_size=size, kinds=kinds, **branch, **placing)
+        ops.update_compressed_keys(k_BKD, rows, recent, entries, block_size=size, kinds=kinds, **branch, **placing)

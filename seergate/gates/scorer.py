@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from seergate.config import GateConfig
 from seergate.gates.geometry import ModelGeometry
 from seergate.ops.gate_math import Branch, block_scores
+from seergate.ops.rows import RowLengths
 
 INIT_STD = 0.02
 
@@ -121,27 +122,29 @@ class Scorer(nn.Module, ABC):
     def scores(self, queries_BISE: Tensor, keys_BJME: Tensor) -> Tensor:
         """Block logits ``[B, K, S, N]`` of all blocks that have an entry, in fp32 or wider."""
 
-    def step_scores(self, q_BHD: Tensor, lengths: Tensor, keys_BJME: Tensor) -> Tensor:
+    def step_scores(self, q_BHD: Tensor, rows: RowLengths | Tensor, keys_BJME: Tensor) -> Tensor:
         """Block logits of a decode step, ``[B, K, N]``; only those of complete blocks are valid.
 
         Args:
             q_BHD: each row's newest query before RoPE.
-            lengths: ``[B]``, tokens of each row, including the newest.
+            rows: tokens of each row, including the newest.
             keys_BJME: each row's entries.
         """
-        return self.scores(self.queries(q_BHD[:, :, None], (lengths - 1)[:, None]), keys_BJME)[:, :, 0]
+        return self.scores(self.queries(q_BHD[:, :, None], RowLengths.of(rows).positions), keys_BJME)[:, :, 0]
 
     @abstractmethod
-    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
+    def remember(
+        self, k_BKD: Tensor, rows: RowLengths | Tensor, recent: Tensor, entries: Tensor, **placing: Any
+    ) -> None:
         """Store the newest key of each row in a decode step, and write the entries that it completes.
 
         Args:
             k_BKD: each row's newest key before RoPE.
-            lengths: ``[B]``, tokens of each row, including the newest.
+            rows: tokens of each row, including the newest.
             recent: ``[B, K, 2 * entry_tokens, D]``, raw keys; position ``p`` is at slot ``p % (2 * entry_tokens)``.
                 Changed in place.
             entries: ``[B, J, M, E]``, changed in place.
-            **placing: ``position_offset`` and ``host_lengths`` of `ops.update_compressed_keys`.
+            **placing: ``position_offset`` of `ops.update_compressed_keys`.
         """
 
     def branch(self, side: Literal["q", "k"]) -> Branch:
@@ -193,9 +196,11 @@ class TokenScorer(Scorer):
         padded = F.pad(self.token_scores(queries_BISE, keys_B1TE), (0, -tokens % size), value=-torch.inf)
         return padded.unflatten(-1, (-1, size)).amax(-1)
 
-    def remember(self, k_BKD: Tensor, lengths: Tensor, recent: Tensor, entries: Tensor, **placing: Any) -> None:
+    def remember(
+        self, k_BKD: Tensor, rows: RowLengths | Tensor, recent: Tensor, entries: Tensor, **placing: Any
+    ) -> None:
         """Write the index key of each row's newest token to ``entries``."""
-        at = lengths - 1
-        rows = torch.arange(len(lengths), device=at.device)
+        rows = RowLengths.of(rows)
+        at, each = rows.positions[:, 0], rows.each
         with torch.autocast(k_BKD.device.type, enabled=False):
-            entries[rows, :, at] = self.keys(self.pool(k_BKD[:, :, None]), at[:, None])[:, :, 0]
+            entries[each, :, at] = self.keys(self.pool(k_BKD[:, :, None]), at[:, None])[:, :, 0]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.config import Rectify
+from seergate.ops.rows import RowLengths
 
 
 class Rotary(Protocol):
@@ -69,7 +70,7 @@ class Step:
         decoded: number of each row's newest tokens that are decoded, in steps of their own or together; the tokens
             before them belong to a prompt.
         keys_BKCD, values_BKCD: the cache's buffers; row b holds ``lengths[b]`` tokens.
-        lengths: int64 ``[B]`` on the cache's device, tokens of each row, the new ones included.
+        lengths: int64 ``[B]`` on the model's device, tokens of each row, the new ones included.
         sm_scale: factor on the query-key products.
         sinks: ``[H]`` attention-sink logits, if the model has them.
         softcap: cap on the attention logits, if the model has one.
@@ -78,6 +79,7 @@ class Step:
             model, and for tokens that are decoded one by one in a pass over several.
         p_BKGT: at a decode step, the attention probabilities of all residents, 0 beyond a row's length; ``None``
             unless the state has ``reads_all_keys``.
+        rows: the lengths, with tables that layers of the same lengths share.
     """
 
     q_pre_BHSD: Tensor
@@ -96,6 +98,16 @@ class Step:
     hidden: Callable[[], Tensor] | None = None
     p_BKGT: Tensor | None = None
     decoded: int = 1
+    rows: RowLengths = None  # type: ignore[assignment]  # made of lengths
+
+    def __post_init__(self) -> None:
+        if self.rows is None or self.rows.tensor is not self.lengths:
+            self.rows = RowLengths(self.lengths, [max(1, end) for end in self.ends] if self.starts else None)
+
+    @property
+    def host_lengths(self) -> list[int] | None:
+        """`ends`, or ``None`` in a compiled step."""
+        return self.ends if self.starts else None
 
     @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -111,11 +123,6 @@ class Step:
     def ends(self) -> list[int]:
         """Tokens of each row, the new ones included: ``lengths`` without a device read."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
-
-    @property
-    def host_lengths(self) -> list[int] | None:
-        """`ends`, or ``None`` in a compiled step."""
-        return self.ends if self.starts else None
 
     @property
     def max_length(self) -> int:

@@ -9,6 +9,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -62,6 +63,13 @@ class Eviction:
     rows: list[int]
     index: Tensor
     lengths: list[int]
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Index of each row, head and front slot, which broadcast to ``index``."""
+        (_, heads, kept), device = self.index.shape, self.index.device
+        rows = torch.tensor(self.rows, device=device)[:, None, None]
+        return rows, torch.arange(heads, device=device)[:, None], torch.arange(kept, device=device)
 
 
 class AttentionOutput(NamedTuple):
@@ -158,7 +166,8 @@ class EvictingState(CompressingState):
 
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
         for name, size in self.tokens_per_entry.items():
-            compact(self.rows[name], replace(eviction, index=eviction.index[..., ::size] // size))
+            thinned = eviction if size == 1 else replace(eviction, index=eviction.index[..., ::size] // size)
+            compact(self.rows[name], thinned)
             self.rows[name] = trimmed(self.rows[name], -(-capacity // size))
 
     def add_per_token(self, name: str, dtype: torch.dtype) -> None:
@@ -197,9 +206,7 @@ def trimmed(buffer: Tensor, capacity: int) -> Tensor:
 
 def compact(buffer: Tensor, eviction: Eviction) -> None:
     """Move the entries that stay to the front of ``buffer [B, K, T, ...]``, in place."""
-    rows = torch.tensor(eviction.rows, device=buffer.device)[:, None, None]
-    heads = torch.arange(buffer.shape[1], device=buffer.device)[:, None]
-    slots = torch.arange(eviction.index.shape[2], device=buffer.device)
+    rows, heads, slots = eviction.places
     buffer[rows, heads, slots] = buffer[rows, heads, eviction.index]
 
 

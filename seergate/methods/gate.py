@@ -20,6 +20,7 @@ from seergate.errors import SeergateError
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Method, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
+from seergate.ops.rows import RowLengths
 
 if TYPE_CHECKING:
     from seergate.gates.bank import Gates
@@ -153,9 +154,9 @@ class Gate(GatedMethod, SelectingMethod):
         """True with ``compat="published"``, as in the published code."""
         return self.compat == "published"
 
-    def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
+    def choose(self, scores_BKN: Tensor, lengths: Tensor | RowLengths) -> Selection:
         if self.compat == "published":
-            return published_selection(scores_BKN, lengths, self.block_size, self)
+            return published_selection(scores_BKN, RowLengths.of(lengths).tensor, self.block_size, self)
         return super().choose(scores_BKN, lengths)
 
 
@@ -184,8 +185,7 @@ class GateState(SelectingState):
         entries = self.grown("kg", -(-step.max_length // self.size))
         if step.decoded == step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
             newest, recent = step.k_pre_BKSD[:, :, 0], self.rows["recent"]
-            placing: dict[str, Any] = {"position_offset": self.decode_offset, "host_lengths": step.host_lengths}
-            self.gate.remember(newest, step.lengths, recent, entries, **placing)
+            self.gate.remember(newest, step.rows, recent, entries, position_offset=self.decode_offset)
         else:
             with torch.autocast(step.k_pre_BKSD.device.type, enabled=False):  # as in the ops of a decode step
                 self._append_many(step)
@@ -216,7 +216,7 @@ class GateState(SelectingState):
 
     @torch.no_grad()
     def scores(self, step: Step) -> Tensor:
-        return self.gate.step_scores(step.q_pre_BHSD[:, :, 0], step.lengths, self.rows["kg"])
+        return self.gate.step_scores(step.q_pre_BHSD[:, :, 0], step.rows, self.rows["kg"])
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:
         each = self.block_size // self.size  # entries of a block

@@ -41,10 +41,15 @@ class H2OState(BudgetedState):
     def observe_attention(self, step: Step) -> None:
         p_BKGT = step.p_BKGT
         assert p_BKGT is not None
-        size, new = step.max_length, torch.tensor(step.starts, device=p_BKGT.device)[:, None, None]
-        fresh = torch.arange(size, device=p_BKGT.device) >= new  # such a slot may hold the value of an evicted token
+        size = step.max_length
+
+        def slots() -> Tensor:
+            newest = step.lengths[:, None, None] - 1
+            return torch.arange(size, device=p_BKGT.device) >= newest
+
+        fresh = step.rows.once("fresh", slots)  # such a slot may hold the value of an evicted token
         given = reduced(p_BKGT, self.method.group_reduction, 2)
-        for name, added in (("mass", given), ("queries", torch.ones_like(given))):
+        for name, added in (("mass", given), ("queries", 1)):
             if name in self.rows:
                 self.rows[name][:, :, :size].masked_fill_(fresh, 0).add_(added)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +20,7 @@ from seergate.config import RULES, Rectify
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
+from seergate.ops.rows import RowLengths
 
 
 class PageState(LayerState):
@@ -38,17 +40,26 @@ class PageState(LayerState):
     def append(self, step: Step) -> None:
         super().append(step)
         blocks = -(-step.max_length // self.block_size)
-        high, low = self.grown("high", blocks), self.grown("low", blocks)
+        bounds = [(self.grown("high", blocks), torch.maximum), (self.grown("low", blocks), torch.minimum)]
         if step.k_BKSD.shape[2] == 1 and all(step.counts):
-            rows = torch.arange(len(step.lengths), device=high.device)
-            page, place = (step.lengths - 1) // self.block_size, (step.lengths - 1) % self.block_size
-            opens, key = (place == 0)[:, None, None], step.k_BKSD[:, :, 0].to(high.dtype)
-            high[rows, :, page] = torch.where(opens, key, torch.maximum(high[rows, :, page], key))
-            low[rows, :, page] = torch.where(opens, key, torch.minimum(low[rows, :, page], key))
+            key = step.k_BKSD[:, :, 0].to(self.rows["high"].dtype)
+            for bound, extreme in bounds:
+                if step.rows.even:
+                    page, place = divmod(step.rows.even - 1, self.block_size)
+                    page_BKD = bound[:, :, page]
+                    extreme(page_BKD, key, out=page_BKD) if place else page_BKD.copy_(key)
+                else:
+                    each, pages, opens = step.rows.once(("pages", self.block_size), partial(self._pages, step.rows))
+                    bound[each, :, pages] = torch.where(opens, key, extreme(bound[each, :, pages], key))
             return
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             first = start // self.block_size
             self.recompute(row, first, step.keys_BKCD[row : row + 1, :, first * self.block_size : start + count])
+
+    def _pages(self, rows: RowLengths) -> tuple[Tensor, Tensor, Tensor]:
+        """Index of each row, its newest page, and whether its newest token opens the page (``[B, 1, 1]``)."""
+        newest = rows.tensor - 1
+        return rows.each, newest // self.block_size, (newest % self.block_size == 0)[:, None, None]
 
     def recompute(self, row: int, first: int, keys_1KSD: Tensor) -> None:
         """Recompute the bounds of a row's pages from page ``first`` on, from the keys of their tokens."""
@@ -60,29 +71,29 @@ class PageState(LayerState):
 
     @torch.no_grad()
     def bounds_of_pages(self, step: Step) -> Tensor:
-        """The `page_bounds` of all pages for the newest query."""
-        pages = -(-step.max_length // self.block_size)
-        high, low = (self.rows[name][:, :, :pages] for name in self.reads)
-        return page_bounds(step.q_BHSD[:, :, 0], high, low, self.method.group_reduction)
+        """The `page_bounds` of all pages, and of those that there is room for, for the newest query."""
+        return page_bounds(step.q_BHSD, self.rows["high"], self.rows["low"], self.method.group_reduction)
 
 
 def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduction: str) -> Tensor:
     """Upper bounds of a query's products with the keys of each page, from the page's largest and smallest keys.
 
     Args:
+        q_BHD: may have a token axis of one, ``[B, H, 1, D]``.
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, or ``"mean_query"``, the bound of
             their mean: ``[B, K, N]``; ``"separate"``, the bound of each query: ``[B, H, N]``.
     """
-    wide = torch.promote_types(q_BHD.dtype, torch.float32)
-    high, low = high_BKND.to(wide), low_BKND.to(wide)
-    q_BKGD = q_BHD.unflatten(1, (high.shape[1], -1)).to(wide)
+    (batch, kv_heads, pages, _), wide = high_BKND.shape, torch.promote_types(q_BHD.dtype, torch.float32)
+    high_PDN, low_PDN = (x.to(wide).flatten(0, 1).transpose(1, 2) for x in (high_BKND, low_BKND))
+    q_PGD = q_BHD.reshape(batch * kv_heads, -1, q_BHD.shape[-1]).to(wide)
     if group_reduction == "mean_query":
-        q_BKGD = q_BKGD.mean(2, keepdim=True)
+        q_PGD = q_PGD.mean(1, keepdim=True)
     # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
-    bound_BKGN = q_BKGD.clamp(min=0) @ high.transpose(-1, -2) + q_BKGD.clamp(max=0) @ low.transpose(-1, -2)
+    bound_PGN = torch.baddbmm(torch.bmm(q_PGD.clamp(min=0), high_PDN), q_PGD.clamp(max=0), low_PDN)
     if group_reduction == "separate":
-        return bound_BKGN.flatten(1, 2)
-    return bound_BKGN.mean(2) if group_reduction == "mean" else bound_BKGN.amax(2)
+        return bound_PGN.view(batch, -1, pages)
+    bound_PN = bound_PGN.mean(1) if group_reduction == "mean" else bound_PGN.amax(1)
+    return bound_PN.view(batch, kv_heads, pages)
 
 
 class QuestState(PageState, SelectingState):

@@ -66,7 +66,7 @@ class RaaSState(PageState, EvictingState):
         pages = [-(-end // size) for end in ends]
         total, device = max(pages), used.device
         real = torch.arange(total, device=device) < torch.tensor(pages, device=device)[:, None, None]
-        self.bounds = self.bounds_of_pages(step).masked_fill(~real, -torch.inf)
+        self.bounds = self.bounds_of_pages(step)[:, :, :total].masked_fill(~real, -torch.inf)
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         if self.method.threshold is None:
             counts = [self._used(count) for count in pages]

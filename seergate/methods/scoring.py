@@ -30,9 +30,11 @@ def log_probabilities(step: Step) -> Tensor:
     infinity beyond a row's length. Attention sinks take their share of the probability.
     """
     keys = step.keys_BKCD[:, :, : step.max_length]
-    q_BKGD = step.q_BHSD[:, :, 0].to(keys.device).unflatten(1, (keys.shape[1], -1))  # keys may be offloaded
+    batch, kv_heads, tokens, dim = keys.shape
+    q_PGD = step.q_BHSD.to(keys.device).reshape(batch * kv_heads, -1, dim)  # keys may be offloaded
     wide = torch.promote_types(keys.dtype, torch.float32)
-    logits = (q_BKGD.to(wide) * step.sm_scale) @ keys.to(wide).transpose(-1, -2)
+    logits = torch.bmm(q_PGD.to(wide) * step.sm_scale, pairs_of(keys).to(wide).transpose(1, 2))
+    logits = logits.view(batch, kv_heads, -1, tokens)
     if step.softcap is not None:
         logits = step.softcap * torch.tanh(logits / step.softcap)
     if len(set(step.ends)) > 1:
@@ -42,6 +44,16 @@ def log_probabilities(step: Step) -> Tensor:
     if step.sinks is not None:
         normaliser = torch.logaddexp(normaliser, step.sinks.to(keys.device, wide).view(1, keys.shape[1], -1, 1))
     return (logits - normaliser).to(step.lengths.device)
+
+
+def pairs_of(cache_BKTD: Tensor) -> Tensor:
+    """The first tokens of a cache, one matrix ``[B * K, T, D]`` per row and KV head; a view unless the strides of rows
+    and heads differ.
+    """
+    (batch, kv_heads, tokens, dim), (row, head, *within) = cache_BKTD.shape, cache_BKTD.stride()
+    if batch > 1 and row != kv_heads * head:
+        return cache_BKTD.flatten(0, 1)
+    return cache_BKTD.as_strided((batch * kv_heads, tokens, dim), (head, *within))
 
 
 def log_block_maxima(step: Step, block_size: int) -> Tensor:
@@ -61,7 +73,8 @@ def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
     """
     p_BKGT = log_probabilities(step).exp()
     values = step.values_BKCD[:, :, : p_BKGT.shape[-1]]  # the cache's buffers are finite beyond a row's length
-    return (p_BKGT.to(values.dtype) @ values).flatten(1, 2), p_BKGT
+    output_PGD = torch.bmm(p_BKGT.to(values.dtype).flatten(0, 1), pairs_of(values))
+    return output_PGD.view(len(values), -1, values.shape[3]), p_BKGT
 
 
 def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:

@@ -19,6 +19,7 @@ from seergate.config import RULES, check_rule, nearest_anchor
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops import Selection
+from seergate.ops.rows import RowLengths
 from seergate.ops.selection import BlockBudget
 
 
@@ -107,10 +108,10 @@ class SelectingMethod(Method):
         short = self.dense_below
         if state.spec.layer in self.dense_layers or step.max_length <= max(self.covered_tokens, short):
             return None
-        selection = self.choose(state.scores(step), step.lengths)
+        selection = self.choose(state.scores(step), step.rows)
         return with_all_blocks(selection, step.ends, self.block_size, short) if short else selection
 
-    def choose(self, scores_BKN: Tensor, lengths: Tensor) -> Selection:
+    def choose(self, scores_BKN: Tensor, lengths: Tensor | RowLengths) -> Selection:
         """Select blocks from scores by the rule, in rows of ``lengths [B]`` tokens."""
         return ops.select_blocks(
             scores_BKN,

@@ -12,6 +12,7 @@ from seergate import ops
 from seergate.checks import check, check_choice, check_counts
 from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
+from seergate.ops.rows import RowLengths
 
 
 class StreamingState(EvictingState):
@@ -27,15 +28,17 @@ class StreamingState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> AttentionOutput:
-        visible, resident = self._visible(step.ends, step.lengths.device)
+        key = "visible", self.method.token_budget, self.method.sink_tokens
+        visible, resident = step.rows.once(key, lambda: self._visible(step.ends, step.lengths.device))
+        read = [min(end, self.method.token_budget) for end in step.ends]
         index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
         keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
         if self.method.stores_pre_rope:
             positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
             keys = self.spec.rotary.rotate(keys, positions)
             q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (resident - 1)[:, None])
-        output = ops.dense_decode(q_BH1D[:, :, 0], keys, values, resident, **step.softmax_options)
-        return AttentionOutput(output, [min(end, self.method.token_budget) for end in step.ends])
+        lengths = None if min(read) == max(read) else RowLengths(resident, read)
+        return AttentionOutput(ops.dense_decode(q_BH1D[:, :, 0], keys, values, lengths, **step.softmax_options), read)
 
     def max_resident(self) -> int:
         return self.method.token_budget + self.method.interval

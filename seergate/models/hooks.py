@@ -160,9 +160,13 @@ class QKHook:
         self._caught["k"] = self._heads_first(output[..., q_width : q_width + k_width], self._heads["k"])
 
     def _heads_first(self, x: Tensor, heads: int) -> Tensor:
+        x = x.detach() if x.requires_grad else x
         if self._layout == "BHSD":
-            return x.detach()
-        return x.detach().view(*x.shape[:2], heads, self._head_dim).transpose(1, 2)
+            return x
+        batch, new = x.shape[:2]
+        if new == 1:
+            return x.view(batch, heads, 1, self._head_dim)
+        return x.view(batch, new, heads, self._head_dim).transpose(1, 2)
 
 
 class AttentionSwap:
@@ -294,7 +298,9 @@ class LayerBinding:
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
         positions = kwargs.get("position_ids")
-        layer.context = context = ForwardContext(mode, self.qk_hook.take, valid, positions, hidden, on_host)
+        layer.context = context = ForwardContext(
+            mode, self.qk_hook.take, valid, positions, hidden, on_host, handle.passes
+        )
         attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
         return args, {**kwargs, CALL_KEYWORD: attention}
 

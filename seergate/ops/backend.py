@@ -91,11 +91,19 @@ def run(op: str, device: torch.device, **arguments: Any) -> Any:
     cast = (on_gpu or device.type == "cpu") and torch.is_autocast_enabled(device.type)
     exactly = torch.autocast(device.type, enabled=False) if cast else nullcontext()
     preferred, *fallback = _loaded(op, device)
+    taken = arguments if ".torch_impl." in preferred else _with_lengths(arguments)
     if preferred == f"{__package__}.reference":
-        arguments = _spread(arguments)
+        taken = _spread(taken)
     with there, exactly:
-        result = getattr(sys.modules[preferred], op)(**arguments)
+        result = getattr(sys.modules[preferred], op)(**taken)
         return getattr(sys.modules[fallback[0]], op)(**arguments) if result is NotImplemented else result
+
+
+def _with_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace ``rows``, a `RowLengths`, by the tensor ``lengths``, which other backends than torch take."""
+    rows = arguments.get("rows")
+    taken = {name: value for name, value in arguments.items() if name != "rows"}
+    return {**taken, "lengths": rows and rows.tensor} if "rows" in arguments else taken
 
 
 def _spread(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from seergate.config import POOLINGS, check_poolings
 from seergate.ops.arguments import brief, check_lengths, check_tensor, readable
 from seergate.ops.backend import run
 from seergate.ops.gate_math import Branch
+from seergate.ops.rows import RowLengths
 
 
 def check_branch(
@@ -53,7 +54,7 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengt
 
 def update_compressed_keys(
     k: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | RowLengths,
     recent: Tensor,
     compressed: Tensor,
     weight: Tensor,
@@ -75,7 +76,8 @@ def update_compressed_keys(
 
     Args:
         k: ``[B, Hkv, d]``, the newest key of each row before RoPE.
-        lengths: int ``[B]``, tokens of each row, including the newest; 1..(NB + 1) * block_size - 1.
+        lengths: int ``[B]``, tokens of each row, including the newest; 1..(NB + 1) * block_size - 1; or `RowLengths`,
+            with arguments that need no checks.
         recent: ``[B, Hkv, R, d]``, raw keys: position ``p`` is at slot ``p % R``; ``R`` is a multiple of
             ``block_size``. Changed in place.
         compressed: ``[B, Hkv, NB, E]``, changed in place.
@@ -91,23 +93,30 @@ def update_compressed_keys(
     Raises:
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
-    check_tensor("k", k, ("B", "Hkv", "d"))
-    batch, kv_heads, dim = k.shape
-    check_count("block_size", block_size, 1)
-    kinds = check_poolings("kinds", kinds)
-    check_tensor("recent", recent, (batch, kv_heads, "R", dim), on=("k", k))
-    if recent.shape[2] < 1 or recent.shape[2] % block_size:
-        raise ValueError(f"recent has {recent.shape[2]} slots; it must have a multiple of block_size, {block_size}")
-    check_tensor("weight", weight, (kv_heads, len(kinds) * dim, "E"), on=("k", k))
-    width = weight.shape[2]
-    check_tensor("compressed", compressed, (batch, kv_heads, "NB", width), like=("weight", weight))
-    check_lengths(lengths, batch, (compressed.shape[2] + 1) * block_size - 1, "(NB + 1) * block_size - 1", on=("k", k))
-    branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
-    if host_lengths is not None and len(host_lengths) != batch:
-        raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
-    if host_lengths is not None and readable(lengths) and list(host_lengths) != lengths.tolist():
-        raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(lengths.tolist())}")
+    if isinstance(lengths, RowLengths):
+        branch = Branch(weight, norm_weight, inv_freq, attention_scaling)
+    else:
+        check_tensor("k", k, ("B", "Hkv", "d"))
+        batch, kv_heads, dim = k.shape
+        check_count("block_size", block_size, 1)
+        kinds = check_poolings("kinds", kinds)
+        check_tensor("recent", recent, (batch, kv_heads, "R", dim), on=("k", k))
+        if recent.shape[2] < 1 or recent.shape[2] % block_size:
+            raise ValueError(
+                f"recent has {recent.shape[2]} slots; it must have a multiple of block_size, {block_size}"
+            )
+        check_tensor("weight", weight, (kv_heads, len(kinds) * dim, "E"), on=("k", k))
+        width, most = weight.shape[2], (compressed.shape[2] + 1) * block_size - 1
+        check_tensor("compressed", compressed, (batch, kv_heads, "NB", width), like=("weight", weight))
+        check_lengths(lengths, batch, most, "(NB + 1) * block_size - 1", on=("k", k))
+        branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
+        if host_lengths is not None and len(host_lengths) != batch:
+            raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
+        known = lengths.tolist() if readable(lengths) else None
+        if host_lengths is not None and known is not None and list(host_lengths) != known:
+            raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(known)}")
+        lengths = RowLengths(lengths, known if host_lengths is None else host_lengths)
     run(
-        "update_compressed_keys", k.device, k=k, lengths=lengths, recent=recent, compressed=compressed, branch=branch,
-        block_size=block_size, kinds=kinds, position_offset=position_offset, host_lengths=host_lengths,
+        "update_compressed_keys", k.device, k=k, rows=lengths, recent=recent, compressed=compressed,
+        branch=branch, block_size=block_size, kinds=tuple(kinds), position_offset=position_offset,
     )  # fmt: skip

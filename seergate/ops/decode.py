@@ -18,6 +18,7 @@ from seergate.ops.arguments import (
     readable,
 )
 from seergate.ops.backend import run
+from seergate.ops.rows import RowLengths
 
 
 class DecodeInputs(NamedTuple):
@@ -37,7 +38,7 @@ def sparse_decode(
     k: Tensor,
     v: Tensor,
     indices: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | RowLengths,
     block_size: int,
     sm_scale: float | None = None,
     *,
@@ -58,7 +59,7 @@ def sparse_decode(
         indices: int32 or int64 ``[B, Hkv, K]``, block indices, ascending, padded with -1 on the right, as returned by
             `select_blocks`. The order is checked only in host memory; on a device a wrong order gives wrong results.
             A block that starts at or beyond the row's length is skipped like padding.
-        lengths: int ``[B]``, 1..S, tokens of each row.
+        lengths: int ``[B]``, 1..S, tokens of each row; or `RowLengths`, with arguments that need no checks.
         block_size: tokens per block.
         sm_scale: factor on ``q . k``; ``1 / sqrt(d)`` if ``None``.
         sinks: ``[H]`` attention-sink logits, which enter the softmax's denominator (GPT-OSS).
@@ -75,15 +76,20 @@ def sparse_decode(
     Raises:
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
-    check_count("block_size", block_size, 1)
-    inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
-    check_integers("indices", indices, (len(q), k.shape[1], "K"), on=("q", q))
-    check_lengths(lengths, len(q), capacity, "S", on=("q", q))
-    _check_ascending(indices)
-    if counts is not None:
-        _check_counts(counts, indices, lengths, block_size)
+    if isinstance(lengths, RowLengths):
+        inputs = DecodeInputs(
+            q, k, v, q.shape[-1] ** -0.5 if sm_scale is None else sm_scale, sinks, softcap, page_table
+        )
+    else:
+        check_count("block_size", block_size, 1)
+        inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table, block_size)
+        check_integers("indices", indices, (len(q), k.shape[1], "K"), on=("q", q))
+        check_lengths(lengths, len(q), capacity, "S", on=("q", q))
+        _check_ascending(indices)
+        if counts is not None:
+            _check_counts(counts, indices, lengths, block_size)
     return run(
-        "sparse_decode", q.device, inputs=inputs, indices=indices, counts=counts, lengths=lengths,
+        "sparse_decode", q.device, inputs=inputs, indices=indices, counts=counts, rows=RowLengths.of(lengths),
         block_size=block_size,
     )  # fmt: skip
 
@@ -92,7 +98,7 @@ def dense_decode(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lengths: Tensor | None = None,
+    lengths: Tensor | RowLengths | None = None,
     sm_scale: float | None = None,
     *,
     sinks: Tensor | None = None,
@@ -117,9 +123,9 @@ def dense_decode(
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
-    if lengths is not None:
+    if isinstance(lengths, Tensor):
         check_lengths(lengths, len(q), capacity, "S", on=("q", q))
-    return run("dense_decode", q.device, inputs=inputs, lengths=lengths)
+    return run("dense_decode", q.device, inputs=inputs, rows=None if lengths is None else RowLengths.of(lengths))
 
 
 def _checked(

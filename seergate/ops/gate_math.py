@@ -35,25 +35,37 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return wide.to(x.dtype) * weight
 
 
-def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: float) -> Tensor:
-    """RoPE in the rotate-half (NeoX) form.
+def rotation(
+    positions: Tensor, inv_freq: Tensor, attention_scaling: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and signed sine of RoPE for `turned`.
 
     Args:
-        x: ``[B, K, S, E]``.
         positions: ``[B, S]`` or ``[S]``, integer token positions.
         inv_freq: ``[E / 2]``, radians per position.
         attention_scaling: factor on cosine and sine; 1 unless the base model's RoPE scaling has one, as in YaRN.
+        dtype: of what is rotated; the angles are computed in fp32, or in float64 for float64.
 
     Returns:
-        ``[B, K, S, E]`` in the dtype of ``x``; computed in fp32 (float64 for float64 input).
+        Two tensors ``[B, 1, S, E]`` or ``[S, E]``; the first half of the sines is negative.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    angles = positions.to(wide.dtype)[..., None] * inv_freq.to(wide)
+    wide = torch.promote_types(dtype, torch.float32)
+    angles = positions.to(wide)[..., None] * inv_freq.to(wide)
     cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
     if positions.ndim == 2:
         cos, sin = cos[:, None], sin[:, None]
-    first, second = wide.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_scaling: float) -> Tensor:
+    """RoPE of ``x [B, K, S, E]`` at ``positions``; the arguments are those of `rotation`."""
+    return turned(x, *rotation(positions, inv_freq, attention_scaling, x.dtype))
+
+
+def turned(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """RoPE of ``x [B, K, S, E]`` in the rotate-half (NeoX) form, by angles of `rotation`; computed in their dtype."""
+    wide = x.to(cos.dtype)
+    return (wide * cos + wide.roll(wide.shape[-1] // 2, -1) * signed_sin).to(x.dtype)
 
 
 def branch_end(
@@ -62,7 +74,9 @@ def branch_end(
     """Apply RMSNorm and RoPE, each if the gate has it, to the output of a branch's linear map."""
     if norm_weight is not None:
         x_BKSE = rms_norm(x_BKSE, norm_weight)
-    return x_BKSE if inv_freq is None else rotate(x_BKSE, positions, inv_freq, attention_scaling)
+    if inv_freq is None:
+        return x_BKSE
+    return rotate(x_BKSE, positions, inv_freq, attention_scaling)
 
 
 def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
@@ -75,14 +89,15 @@ def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
     kv_heads, group, dim, _ = weight_KGDE.shape
     q_BKGSD = q_BHSD.to(weight_KGDE.dtype).unflatten(1, (kv_heads, group))
     q_KTP = q_BKGSD.permute(1, 0, 3, 2, 4).reshape(kv_heads, -1, group * dim)
-    qg_KTE = q_KTP @ weight_KGDE.flatten(1, 2)  # one product per KV head: a decode step reads its weight once
+    qg_KTE = q_KTP @ weight_KGDE.flatten(1, 2)
     return qg_KTE.unflatten(1, (len(q_BHSD), q_BHSD.shape[2])).transpose(0, 1)
 
 
 def block_scores(qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
-    """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider."""
+    """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider; B and K may be one axis."""
     wide = torch.promote_types(qg_BKSE.dtype, torch.float32)
-    return (qg_BKSE.to(wide) * (1.0 / math.sqrt(qg_BKSE.shape[-1]))) @ kg_BKNE.to(wide).transpose(-1, -2)
+    scaled, kg_BKEN = qg_BKSE.to(wide) * (1.0 / math.sqrt(qg_BKSE.shape[-1])), kg_BKNE.to(wide).transpose(-1, -2)
+    return torch.bmm(scaled, kg_BKEN) if scaled.ndim == 3 else scaled @ kg_BKEN
 
 
 def compressed_keys(pooled_BKNP: Tensor, branch: Branch, positions: Tensor) -> Tensor:

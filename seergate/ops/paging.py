@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seergate.ops.rows import RowLengths
+
 
 def unpaged(pages: Tensor, page_table: Tensor) -> Tensor:
     """Copy a paged cache to a contiguous one, ``[B, Hkv, P * page, d]``."""
@@ -27,29 +29,50 @@ def has_rows_of(cache: Tensor, unit: int) -> bool:
     )
 
 
-def rows_of(cache: Tensor, unit: int, places: Tensor, page_table: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def layout_of(cache: Tensor, unit: int) -> tuple[int, int, int]:
+    """Distances in matrix rows of ``unit`` tokens between rows of the batch (or pages), heads, and units of a head."""
+    size = unit * cache.shape[-1]
+    outer, heads = (0 if n == 1 else s // size for n, s in zip(cache.shape[:2], cache.stride()[:2], strict=True))
+    return outer, heads, 0 if cache.shape[2] == unit else cache.stride(2) * unit // size
+
+
+def as_rows(cache: Tensor, unit: int) -> Tensor:
+    """View a cache for which `has_rows_of` is true as a matrix ``[rows, unit * d]``."""
+    outer, heads, step = layout_of(cache, unit)
+    pages, kv_heads, tokens, dim = cache.shape
+    count = 1 + (pages - 1) * outer + (kv_heads - 1) * heads + (tokens // unit - 1) * step
+    return cache.as_strided((count, unit * dim), (unit * dim, 1))
+
+
+def rows_of(
+    cache: Tensor, unit: int, places: Tensor, page_table: Tensor | None, rows: RowLengths
+) -> tuple[Tensor, Tensor]:
     """View the cache as a matrix with ``unit`` consecutive tokens of one head per row, to gather tokens from.
 
     Args:
         cache: ``[B, Hkv, S, d]``, or pages, for which `has_rows_of` is true.
         unit: tokens per matrix row; divides the page size.
-        places: int64 ``[B, Hkv, X]``, token positions divided by ``unit``.
+        places: int ``[B, Hkv, X]``, token positions divided by ``unit``.
         page_table: ``[B, P]`` of a paged cache.
+        rows: the step's rows, which keep the offsets of the batch's rows and heads for the other layers.
 
     Returns:
-        The matrix ``[rows, unit * d]``, a view, and the row index of each of ``places``, int64 ``[B * Hkv, X]``.
+        The matrix ``[rows, unit * d]``, a view, and the row index of each of ``places``, int64 ``[B * Hkv * X]``.
     """
-    (outer, kv_heads, tokens), size = cache.shape[:3], unit * cache.shape[-1]
-    steps = [0 if n == 1 else s // size for n, s in zip(cache.shape[:2], cache.stride()[:2], strict=True)]
-    step = 0 if tokens == unit else cache.stride(2) * unit // size
-    count = 1 + (outer - 1) * steps[0] + (kv_heads - 1) * steps[1] + (tokens // unit - 1) * step
-    device = cache.device
-    if page_table is None:
-        first = torch.arange(outer, device=device)[:, None, None] * steps[0]
-    else:
-        per_page = tokens // unit
+    (outer, heads, step), kv_heads = layout_of(cache, unit), cache.shape[1]
+
+    def offsets() -> Tensor:
+        first_K1 = torch.arange(kv_heads, device=cache.device)[:, None] * heads
+        if page_table is not None:
+            return first_K1
+        return torch.arange(len(places), device=cache.device)[:, None, None] * outer + first_K1
+
+    if page_table is not None:
+        per_page, places = cache.shape[2] // unit, places.long()
         page = torch.div(places, per_page, rounding_mode="floor")
         table_BKP = page_table.long()[:, None].expand(-1, kv_heads, -1)
-        first, places = table_BKP.gather(2, page) * steps[0], places - page * per_page
-    heads = torch.arange(kv_heads, device=device)[:, None] * steps[1]
-    return cache.as_strided((count, size), (size, 1)), (first + heads + places * step).flatten(0, 1)
+        places = (places - page * per_page) * step + table_BKP.gather(2, page) * outer
+    elif step != 1:
+        places = places * step
+    key = ("offsets", len(places), kv_heads, outer, heads, page_table is None)
+    return as_rows(cache, unit), (places + rows.once(key, offsets)).view(-1)

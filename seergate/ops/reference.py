@@ -355,7 +355,6 @@ def update_compressed_keys(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
     position_offset: int = 0,
-    host_lengths: Sequence[int] | None = None,
 ) -> None:
     """Computes one row and KV head at a time."""
     dtype = _wide(k, weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -12,11 +12,13 @@ from seergate.checks import check, check_count, is_int, is_number
 from seergate.ops.arguments import check_lengths, check_tensor
 from seergate.ops.backend import run
 from seergate.ops.compression import check_branch
+from seergate.ops.gate_math import Branch
+from seergate.ops.rows import RowLengths
 
 
 def score_blocks(
     q: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | RowLengths,
     compressed: Tensor,
     weight: Tensor,
     block_size: int,
@@ -29,7 +31,8 @@ def score_blocks(
 
     Args:
         q: ``[B, H, d]``, the newest query of each row before RoPE.
-        lengths: int ``[B]``, tokens of each row, including this one; the query's position is ``length - 1``.
+        lengths: int ``[B]``, tokens of each row, including this one; the query's position is ``length - 1``; or
+            `RowLengths`, with arguments that need no checks.
         compressed: ``[B, Hkv, NB, E]``, the compressed keys. ``NB`` may be a capacity: on a GPU, only a row's complete
             blocks are read.
         weight: ``[Hkv, G, d, E]``, the query branch's linear map.
@@ -44,17 +47,19 @@ def score_blocks(
     Raises:
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
-    check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
-    kv_heads, group, dim, width = weight.shape
-    check_tensor("q", q, ("B", kv_heads * group, dim), on=("weight", weight))
-    check_count("block_size", block_size, 1)
-    check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width), like=("weight", weight))
-    most = (compressed.shape[2] + 1) * block_size - 1
-    check_lengths(lengths, len(q), most, "(NB + 1) * block_size - 1", on=("q", q))
-    branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
-    return run(
-        "score_blocks", q.device, q=q, lengths=lengths, compressed=compressed, branch=branch, block_size=block_size
-    )
+    if isinstance(lengths, RowLengths):
+        branch = Branch(weight, norm_weight, inv_freq, attention_scaling)
+    else:
+        check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
+        kv_heads, group, dim, width = weight.shape
+        check_tensor("q", q, ("B", kv_heads * group, dim), on=("weight", weight))
+        check_count("block_size", block_size, 1)
+        check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width), like=("weight", weight))
+        most = (compressed.shape[2] + 1) * block_size - 1
+        check_lengths(lengths, len(q), most, "(NB + 1) * block_size - 1", on=("q", q))
+        branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
+    rows = RowLengths.of(lengths)
+    return run("score_blocks", q.device, q=q, rows=rows, compressed=compressed, branch=branch, block_size=block_size)
 
 
 UNBOUNDED = 2**31 - 1
@@ -136,7 +141,7 @@ _as_written._dynamo_marked_constant = True  # type: ignore[attr-defined]  # cons
 
 def select_blocks(
     scores: Tensor,
-    lengths: Tensor,
+    lengths: Tensor | RowLengths,
     *,
     block_size: int,
     token_budget: int | None = None,
@@ -155,7 +160,8 @@ def select_blocks(
 
     Args:
         scores: ``[B, Hkv, NB]``, higher is better. ``NB`` may be a capacity, larger than the blocks in use.
-        lengths: int ``[B]``, 1..NB * block_size: tokens of each row, including the current one.
+        lengths: int ``[B]``, 1..NB * block_size: tokens of each row, including the current one; or `RowLengths`, with
+            arguments that need no checks.
         block_size: tokens per block.
         token_budget: select ``token_budget // block_size`` blocks, including the current block and the sink blocks.
         budget_share: select this share of the row's blocks, in [0, 1], rounded up, including the current block and the
@@ -173,33 +179,48 @@ def select_blocks(
     Raises:
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
+    rules = {"token_budget": token_budget, "budget_share": budget_share, "threshold": threshold, "top_p": top_p}
+    bounds = {"budget_min": budget_min, "budget_max": budget_max}
+    if not isinstance(lengths, RowLengths):
+        _check_selection(scores, lengths, block_size, sink_blocks, rules, bounds)
+        lengths = RowLengths(lengths)  # the width of the result does not depend on their values
+    return run(
+        "select_blocks", scores.device, scores=scores, rows=lengths, block_size=block_size,
+        sink_blocks=sink_blocks, **rules, **bounds,
+    )  # fmt: skip
+
+
+def _check_selection(
+    scores: Tensor,
+    lengths: Tensor,
+    block_size: int,
+    sink_blocks: int,
+    rules: dict[str, Any],
+    bounds: dict[str, int | None],
+) -> None:
+    """Check the arguments of `select_blocks`."""
     check_tensor("scores", scores, ("B", "Hkv", "NB"))
     check_count("block_size", block_size, 1)
     check_lengths(lengths, scores.shape[0], scores.shape[2] * block_size, "NB * block_size", on=("scores", scores))
-    rules = {"token_budget": token_budget, "budget_share": budget_share, "threshold": threshold, "top_p": top_p}
     given = [name for name, value in rules.items() if value is not None]
     if len(given) != 1:
         found = " and ".join(given) if given else "none"
         raise ValueError(f"the rules given are {found}; exactly one of {', '.join(rules)} must be")
     check_count("sink_blocks", sink_blocks)
-    bounds = {"budget_min": budget_min, "budget_max": budget_max}
     needed = (1 + sink_blocks) * block_size
-    for name, value in ({"token_budget": token_budget} | bounds).items():
+    for name, value in ({"token_budget": rules["token_budget"]} | bounds).items():
         if value is not None and (not is_int(value) or value < needed):
             raise ValueError(
                 f"{name} is {value!r}; with block_size {block_size} and {sink_blocks} sink blocks it "
                 f"must be an integer of at least {needed}"
             )
+    budget_share, (budget_min, budget_max) = rules["budget_share"], bounds.values()
     if budget_share is None and any(value is not None for value in bounds.values()):
         raise ValueError(f"budget_min is {budget_min!r} and budget_max {budget_max!r} without a budget_share")
     if budget_share is not None:
         check("budget_share", budget_share, is_number(budget_share) and 0 <= budget_share <= 1, "a number in 0..1")
         if None not in bounds.values() and budget_max < budget_min:  # type: ignore[operator]
             raise ValueError(f"budget_max is {budget_max}; it must be at least budget_min ({budget_min})")
-    elif token_budget is None:
+    elif rules["token_budget"] is None:
         share = rules[given[0]]
         check(given[0], share, is_number(share) and 0 < share < 1, "strictly between 0 and 1")
-    return run(
-        "select_blocks", scores.device, scores=scores, lengths=lengths, block_size=block_size,
-        sink_blocks=sink_blocks, **rules, **bounds,
-    )  # fmt: skip

@@ -5,14 +5,12 @@ Shape suffixes: B batch, K KV heads, S tokens, N blocks, C tokens of a block, D 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.ops.arguments import readable
 from seergate.ops.gate_math import Branch, compressed_keys
+from seergate.ops.rows import RowLengths
 
 
 def pool_keys(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Tensor | None) -> Tensor:
@@ -66,36 +64,35 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 @torch.no_grad()
 def update_compressed_keys(
     k: Tensor,
-    lengths: Tensor,
+    rows: RowLengths,
     recent: Tensor,
     compressed: Tensor,
     branch: Branch,
     block_size: int,
     kinds: tuple[str, ...],
     position_offset: int,
-    host_lengths: Sequence[int] | None,
 ) -> None:
-    """The op on checked arguments."""
-    slots, device = recent.shape[2], k.device
-    rows = torch.arange(len(k), device=device)
-    recent[rows, :, (lengths - 1) % slots] = k.to(recent.dtype)
-    if host_lengths is None and readable(lengths):
-        host_lengths = lengths.tolist()
-    if host_lengths is not None:
-        closing = [row for row, length in enumerate(host_lengths) if length % block_size == 0]
+    """The op on checked arguments. If the host knows the lengths, only the blocks that close are computed."""
+    slots, lengths, host, device = recent.shape[2], rows.tensor, rows.host, k.device
+    if rows.even:
+        recent[:, :, (rows.even - 1) % slots] = k
+    else:
+        recent[rows.each, :, rows.once(("slot", slots), lambda: (lengths - 1) % slots)] = k.to(recent.dtype)
+    if host is not None:
+        closing = [row for row, length in enumerate(host) if length % block_size == 0]
         if not closing:
             return
         index = torch.tensor(closing, device=device)
-        block = torch.tensor([host_lengths[row] // block_size - 1 for row in closing], device=device)
+        block = torch.tensor([host[row] // block_size - 1 for row in closing], device=device)
     else:  # compute all rows; those without a completed block get their old entry back
-        index, block = rows, (lengths // block_size - 1).clamp(min=0)
+        index, block = rows.each, (lengths // block_size - 1).clamp(min=0)
     start = block * block_size
     ring = (start % slots)[:, None] + torch.arange(block_size, device=device)
     keys_BKSD = recent[index].gather(2, ring[:, None, :, None].expand(-1, recent.shape[1], -1, recent.shape[3]))
     pooled = pool_keys(keys_BKSD, block_size, kinds, None)
     positions = (start + position_offset)[:, None]
     entries = compressed_keys(pooled, branch, positions)[:, :, 0]
-    if host_lengths is None and compressed.shape[2]:
-        entries = torch.where((lengths % block_size == 0)[:, None, None], entries, compressed[rows, :, block])
+    if host is None and compressed.shape[2]:
+        entries = torch.where((lengths % block_size == 0)[:, None, None], entries, compressed[index, :, block])
     if compressed.shape[2]:
         compressed[index, :, block] = entries

@@ -9,6 +9,9 @@ row and a KV head, X selected blocks, C tokens of a block, S tokens of the cache
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,87 +19,135 @@ from torch.nn import functional as F
 from seergate.ops.arguments import readable
 from seergate.ops.backend import one_node
 from seergate.ops.decode import DecodeInputs
-from seergate.ops.paging import has_rows_of, rows_of, unpaged
+from seergate.ops.paging import as_rows, has_rows_of, layout_of, rows_of, unpaged
+from seergate.ops.rows import RowLengths
 
-GATHER_BYTES_CPU = 2**21
-"""Bytes that each thread gathers at a time. Reusing a buffer that fits in a core's cache is faster than filling a
-large one, which costs memory traffic and page faults."""
+GATHER_BYTES_CPU = 2**23
+"""Bytes that each thread gathers at a time, into one buffer that all layers of a step use: memory that the system has
+to map again for each layer would take longer than the copy."""
+
+
+class Readable(NamedTuple):
+    """How many of the gathered tokens of each pair of a row and a KV head it reads; padding is at their end.
+
+    Attributes:
+        low, width: the fewest and the most tokens of a pair.
+        full: whether no index is padding.
+        hidden_P1S: which of the first ``width`` gathered tokens are padding; ``None`` if none is.
+        tail_PT1: the same from token ``low`` on, before which no pair has padding.
+        counts_P: the number of tokens.
+    """
+
+    low: int
+    width: int
+    full: bool
+    hidden_P1S: Tensor | None
+    tail_PT1: Tensor | None
+    counts_P: Tensor
+
+    @classmethod
+    def of(cls, counts_P: Tensor, most: int, seen: bool) -> Readable:
+        """From the number of tokens of each pair, at most ``most``; ``seen``: whether the host may read them."""
+        low, width = (int(n) for n in counts_P.aminmax()) if seen and len(counts_P) else (0, most)
+        if low == width:
+            return cls(low, width, False, None, None, counts_P)
+        hidden_PS = torch.arange(width, device=counts_P.device) >= counts_P[:, None]
+        return cls(low, width, False, hidden_PS[:, None], hidden_PS[:, low:, None], counts_P)
+
+
+def _counted(rows: RowLengths, counts: Tensor, columns: int, block_size: int, seen: bool) -> Readable:
+    """Tokens of pairs with ``counts [B, K]`` blocks, the last of which is the row's current block."""
+    last_B1 = (rows.tensor - 1)[:, None] % block_size + 1
+    counts_P = ((counts.long() - 1) * block_size + last_B1).clamp_(min=0).flatten()
+    full = seen and bool((counts == columns).all())
+    return Readable.of(counts_P, columns * block_size, seen)._replace(full=full)
 
 
 @torch.no_grad()
 def sparse_decode(
-    inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, lengths: Tensor, block_size: int
+    inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, rows: RowLengths, block_size: int
 ) -> Tensor:
-    """The op on checked arguments; ``counts`` is not needed."""
+    """The op on checked arguments."""
     q, k, v, sm_scale, sinks, softcap, page_table = inputs
-    (batch, heads, dim), kv_heads = q.shape, k.shape[1]
-    pairs, group, seen = batch * kv_heads, heads // kv_heads, readable(q)
-    # Readable tokens of each block. As blocks ascend, the gathered tokens of a pair have its padding at the end.
-    starts_BKX = indices.long() * block_size
-    used_BKX = (lengths[:, None, None] - starts_BKX).clamp_(0, block_size).masked_fill_(starts_BKX < 0, 0)
-    counts_P = used_BKX.sum(-1).flatten()
-    low, width = 0, indices.shape[-1] * block_size
-    if seen and pairs:  # else the host must not wait for the values
-        low, width = (int(n) for n in counts_P.aminmax())
-    if not pairs or not width:
-        return q.new_zeros(batch, heads, v.shape[-1])
-    columns = -(-width // block_size)
-    places_BKX = (indices.long() * (used_BKX > 0))[..., :columns]  # padding reads block 0
+    (batch, heads, dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[-1]
+    pairs, group, seen, columns = batch * kv_heads, heads // kv_heads, readable(q), indices.shape[-1]
+    if not pairs or not columns:
+        return q.new_zeros(batch, heads, value_dim)
+    if counts is not None:  # as blocks ascend, the padding of a pair is at the end of its gathered tokens
+        of_counts = partial(_counted, rows, counts, columns, block_size, seen)
+        reads = rows.once(("readable", columns, block_size), of_counts, counts)
+        places_BKX = indices if reads.full else indices.clamp(min=0)  # padding reads block 0
+    else:
+        starts_BKX = indices.long() * block_size
+        used_BKX = (rows.tensor[:, None, None] - starts_BKX).clamp_(0, block_size).masked_fill_(starts_BKX < 0, 0)
+        reads = Readable.of(used_BKX.sum(-1).flatten(), columns * block_size, seen)
+        places_BKX = indices.long() * (used_BKX > 0)
+    low, width = reads.low, reads.width
+    if not width:
+        return q.new_zeros(batch, heads, value_dim)
+    if (needed := -(-width // block_size)) < columns:
+        columns, places_BKX = needed, places_BKX[..., :needed]
     unit = block_size
     if not (has_rows_of(k, unit) and has_rows_of(v, unit)):
         unit = 1
-        tokens_BKXC = places_BKX[..., None] * block_size + torch.arange(block_size, device=q.device)
+        tokens_BKXC = places_BKX[..., None].long() * block_size + torch.arange(block_size, device=q.device)
         capacity = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[1]
         places_BKX = tokens_BKXC.flatten(2).clamp(max=capacity - 1)
         k, v = (x if has_rows_of(x, 1) else x.contiguous() for x in (k, v))
-    sources = [rows_of(x, unit, places_BKX, page_table) for x in (k, v)]
-    hidden_PS = None if low == width else torch.arange(width, device=q.device) >= counts_P[:, None]
+    k_RX, index = rows_of(k, unit, places_BKX, page_table, rows)
+    v_RX, v_index = as_rows(v, unit), index
+    if layout_of(v, unit) != layout_of(k, unit):
+        v_index = rows_of(v, unit, places_BKX, page_table, rows)[1]
 
     q_PGD = q.reshape(pairs, group, dim)
-    sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).repeat(batch, 1)
+    sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).expand(batch, -1, -1).flatten(0, 1)
     # The fused kernel is fast for 16-bit types on every CPU; matrix products of them are not.
     on_cpu = q.device.type == "cpu"
     fused = sinks is None and softcap is None and not (on_cpu and q.dtype in (torch.float32, torch.float64))
-    each = columns * block_size * max(dim, v.shape[-1])
+    each = columns * block_size * max(dim, value_dim)
     some = pairs
     if seen:
         some = min(pairs, max(1, GATHER_BYTES_CPU * torch.get_num_threads() // (each * k.element_size())))
-    rooms = [k.new_empty(some * each) if seen else None for _ in range(1 + fused)]  # unfused: keys and values share it
-    out_PGD = q.new_empty(pairs, group, v.shape[-1])
-    for lo in range(0, pairs, some):
-        part = slice(lo, min(lo + some, pairs))
-        hidden_P1S = None if hidden_PS is None else hidden_PS[part, None]
-        k_PSD = _gather(sources[0], part, dim, width, rooms[0])
+
+    def gathered(rows_RX: Tensor, index: Tensor, size: int, own: bool) -> Tensor:
+        """The selected tokens ``[P, S, D]`` of some pairs; without ``own``, the next call overwrites them."""
+        shape = len(index), rows_RX.shape[1]
+        room = None if own or not seen else rows.once(("gathered", shape, k.dtype), lambda: k.new_empty(shape))
+        found = torch.index_select(rows_RX, 0, index, out=room)
+        count = shape[0] * shape[1] // (columns * block_size * size)
+        return found.as_strided((count, width, size), (columns * block_size * size, size, 1))
+
+    def attended(first: int) -> Tensor:
+        """Attention ``[P, G, D]`` of the pairs from ``first`` on."""
+
+        def part(x: Any, each: int = 1) -> Any:
+            return x if x is None or some == pairs else x[first * each : (first + some) * each]
+
+        many = len(index) // pairs
+        query, hidden, tail = part(q_PGD), part(reads.hidden_P1S), part(reads.tail_PT1)
+
+        def values() -> Tensor:
+            found = gathered(v_RX, part(v_index, many), value_dim, fused)
+            return found if tail is None else _cleared(found, tail, low)
+
+        k_PSD = gathered(k_RX, part(index, many), dim, fused)
         if fused:
-            v_PSD = _clear(_gather(sources[1], part, v.shape[-1], width, rooms[1]), hidden_P1S, low)
-            k_PSD, shown_P1S = _clear(k_PSD, hidden_P1S, low), None if hidden_P1S is None else ~hidden_P1S
-            out_PGD[part] = F.scaled_dot_product_attention(q_PGD[part], k_PSD, v_PSD, shown_P1S, scale=sm_scale)
-            continue
-        sink_PG = None if sinks_PG is None else sinks_PG[part]
-        probs_PGS = _probabilities(q_PGD[part], k_PSD, hidden_P1S, sm_scale, sink_PG, softcap)
-        v_PSD = _clear(_gather(sources[1], part, v.shape[-1], width, rooms[0]), hidden_P1S, low)
-        out_PGD[part] = probs_PGS @ v_PSD.to(probs_PGS.dtype)
+            shown = None if hidden is None else ~hidden
+            k_PSD = k_PSD if tail is None else _cleared(k_PSD, tail, low)
+            return F.scaled_dot_product_attention(query, k_PSD, values(), shown, scale=sm_scale)
+        probs_PGS = _probabilities(query, k_PSD, hidden, sm_scale, part(sinks_PG), softcap)
+        return torch.bmm(probs_PGS, values().to(probs_PGS.dtype))
+
+    outputs = [attended(first) for first in range(0, pairs, some)]
+    out_PGD = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     if low == 0:
-        out_PGD = out_PGD.masked_fill(counts_P[:, None, None] == 0, 0)
-    return out_PGD.view(batch, heads, -1)
+        out_PGD = out_PGD.masked_fill(reads.counts_P[:, None, None] == 0, 0)
+    return out_PGD.to(q.dtype).view(batch, heads, value_dim)
 
 
-def _gather(source: tuple[Tensor, Tensor], part: slice, dim: int, width: int, room: Tensor | None) -> Tensor:
-    """Gather the selected tokens ``[P, S, D]`` of some pairs, into the buffer ``room`` if given."""
-    rows, index_PX = source[0], source[1][part]
-    index = index_PX.flatten()
-    if room is None:
-        gathered = rows.index_select(0, index)
-    else:
-        there = room[: len(index) * rows.shape[1]].view(len(index), -1)
-        gathered = torch.index_select(rows, 0, index, out=there)
-    return gathered.view(len(index_PX), -1, dim)[:, :width]
-
-
-def _clear(x_PSD: Tensor, hidden_P1S: Tensor | None, low: int) -> Tensor:
-    """Zero the hidden tokens, since zero times NaN is NaN. The first ``low`` tokens of a pair are never hidden."""
-    if hidden_P1S is not None:
-        x_PSD[:, low:].masked_fill_(hidden_P1S[:, 0, low:, None], 0)
+def _cleared(x_PSD: Tensor, tail_PT1: Tensor, low: int) -> Tensor:
+    """Zero the padding, from token ``low`` on, since zero times NaN is NaN."""
+    x_PSD[:, low:].masked_fill_(tail_PT1, 0)
     return x_PSD
 
 
@@ -110,7 +161,8 @@ def _probabilities(
 ) -> Tensor:
     """Softmax of each pair's group over its tokens, ``[P, G, S]``, in fp32 or wider; P may be several dimensions."""
     wide = torch.promote_types(q_PGD.dtype, torch.float32)
-    scores_PGS = (q_PGD.to(wide) * sm_scale) @ k_PSD.to(wide).transpose(-1, -2)
+    scaled, k_PDS = q_PGD.to(wide) * sm_scale, k_PSD.to(wide).transpose(-1, -2)
+    scores_PGS = torch.bmm(scaled, k_PDS) if scaled.ndim == 3 else scaled @ k_PDS
     if softcap is not None:
         scores_PGS.div_(softcap).tanh_().mul_(softcap)
     if hidden_P1S is not None:
@@ -122,8 +174,9 @@ def _probabilities(
 
 
 @torch.no_grad()
-def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
+def dense_decode(inputs: DecodeInputs, rows: RowLengths | None) -> Tensor:
     """The op on checked arguments."""
+    lengths = None if rows is None else rows.tensor
     if lengths is not None and lengths.device.type == "cpu" and len(lengths):
         return _by_row(*inputs, lengths)
     k, v, page_table, mask_B11S = inputs.k, inputs.v, inputs.page_table, None

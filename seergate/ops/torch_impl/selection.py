@@ -1,36 +1,98 @@
 """`score_blocks` and `select_blocks` in torch.
 
-Selection gives every block an int64 key: an integer in the order of its fp32 score in the high half, and its negated
-index in the low half. All keys differ, so a top-k is deterministic on every device, and ties go to the lower index.
+Selection gives every block a float64 key: its fp32 score, lowered by less than the distance to the next fp32 number in
+proportion to its index. All keys differ, so a top-k is deterministic on every device, and ties go to the lower index.
 
 Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from seergate.ops.arguments import readable
-from seergate.ops.gate_math import Branch, block_scores, branch_end, projected_queries
+from seergate.ops.gate_math import Branch, block_scores, rms_norm, rotation, turned
+from seergate.ops.rows import RowLengths
 from seergate.ops.selection import BlockBudget, Selection
+
+TIE = 2.0**-50
+"""Difference between the keys of neighbouring blocks of equal scores, relative to the score: at least two steps of
+float64, and for up to 2^25 blocks less than a step of fp32."""
 
 
 @torch.no_grad()
-def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
+def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments: scores of all blocks, complete or not."""
-    qg_BK1E = branch_end(projected_queries(q[:, :, None], branch.weight), (lengths - 1)[:, None], *branch[1:])
+    (batch, kv_heads, blocks, width), weight_KPE = compressed.shape, branch.weight.flatten(1, 2)
+    q_KBP = q.to(weight_KPE.dtype).reshape(batch, kv_heads, weight_KPE.shape[1]).transpose(0, 1)
+    qg_KBE = torch.bmm(q_KBP, weight_KPE)  # one product per KV head: a step reads its weight once
+    if branch.norm_weight is not None:
+        qg_KBE = rms_norm(qg_KBE, branch.norm_weight)
+    if branch.inv_freq is not None:
+        angles = partial(rotation, rows.tensor - 1, branch.inv_freq, branch.attention_scaling, qg_KBE.dtype)
+        key = ("rotation", branch.attention_scaling, qg_KBE.dtype)
+        qg_KBE = turned(qg_KBE, *rows.once(key, angles, branch.inv_freq))
     if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: avoids a copy of the keys
-        return block_scores(qg_BK1E.transpose(0, 1), compressed.transpose(0, 1))[:, :, 0].transpose(0, 1)
-    return block_scores(qg_BK1E, compressed)[:, :, 0]
+        scores_P1N = block_scores(qg_KBE.reshape(-1, 1, width), compressed.transpose(0, 1).flatten(0, 1))
+        return scores_P1N.view(kv_heads, batch, blocks).transpose(0, 1)
+    scores_P1N = block_scores(qg_KBE.transpose(0, 1).reshape(-1, 1, width), compressed.flatten(0, 1))
+    return scores_P1N.view(batch, kv_heads, blocks)
+
+
+class Candidates(NamedTuple):
+    """The part of a selection by budget that depends only on lengths.
+
+    Attributes:
+        ties_N: float64, minus the block indices in units of ``TIE``.
+        current_B11: index of each row's current block.
+        free_B1N: whether a block is selected by its score.
+        fixed_B1N: float64 keys of the other blocks: always selected ones sort first, future ones last.
+    """
+
+    ties_N: Tensor
+    current_B11: Tensor
+    free_B1N: Tensor
+    fixed_B1N: Tensor
+
+
+class Budgeted(NamedTuple):
+    """The part of a selection by budget that depends only on lengths.
+
+    Attributes:
+        candidates: see `Candidates`.
+        kept: the most blocks of a row.
+        surplus_B1X: which of the ``kept`` best blocks a row does not read; ``None`` if every row reads all of them.
+        counts_BK: blocks that each head reads.
+    """
+
+    candidates: Candidates
+    kept: int
+    surplus_B1X: Tensor | None
+    counts_BK: Tensor
+
+    @classmethod
+    def of(cls, budget: BlockBudget, rows: RowLengths, shape: torch.Size, block_size: int, sink_blocks: int) -> Self:
+        """For scores of this shape ``[B, K, N]``."""
+        _, kv_heads, blocks = shape
+        candidates = candidates_of(rows.tensor, blocks, block_size, sink_blocks)
+        wanted_B11 = budget.read(candidates.current_B11.long() + 1)
+        kept, even = budget.read(blocks), False
+        if rows.host:
+            wanted = [budget.read((length - 1) // block_size + 1) for length in rows.host]
+            kept, even = max(wanted), min(wanted) == max(wanted)
+        surplus_B1X = None if even else torch.arange(kept, device=wanted_B11.device) >= wanted_B11
+        counts_BK = wanted_B11[..., 0].int().expand(-1, kv_heads).contiguous()
+        return cls(candidates, kept, surplus_B1X, counts_BK)
 
 
 @torch.no_grad()
 def select_blocks(
     scores: Tensor,
-    lengths: Tensor,
+    rows: RowLengths,
     *,
     block_size: int,
     threshold: float | None,
@@ -39,19 +101,16 @@ def select_blocks(
     **limits: Any,
 ) -> Selection:
     """The op on checked arguments; ``limits`` are passed to `BlockBudget.of`."""
+    lengths, blocks = rows.tensor, scores.shape[2]
     budget = BlockBudget.of(block_size, sink_blocks, **limits)
     if budget is not None:
-        blocks = scores.shape[2]
-        candidates = candidates_of(lengths, blocks, block_size, sink_blocks)
-        wanted_B11 = budget.read(candidates.current_B11.long() + 1)
-        fewer = limits["token_budget"] is None and readable(wanted_B11) and wanted_B11.numel()
-        kept = int(wanted_B11.max()) if fewer else budget.read(blocks)
-        surplus_X = torch.arange(kept, device=scores.device) >= wanted_B11
-        best_first_BKX = _candidate_keys(scores, candidates).topk(kept, dim=-1).indices
-        ranked_BKX = best_first_BKX.int().masked_fill_(surplus_X, blocks)
-        best_BKX = ranked_BKX.sort(dim=-1).values
-        counts_BK = wanted_B11[..., 0].int().expand(-1, scores.shape[1])
-        return Selection(best_BKX.masked_fill_(best_BKX == blocks, -1), counts_BK.contiguous())
+        key = ("budgeted", budget, scores.shape, block_size, sink_blocks)
+        how = rows.once(key, partial(Budgeted.of, budget, rows, scores.shape, block_size, sink_blocks))
+        best_BKX = _candidate_keys(scores, how.candidates).topk(how.kept, dim=-1).indices.int()
+        if how.surplus_B1X is None:
+            return Selection(best_BKX.sort(dim=-1).values, how.counts_BK)
+        best_BKX = best_BKX.masked_fill_(how.surplus_B1X, blocks).sort(dim=-1).values
+        return Selection(best_BKX.masked_fill_(how.surplus_B1X, -1), how.counts_BK)
 
     scores_BKN = _finite(scores)
     blocks_N, current_B11 = _blocks(lengths, scores.shape[2], block_size)
@@ -73,30 +132,13 @@ def select_blocks(
     return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
 
 
-class Candidates(NamedTuple):
-    """The part of a selection by budget that depends only on lengths.
-
-    Attributes:
-        ties_N: negated block indices.
-        current_B11: index of each row's current block.
-        free_B1N: whether a block is selected by its score.
-        fixed_B1N: int64 keys of the other blocks: always selected ones sort first, future ones last.
-    """
-
-    ties_N: Tensor
-    current_B11: Tensor
-    free_B1N: Tensor
-    fixed_B1N: Tensor
-
-
 def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
     """`Candidates` among ``blocks`` blocks for rows of ``lengths [B]`` tokens."""
     blocks_N, current_B11 = _blocks(lengths, blocks, block_size)
     past_B1N = blocks_N < current_B11
     always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
-    limits = torch.iinfo(torch.int64)
-    fixed_B1N = torch.where(always_B1N, limits.max, limits.min)
-    return Candidates(-blocks_N, current_B11, past_B1N & ~always_B1N, fixed_B1N)
+    fixed_B1N = torch.where(always_B1N, torch.inf, -torch.inf).double()
+    return Candidates(blocks_N.double().mul(-TIE), current_B11, past_B1N & ~always_B1N, fixed_B1N)
 
 
 def best_blocks(scores: Tensor, candidates: Candidates, kept: int) -> Tensor:
@@ -123,15 +165,14 @@ def _blocks(lengths: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tens
 
 
 def _keys(scores_BKN: Tensor, ties_N: Tensor) -> Tensor:
-    """Unique int64 keys of blocks, in the order of their scores; ties in the order of ``ties_N``."""
-    bits = (scores_BKN + 0.0).view(torch.int32)  # + 0.0: negative zero equals zero
-    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)  # reverses the order of negative numbers
-    return torch.add(ties_N, ordered, alpha=1 << 32)
+    """Unique float64 keys of blocks, in the order of their finite fp32 scores; ties in the order of ``ties_N``."""
+    sizes_BKN = scores_BKN.abs().clamp_(min=torch.finfo(torch.float32).tiny)
+    return torch.addcmul(scores_BKN, sizes_BKN, ties_N)
 
 
 def _nucleus(scores_BKN: Tensor, probs_BKN: Tensor, free_B1N: Tensor, blocks_N: Tensor, top_p: float) -> Tensor:
     """Mask of the fewest free blocks, best first, whose probabilities sum to at least ``top_p``."""
-    keys_BKN = _keys(scores_BKN, -blocks_N).masked_fill(~free_B1N, torch.iinfo(torch.int64).min)
+    keys_BKN = _keys(scores_BKN, blocks_N.double().mul(-TIE)).masked_fill(~free_B1N, -torch.inf)
     order_BKN = keys_BKN.argsort(dim=-1, descending=True)
     ranked = probs_BKN.gather(-1, order_BKN).double()
     before = ranked.cumsum(-1) - ranked  # total probability of all better blocks

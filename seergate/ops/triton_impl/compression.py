@@ -178,9 +178,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + high * stride_ce, x_high.to(result), mask=in_high)
 
 
-def update_compressed_keys(
-    k: Tensor, recent: Tensor, branch: Branch, kinds: Sequence[str], host_lengths: object, **others: Any
-) -> None:
+def update_compressed_keys(k: Tensor, recent: Tensor, branch: Branch, kinds: Sequence[str], **others: Any) -> None:
     """The op on checked arguments; float64 runs in the torch backend."""
     if not {k.dtype, recent.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented

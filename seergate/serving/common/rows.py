@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from seergate.ops.rows import RowLengths
+
 T = TypeVar("T")
 
 
@@ -22,12 +24,17 @@ class Rows:
         lengths_R, table_RNr: number of tokens of each row, and the pages of its blocks; both int64.
         kept: number of blocks that each KV head reads, if it is known in advance and equal in all rows.
         computed: results of `once`.
+        step: the lengths as the ops take them.
     """
 
     lengths_R: Tensor
     table_RNr: Tensor
     kept: int | None = None
     computed: dict[Any, Any] = field(default_factory=dict)
+    step: RowLengths = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = RowLengths(self.lengths_R)
 
     def __len__(self) -> int:
         return len(self.lengths_R)

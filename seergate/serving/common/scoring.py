@@ -6,10 +6,8 @@ a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
-from seergate.ops.gate_math import Branch, rms_norm
 from seergate.serving.common.rope import Angles, Unrotation
 from seergate.serving.common.rows import Rows
 
@@ -85,27 +82,8 @@ class GateScores(Scores):
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
     def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        gate = self.gate
         query_RHD = self.unrotate.undo(query_RHD, rows.once(inverse_rope, self.unrotate.rotary))
-        if choose(query_RHD.device) != "torch" or not self.one_query_per_head:
-            return gate.step_scores(query_RHD, rows.lengths_R, summary_RKNW)
-        # Same arithmetic as the op, in fewer operators and with RoPE angles shared by all layers.
-        weight_KPE, norm_weight, inv_freq, attention_scaling = self._query_branch
-        query_KRP = query_RHD.to(weight_KPE.dtype).view(len(rows), len(weight_KPE), -1).transpose(0, 1)
-        qg_KRW = torch.bmm(query_KRP, weight_KPE)
-        if norm_weight is not None:
-            qg_KRW = rms_norm(qg_KRW, norm_weight)
-        if inv_freq is not None:
-            angles = rows.once(gate_angles, inv_freq, attention_scaling)
-            qg_KRW = angles.rotate(qg_KRW.float()).to(qg_KRW.dtype)
-        qg_Q1W = qg_KRW.float().mul(1.0 / math.sqrt(self.width)).transpose(0, 1).reshape(-1, 1, self.width)
-        scores_Q1N = torch.bmm(qg_Q1W, summary_RKNW.float().mT.flatten(0, 1))
-        return scores_Q1N.view(*summary_RKNW.shape[:3])
-
-    @cached_property
-    def _query_branch(self) -> Branch:
-        branch = self.gate.branch("q")
-        return branch._replace(weight=branch.weight.flatten(1, 2))
+        return self.gate.step_scores(query_RHD, rows.step, summary_RKNW)
 
     def in_kernels(self, device: torch.device) -> bool:
         return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
@@ -138,13 +116,6 @@ class GateScores(Scores):
 def inverse_rope(rows: Rows, rotary: Any) -> tuple[Angles, Tensor] | None:
     """The inverse RoPE of each row's newest query, see `Unrotation.at`."""
     return Unrotation(rotary).at(rows.lengths_R[:, None] - 1)
-
-
-def gate_angles(rows: Rows, inv_freq: Tensor, attention_scaling: float) -> Angles:
-    """The gate's RoPE ``[R, E]`` of each row's newest query, as in `seergate.ops.gate_math.rotate`."""
-    angles = (rows.lengths_R - 1).float()[:, None] * inv_freq
-    cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
-    return Angles(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
 class QuestScores(Scores):

@@ -1,0 +1,58 @@
+"""The rows of a decode step: their lengths, and what follows from the lengths alone.
+
+All layers of a step have the same lengths, so positions, rotations, masks and index tables are made by the first layer
+that needs them and used by the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seergate.ops.arguments import readable
+
+
+class RowLengths:
+    """Lengths of the rows of a decode step. Ops take it in place of the tensor ``lengths``; they then do not check
+    their arguments, which seergate has made itself.
+
+    Attributes:
+        tensor: int64 ``[B]``, tokens of each row, the current one included; not changed while this object is used.
+        host: the same on the host; ``None`` if only the device knows them.
+    """
+
+    def __init__(self, tensor: Tensor, host: Sequence[int] | None = None) -> None:
+        self.tensor, self.host = tensor, host
+        self._made: dict[Any, tuple[Any, Any]] = {}
+
+    @classmethod
+    def of(cls, lengths: Tensor | RowLengths) -> RowLengths:
+        """The lengths that an op was given."""
+        if isinstance(lengths, RowLengths):
+            return lengths
+        return cls(lengths, lengths.tolist() if readable(lengths) else None)
+
+    def once(self, key: Any, make: Callable[[], Any], source: Any = None) -> Any:
+        """The value of ``make``, which depends on the lengths, on ``key`` and on the object ``source`` only."""
+        found = self._made.get(key)
+        if found is None or found[0] is not source:
+            found = self._made[key] = source, make()
+        return found[1]
+
+    @property
+    def even(self) -> int:
+        """Tokens of every row, if all have the same number and the host knows it; otherwise 0."""
+        return self.host[0] if self.host and len(set(self.host)) == 1 else 0
+
+    @property
+    def each(self) -> Tensor:
+        """Index of each row, ``[B]``."""
+        return self.once("each", lambda: torch.arange(len(self.tensor), device=self.tensor.device))
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each row's current token, ``[B, 1]``."""
+        return self.once("positions", lambda: (self.tensor - 1)[:, None])
