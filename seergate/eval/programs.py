@@ -15,6 +15,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
@@ -72,9 +73,12 @@ def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat's answer its last closed fenced
     block behind ``</think>``, ``None`` without one.
     """
-    if not check_record(gold).get("chat"):
+    record = check_record(gold)
+    if not record.get("chat"):
         return completion
     program = last_program(completion.rpartition("</think>")[2])
+    if f"def {record['entry_point']}" in program:  # otherwise it may be the function's body
+        program = dedent(program)
     return f"\n{program}" if program.strip() else None
 
 

@@ -49,7 +49,8 @@ MINERVA: Sequence[Example] = (
         "times must Terrell lift them in order to lift the same total weight?",
         r"If Terrell lifts two 20-pound weights 12 times, he lifts a total of $2\cdot 12\cdot20=480$ pounds of "
         r"weight. If he lifts two 15-pound weights instead for $n$ times, he will lift a total of "
-        r"$2\cdot15\cdot n=30n$ pounds of weight. Equating this to 480 pounds, we can solve for $n$: $30n=480$, so $n=480/30=\boxed{16}$.",
+        r"$2\cdot15\cdot n=30n$ pounds of weight. Equating this to 480 pounds, we can solve for "
+        r"$n$: $30n=480$, so $n=480/30=\boxed{16}$.",
     ),
     (
         r"If the system of equations $6x-4y=a$, $6y-9x=b$ has a solution $(x, y)$ where $x$ and $y$ are both nonzero, "
