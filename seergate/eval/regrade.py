@@ -32,13 +32,21 @@ class Regraded:
     changed: list[tuple[str, int, str, str]]
 
 
-def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False, processes: int = 1) -> Regraded:
+def regrade(
+    directory: Path,
+    *,
+    grader: str | None = None,
+    dry_run: bool = False,
+    processes: int = 1,
+    run_programs: bool = False,
+) -> Regraded:
     """Grade the samples of one run directory again and derive its metrics from the new grades. The grader is written
     to the run's configuration, so that the run is not resumed with another one.
 
     Args:
         grader: a key of `seergate.eval.grading.graders.GRADERS`; the run's own if ``None``.
         dry_run: write nothing.
+        run_programs: whether the grader ``program`` may run programs (`seergate.eval.grading.programs`).
 
     Raises:
         SeergateError: if the directory is not a run, the grader is unknown, or, unless in a dry run, another process
@@ -56,7 +64,7 @@ def regrade(directory: Path, *, grader: str | None = None, dry_run: bool = False
         if not samples:
             return Regraded(0, float("nan"), float("nan"), [])
         before = clustered(by_problem(samples, "correct")).mean
-        with GradingPool(processes) as pool:
+        with GradingPool(processes, run_programs=run_programs) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
         changed = []
         for sample, grade in zip(samples, grades, strict=True):

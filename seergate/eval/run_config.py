@@ -17,6 +17,7 @@ from seergate.eval.generation.engine import Limit
 from seergate.eval.generation.served import SERVERS, engine_version
 from seergate.eval.grading.graders import check_grader
 from seergate.eval.grading.judge import check_installed
+from seergate.eval.grading.programs import PROGRAM, check_programs_run
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
@@ -51,6 +52,9 @@ class RunOptions:
     batch_size: int | None = 16
     measure_recall: bool = option(
         False, "also the cheap proxies: recall of attention mass, next-token KL to dense, perplexity"
+    )
+    run_programs: bool = option(
+        False, "allow that programs which the model writes run, confined, to be graded (humaneval)"
     )
     model_name: str = ""
     engine: str = option(ENGINES[0], "generation backend", choices=ENGINES)
@@ -95,6 +99,8 @@ class RunOptions:
             check_grader(task.grader)
         if task.grader == "math":
             check_installed()
+        if task.grader == PROGRAM:
+            check_programs_run(self.run_programs)
         sampling, samples = sampling or self.sampling or task.sampling, self.samples_of(task)
         if sampling is not None and sampling.greedy and samples > 1:
             raise ValueError(
@@ -147,6 +153,7 @@ def run_config(
             "samples": options.samples_of(task),
             **asdict(limit),
             **asdict(options.resolved_sampling(task, model)),
+            **({"stop": list(task.stop)} if task.stop else {}),
             "seed": options.seed,
             "ends": sorted(end_ids(model, tokenizer)),
             **({"engine": engine_version(options.engine)} if options.engine in SERVERS else {}),

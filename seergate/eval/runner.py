@@ -193,13 +193,13 @@ def evaluate(
                 ungraded = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
                 unmade = {key: problem for key, problem in missing.items() if key not in ungraded}
                 with (
-                    GradingPool(processes) as judges,
+                    GradingPool(processes, run_programs=options.run_programs) as judges,
                     Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
                 ):
                     sink.report()
                     sink.take_kept([ungraded[key] for key in missing if key in ungraded])
                     if unmade:
-                        requests = _requests(tokenizer, unmade, encoded, options.seed)
+                        requests = _requests(tokenizer, unmade, encoded, options.seed, task.stop)
                         longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
                         job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
                         if cluster is not None:
@@ -283,13 +283,17 @@ def encoded_prompts(
 
 
 def _requests(
-    tokenizer: PreTrainedTokenizerBase, missing: dict[store.Key, Problem], encoded: Encoded, seed: int
+    tokenizer: PreTrainedTokenizerBase,
+    missing: dict[store.Key, Problem],
+    encoded: Encoded,
+    seed: int,
+    stop: tuple[str, ...],
 ) -> list[Request]:
     """Requests for the missing samples, longest prompts first, so that a lack of memory shows at once."""
     replies = {
         p.problem_id: reply_ids(tokenizer, encoded[p.problem_id][0], p.reply) for p in missing.values() if p.reply
     }
     requests = [
-        Request(key, *encoded[key[1]], sample_seed(seed, *key[1:]), replies.get(key[1], ())) for key in missing
+        Request(key, *encoded[key[1]], sample_seed(seed, *key[1:]), replies.get(key[1], ()), stop) for key in missing
     ]
     return sorted(requests, key=lambda request: -len(request.ids))

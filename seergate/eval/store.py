@@ -27,7 +27,16 @@ FIELDS = ("completion", "gold", "n_prompt_tokens", "n_tokens", "finish_reason", 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
 
-NOT_COMPARED = ("execution", "model.path", "gates.path", "gates.name", "task.source", "task.file", "method.nominal")
+NOT_COMPARED = (
+    "execution",
+    "model.path",
+    "gates.path",
+    "gates.name",
+    "task.source",
+    "task.shots_source",
+    "task.file",
+    "method.nominal",
+)
 """Parts of a configuration that do not affect results: how it was run, paths and names of the weights and problems
 (which are fingerprinted), and descriptions of other parts in words."""
 

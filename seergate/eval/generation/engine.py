@@ -46,7 +46,8 @@ from seergate.stats import DecodeStats
 @dataclass(frozen=True)
 class Request:
     """One sample to be generated: its prompt as text and as tokens, and the seed of its random numbers. ``key``
-    identifies it to the caller; ``reply`` holds the tokens of a right answer, whose log-probability is measured.
+    identifies it to the caller; ``reply`` holds the tokens of a right answer, whose log-probability is measured;
+    ``stop`` holds texts that end the answer, which is cut before the first of them.
     """
 
     key: Any
@@ -54,6 +55,7 @@ class Request:
     ids: tuple[int, ...]
     seed: int = 0
     reply: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Generation:
     Attributes:
         completion: the generated text, without the end token.
         token_ids: the generated tokens, the end token included if there is one.
-        finish_reason: ``"stop"`` (the end token came) or ``"length"`` (the limit came first).
+        finish_reason: ``"stop"`` (the end token or a stop text came) or ``"length"`` (the limit came first).
         seconds: its share of the wall-clock time; the time of each step is divided equally among its rows.
         costs: `RowStats.of`, empty if a server generated it; and ``reply_logprob`` if the request has a reply.
     """
@@ -120,15 +122,29 @@ class Generation:
         seconds: float,
         costs: dict[str, Any],
     ) -> Generation:
-        """Make the sample from a request's generated tokens, which end with a token of ``ends`` or at the limit."""
-        stopped = tokens[-1] in ends
-        text = str(tokenizer.decode(tokens[:-1] if stopped else tokens, skip_special_tokens=False))
+        """Make the sample from a request's generated tokens, which end with a token of ``ends`` or at the limit. They
+        are cut behind the token that completes a text of ``request.stop``, if one does.
+        """
+        count = (i for i in range(1, len(tokens) + 1) if ends_in_stop(tokens[:i], request.stop, tokenizer))
+        cut = next(count, None) if request.stop else None
+        tokens, stopped = tokens[:cut], cut is not None or tokens[-1] in ends
+        ended = tokens[-1] in ends
+        text = str(tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
+        text = text[: min((text.index(each) for each in request.stop if each in text), default=None)]
         return cls(request, text, tuple(tokens), "stop" if stopped else "length", seconds, costs)
 
     @property
     def n_tokens(self) -> int:
         """Number of generated tokens."""
         return len(self.token_ids)
+
+
+def ends_in_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """True if one of the texts ``stop`` is complete with the last of the tokens, or has just been."""
+    # a text of n bytes takes at most n tokens
+    return bool(stop) and any(
+        text in tokenizer.decode(tokens[-max(len(each.encode()) for each in stop) :]) for text in stop
+    )
 
 
 class Batch:
@@ -287,6 +303,10 @@ class _Row(SampledRow):
         """True if the answer has reached its limit."""
         return len(self.tokens) >= self.limit
 
+    def ended(self, ends: Collection[int], tokenizer: PreTrainedTokenizerBase) -> bool:
+        """True if the last token was the answer's last."""
+        return self.tokens[-1] in ends or self.full or ends_in_stop(self.tokens, self.request.stop, tokenizer)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -438,7 +458,7 @@ class Engine:
         spent = (time.perf_counter() - began) / len(moved)
         for row in moved:
             row.seconds += spent
-        self._retire({first + i for i, row in enumerate(moved) if row.tokens[-1] in self.ends or row.full})
+        self._retire({first + i for i, row in enumerate(moved) if row.ended(self.ends, self.tokenizer)})
 
     def _measure_replies(self, batch: Batch, logits: Tensor) -> None:
         rows = self.rows[-len(batch) :]

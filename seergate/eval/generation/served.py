@@ -64,7 +64,8 @@ def _answers_of_vllm(
                 seed=request.seed,
                 max_tokens=job.limit.of(len(request.ids)),
                 stop_token_ids=ends,
-                detokenize=False,
+                stop=list(request.stop),
+                detokenize=bool(request.stop),
             )
             engine.add_request(str(number), {"prompt_token_ids": list(request.ids)}, sampling)
         while engine.has_unfinished_requests():

@@ -27,6 +27,7 @@ from seergate.eval.grading.mathematics import (
     plain,
     readable,
 )
+from seergate.eval.grading.programs import PROGRAM, answered_program, check_record
 
 _TOKEN = re.compile(
     r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL
@@ -214,6 +215,11 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return equivalent(gold, answer)
 
 
+def grade_program(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
+    """The program must pass the tests in the gold answer (`seergate.eval.grading.programs`)."""
+    return equivalent(gold, answer)
+
+
 GRADERS: dict[str, Grader] = {
     "digit": grade_digit,
     "math": grade_math,
@@ -221,6 +227,7 @@ GRADERS: dict[str, Grader] = {
     "letter": grade_letter,
     "contains": grade_contains,
     "number": grade_number,
+    PROGRAM: grade_program,
 }
 BOXED = ("digit", "math", "letter")
 """Graders that accept an answer in a box only."""
@@ -238,11 +245,12 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
     """Grade one completion with a grader of `GRADERS`. If the gold answer is empty (the problem is graded elsewhere),
     every answer is wrong.
     """
-    answer = last_boxed(completion)
+    answer = None if grader == PROGRAM else last_boxed(completion)
     if boxed := answer is not None or grader in BOXED:
         what = "boxed answer"
     else:
-        what, answer = "number" if grader == "number" else "answer", _answer(grader, completion)
+        what = grader if grader in ("number", PROGRAM) else "answer"
+        answer = answered_program(completion, gold) if grader == PROGRAM else _answer(grader, completion)
     if answer is None:
         return Grade(None, False, f"no {what}")
     if not gold.strip():
@@ -267,5 +275,7 @@ def check_gold(name: str, gold: str) -> None:
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
     if name == "number" and last_number(gold) is None:
         raise SeergateError(f"the answer {gold!r} must be a number for the grader 'number'")
+    if name == PROGRAM:
+        check_record(gold)
     if name != "exact" and not gold.strip():
         raise SeergateError(f"the answer is empty; for the grader {name!r} it must not be")

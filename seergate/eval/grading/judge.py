@@ -21,6 +21,7 @@ from contextlib import suppress
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.grading import equivalence
 from seergate.eval.grading.graders import Grade, grade
+from seergate.eval.grading.programs import PROGRAM, check_programs_run, run_program
 
 SECONDS = 10.0
 """Maximum processor time of a comparison. math-verify takes milliseconds for an ordinary answer."""
@@ -140,10 +141,11 @@ class GradingPool:
     Args:
         processes: maximum number of comparisons at once; the processes start when they are first needed.
         seconds: maximum processor time of one comparison.
+        run_programs: whether programs in completions may run (`seergate.eval.programs`).
     """
 
-    def __init__(self, processes: int = 1, seconds: float = SECONDS) -> None:
-        self.processes = processes
+    def __init__(self, processes: int = 1, seconds: float = SECONDS, run_programs: bool = False) -> None:
+        self.processes, self.run_programs = processes, run_programs
         self._judges = [_Judge(seconds) for _ in range(processes)]
         self._idle: queue.SimpleQueue[_Judge] = queue.SimpleQueue()
         for judge in self._judges:
@@ -154,8 +156,11 @@ class GradingPool:
 
         Raises:
             SeergateError: for an unknown grader, if math-verify is needed and not installed, or if the process that
-                runs it was killed from outside.
+                runs it was killed from outside; and if the completion holds a program, which must not run.
         """
+        if grader == PROGRAM:
+            check_programs_run(self.run_programs)
+            return grade(grader, completion, gold, run_program)
         return grade(grader, completion, gold, self._equivalent)
 
     def grade_all(self, items: Iterable[tuple[str, str, str]]) -> list[Grade]:

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from seergate.checks import check_count, is_number
 from seergate.errors import SeergateError
 from seergate.eval.grading.graders import check_gold
+from seergate.eval.sampling import Sampling
+from seergate.eval.tasks.prompts import beginning
+from seergate.eval.tasks.shots import MINERVA, STOP, Example, examples, gsm8k_example, math_example, with_examples
 from seergate.eval.tasks.task import Problem, Task
 from seergate.hub import hub_call
 
@@ -32,6 +37,8 @@ CHOICE_INSTRUCTION = (
 LETTERS = "ABCD"
 PAPER_LENGTH = 32768
 PAPER_SEED = 0
+PLAIN_LENGTH = 512
+"""Maximum tokens of an answer that continues a text: the examples are short."""
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
 
 PUBLISHED_GPQA = (
@@ -52,6 +59,8 @@ class HubTask:
         chance: accuracy of guessing.
         samples: answers per problem in the paper.
         budgets: token budgets of the paper's Figure 5.
+        example: reads a worked example from a record; ``None`` for a task without.
+        shown: worked examples to show without a file of some; the records of the Hub's ``train`` split if empty.
     """
 
     name: str
@@ -64,20 +73,35 @@ class HubTask:
     samples: int = 1
     budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
     chance: float | None = None
+    example: Callable[[dict[str, Any]], Example] | None = None
+    shown: Sequence[Example] = ()
 
-    def __call__(self, *, problems: int | None = None, source: str | None = None, seed: int = PAPER_SEED) -> Task:
+    def __call__(
+        self,
+        *,
+        problems: int | None = None,
+        source: str | None = None,
+        seed: int = PAPER_SEED,
+        shots: int = 0,
+        shots_source: str | None = None,
+        chat: bool | None = None,
+    ) -> Task:
         """Make the task.
 
         Args:
             problems: number of problems to use, from the first on; all if ``None``.
             source: a local file to use instead of the Hub's.
             seed: seed of the task's random choices (the order of GPQA's options).
+            shots: number of worked examples before each question.
+            shots_source: a file with the examples, in the data set's columns; ``None`` takes `shown`, or the Hub's.
+            chat: ask in a user's turn, after turns with the examples. Otherwise the model continues a text that ends
+                with the question, for base models. ``None`` means true without examples.
         """
         if problems is not None:
             check_count("problems", problems, 1)
         if source is not None:
             _local_format(source)
-        return Task(
+        task = Task(
             name=self.name,
             load=lambda: islice(self._problems(source, seed), problems),
             grader=self.grader,
@@ -87,6 +111,47 @@ class HubTask:
             budgets=self.budgets,
             options={"source": source or self.address, "problems": problems, "seed": seed},
         )
+        return self._with_examples(task, shots, shots_source, not shots if chat is None else chat)
+
+    def _with_examples(self, task: Task, shots: int, source: str | None, chat: bool) -> Task:
+        """The task with worked examples before each question, or as a text to continue."""
+        check_count("shots", shots, 0)
+        if source is not None and not shots:
+            raise ValueError(f"shots_source is {source!r} with shots 0; give shots, the number of examples, too")
+        if chat and not shots:
+            return task
+        if self.example is None:
+            raise ValueError(
+                f"{f'shots is {shots}' if shots else 'chat is false'}; the task {self.name!r} has no worked examples "
+                "and is asked in a user's turn only"
+            )
+        if source is not None:
+            _local_format(source)
+
+        def load(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
+            shown, start = self._examples(shots, source), beginning(tokenizer)
+            for problem in task.load():
+                yield with_examples(problem, shown, MATH_INSTRUCTION, chat, start)
+
+        options = {**task.options, "shots": shots, "shots_source": source, "chat": chat}
+        after = replace(task, load=load, by_tokens=True, options=options)
+        if chat:
+            return after
+        return replace(after, samples=1, sampling=Sampling(), max_new_tokens=PLAIN_LENGTH, stop=(STOP,))
+
+    def _examples(self, shots: int, source: str | None) -> list[Example]:
+        """The first worked examples."""
+        if not shots or self.example is None:
+            return []
+        where = source or (f"the {len(self.shown)} examples of {self.name!r}" if self.shown else self.address)
+        if source is None and self.shown:
+            found = list(self.shown[:shots])
+        else:
+            records = self._records(source, "train")
+            found = examples([dict(each) for each in islice(records, shots)], self.example, where)
+        if len(found) < shots:
+            raise SeergateError(f"shots is {shots}; {where} has only {len(found)}")
+        return found
 
     @property
     def address(self) -> str:
@@ -105,7 +170,7 @@ class HubTask:
                 raise SeergateError(f"{where}: {error}") from error
             yield problem
 
-    def _records(self, source: str | None) -> Any:
+    def _records(self, source: str | None, split: str | None = None) -> Any:
         import datasets
 
         place = source or self.address
@@ -118,7 +183,9 @@ class HubTask:
                     return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
-                return datasets.load_dataset(self.repository, self.config, split=self.split, revision=self.revision)
+                return datasets.load_dataset(
+                    self.repository, self.config, split=split or self.split, revision=self.revision
+                )
             except StopIteration as error:  # how `datasets` reports an empty file
                 raise SeergateError(f"the problems of {self.name!r} are missing: {place} is empty") from error
 
@@ -191,7 +258,8 @@ def _gpqa_published(record: dict[str, Any], number: int, seed: int) -> Problem:
 
 
 _AIME: dict[str, Any] = {"samples": 64, "budgets": (2048, 4096, 6144, 8192)}
-_MATH: dict[str, Any] = {"samples": 8, "split": "test"}
+_MATH: dict[str, Any] = {"samples": 8, "split": "test", "example": math_example, "shown": MINERVA}
+_GSM8K: dict[str, Any] = {"config": "main", "split": "test", "example": gsm8k_example}
 _CHOICE: dict[str, Any] = {"samples": 16, "grader": "letter", "chance": 1 / len(LETTERS)}
 _GPQA: dict[str, Any] = {"config": "gpqa_diamond", **_CHOICE}
 
@@ -203,8 +271,6 @@ HUB_TASKS: dict[str, HubTask] = {
         HubTask("math500", "HuggingFaceH4/MATH-500", "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be", _math500, **_MATH),
         HubTask("gpqa_diamond", "Idavidrein/gpqa", "633f5ee89ab8ad4522a9f850766b73f62147ffdd", _gpqa, **_GPQA),
         HubTask("gpqa_diamond_published", PUBLISHED_GPQA, None, _gpqa_published, **_CHOICE),
-        HubTask(
-            "gsm8k", "openai/gsm8k", "cc7b047b6e5bb11b4f1af84efc572db110a51b3c", _gsm8k, config="main", split="test"
-        ),
+        HubTask("gsm8k", "openai/gsm8k", "cc7b047b6e5bb11b4f1af84efc572db110a51b3c", _gsm8k, **_GSM8K),
     )
 }

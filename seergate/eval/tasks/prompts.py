@@ -29,7 +29,10 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: 
         given = not problem.prompt or problem.prompt.startswith(start.rstrip())
         return problem.prompt if given else start + problem.prompt
     if not tokenizer.chat_template:
-        raise SeergateError("this model's tokenizer has no chat template, so the task's messages cannot be put to it")
+        raise SeergateError(
+            "this model's tokenizer has no chat template, so the task's messages cannot be put to it; base models can "
+            "continue a text: gsm8k:shots=4, math500:shots=4, humaneval:chat=false"
+        )
     return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
 
 

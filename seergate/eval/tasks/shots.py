@@ -1,0 +1,97 @@
+"""Worked examples before a question: as one text for base models, or as turns of a conversation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from seergate.errors import SeergateError
+from seergate.eval.tasks.task import Problem
+
+Example = tuple[str, str]
+"""A question, and its solution with the answer in a box."""
+
+STOP = "\nQuestion:"
+"""The text with which a base model would go on to a question of its own."""
+
+
+def gsm8k_example(record: dict[str, Any]) -> Example:
+    """An example from a record of GSM8K's training set, without the notes of a calculator (``<<48/2=24>>``)."""
+    solution, marker, gold = record["answer"].rpartition("####")
+    if not marker:
+        raise ValueError("'answer' has no '####', behind which the final answer must stand")
+    steps = re.sub(r"<<.*?>>", "", solution).strip()
+    return record["question"].strip(), f"{steps}\nThe answer is \\boxed{{{gold.strip().replace(',', '')}}}."
+
+
+def math_example(record: dict[str, Any]) -> Example:
+    """An example from a record of MATH, whose solutions box the answer."""
+    if "boxed" not in record["solution"]:
+        raise ValueError("'solution' has no \\boxed{}, in which the final answer must stand")
+    return record["problem"].strip(), record["solution"].strip()
+
+
+MINERVA: Sequence[Example] = (
+    (
+        r"Find the domain of the expression $\frac{\sqrt{x-2}}{\sqrt{5-x}}$.",
+        r"The expressions inside each square root must be non-negative. Therefore, $x-2 \ge 0$, so $x\ge2$, and "
+        r"$5 - x \ge 0$, so $x \le 5$. Also, the denominator cannot be equal to zero, so $5-x>0$, which gives $x<5$. "
+        r"Therefore, the domain of the expression is $\boxed{[2,5)}$.",
+    ),
+    (
+        r"If $\det \mathbf{A} = 2$ and $\det \mathbf{B} = 12,$ then find $\det (\mathbf{A} \mathbf{B}).$",
+        r"We have that $\det (\mathbf{A} \mathbf{B}) = (\det \mathbf{A})(\det \mathbf{B}) = (2)(12) = \boxed{24}.$",
+    ),
+    (
+        "Terrell usually lifts two 20-pound weights 12 times. If he uses two 15-pound weights instead, how many "
+        "times must Terrell lift them in order to lift the same total weight?",
+        r"If Terrell lifts two 20-pound weights 12 times, he lifts a total of $2\cdot 12\cdot20=480$ pounds of "
+        r"weight. If he lifts two 15-pound weights instead for $n$ times, he will lift a total of "
+        r"$2\cdot15\cdot n=30n$ pounds of weight. Equating this to 480 pounds, we can solve for "
+        r"$n$: $30n=480$, so $n=480/30=\boxed{16}$.",
+    ),
+    (
+        r"If the system of equations $6x-4y=a$, $6y-9x=b$ has a solution $(x, y)$ where $x$ and $y$ are both nonzero, "
+        r"find $\frac{a}{b},$ assuming $b$ is nonzero.",
+        r"If we multiply the first equation by $-\frac{3}{2}$, we obtain $6y-9x=-\frac{3}{2}a.$ Since we also know "
+        r"that $6y-9x=b$, we have $-\frac{3}{2}a=b\Rightarrow\frac{a}{b}=\boxed{-\frac{2}{3}}.$",
+    ),
+)
+"""Four problems of MATH's training set, after Minerva's prompt (Lewkowycz et al., 2022, arXiv:2206.14858, D.2)."""
+
+
+def examples(
+    records: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Example], where: str
+) -> list[Example]:
+    """The examples in records; a `SeergateError` names the record that is none."""
+    found = []
+    for number, record in enumerate(records):
+        try:
+            found.append(read(record))
+        except KeyError as error:
+            raise SeergateError(
+                f"record {number} of {where} has no field {error}; it has {', '.join(record)}"
+            ) from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise SeergateError(f"record {number} of {where} is no worked example: {error}") from error
+    return found
+
+
+def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, chat: bool, start: str) -> Problem:
+    """The problem after worked examples.
+
+    Args:
+        problem: its only message is the question, with the instruction at its end.
+        instruction: what the examples' questions end with in a chat.
+        chat: show them as turns; otherwise as one text to continue.
+        start: the first token of such a text.
+    """
+    if chat:
+        pairs = [(("user", question + instruction), ("assistant", solution)) for question, solution in shown]
+        turns = [{"role": role, "content": content} for pair in pairs for role, content in pair]
+        return replace(problem, messages=(*turns, *problem.messages))
+    question = problem.messages[0]["content"].removesuffix(instruction)
+    text = "".join(f"Question: {asked}\nAnswer: {solution}\n\n" for asked, solution in shown)
+    return replace(problem, messages=(), prompt=f"{start}{text}Question: {question}\nAnswer:")

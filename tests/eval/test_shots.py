@@ -1,0 +1,127 @@
+"""Worked examples before a question, answers that end at a text, on local files with the Hub's columns."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, Task, evaluate
+from seergate.eval.generation.engine import Generation, Request
+from seergate.eval.store import read_config
+from seergate.eval.tasks.registry import make_task
+from seergate.eval.tasks.shots import MINERVA
+from seergate.eval.tasks.task import Problem
+from tests.support import evaluation as support
+
+ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+TRAIN = [
+    {"question": "Two and two?", "answer": "2+2 = <<2+2=4>>4.\n#### 4"},
+    {"question": "A thousand and one? ", "answer": "It is that.\n#### 1,001"},
+]
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    rows = {"test": [{"question": "How many?", "answer": "All.\n#### 7"}], "train": TRAIN}
+    rows["math"] = [{"problem": "1/2?", "answer": "0.5", "solution": r"It is $\boxed{0.5}$."}]
+    rows["bare"] = [{"problem": "1/2?", "answer": "0.5", "solution": "It is 0.5."}]
+    for name, records in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {name: str(tmp_path / f"{name}.jsonl") for name in rows}
+
+
+def only(task: Task) -> Problem:
+    (problem,) = task.bound(support.tokenizer()).problems()
+    return problem
+
+
+def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
+    plain = make_task("gsm8k:shots=2", source=files["test"], shots_source=files["train"])
+    assert only(plain).prompt == (
+        "Question: Two and two?\nAnswer: 2+2 = 4.\nThe answer is \\boxed{4}.\n\n"
+        "Question: A thousand and one?\nAnswer: It is that.\nThe answer is \\boxed{1001}.\n\n"
+        "Question: How many?\nAnswer:"
+    )
+    assert (only(plain).gold, only(plain).messages, plain.stop, plain.grader) == ("7", (), ("\nQuestion:",), "math")
+    chat = only(make_task("gsm8k:shots=1:chat=true", source=files["test"], shots_source=files["train"]))
+    assert chat.prompt is None and [turn["role"] for turn in chat.messages] == ["user", "assistant", "user"]
+    assert [turn["content"] for turn in chat.messages] == [
+        "Two and two?" + ASK,
+        "2+2 = 4.\nThe answer is \\boxed{4}.",
+        "How many?" + ASK,
+    ]
+    zero = make_task("math500:chat=false", source=files["math"])
+    assert (only(zero).prompt, zero.samples) == ("Question: 1/2?\nAnswer:", 1)
+    four = only(make_task("math500:shots=4", source=files["math"])).prompt
+    assert four is not None and four.count("Question: ") == 5 and all(solution in four for _, solution in MINERVA)
+    own = only(make_task("math500:shots=1", source=files["math"], shots_source=files["math"])).prompt
+    assert own == "Question: 1/2?\nAnswer: It is $\\boxed{0.5}$.\n\nQuestion: 1/2?\nAnswer:"
+    assert make_task("gsm8k", source=files["test"]).problems()[0].messages[0]["content"] == "How many?" + ASK
+
+
+def test_a_text_begins_with_the_tokenizers_first_token(files: dict[str, str]) -> None:
+    class Beginning:
+        bos_token, bos_token_id = "<bos>", 2
+
+        def __call__(self, text: str) -> dict[str, list[int]]:
+            return {"input_ids": [2, 5]}
+
+    tokenizer: PreTrainedTokenizerBase = Beginning()  # type: ignore[assignment]
+    (problem,) = make_task("math500:chat=false", source=files["math"]).bound(tokenizer).problems()
+    assert problem.prompt == "<bos>Question: 1/2?\nAnswer:"
+    problem = make_task("humaneval:chat=false:problems=1").bound(tokenizer).problems()[0]
+    assert problem.prompt is not None and problem.prompt.startswith("<bos>from typing")
+
+
+def test_mistakes_are_told(files: dict[str, str]) -> None:
+    for name, options, said in (
+        ("gsm8k:shots=-1", {}, "shots is -1"),
+        ("gsm8k:shots=3", {"shots_source": "train"}, r"shots is 3; .*train\.jsonl has only 2"),
+        ("math500:shots=5", {}, "shots is 5; the 4 examples of 'math500' has only 4"),
+        ("gsm8k", {"shots_source": "train"}, "shots_source is .* with shots 0; give shots"),
+        ("gsm8k:shots=1", {"shots_source": "math"}, "record 0 of .* has no field 'answer'|is no worked example"),
+        ("math500:shots=1", {"shots_source": "bare"}, r"record 0 of .* is no worked example: 'solution' has no"),
+        ("aime24:shots=1", {}, "shots is 1; the task 'aime24' has no worked examples"),
+        ("gpqa_diamond:chat=false", {}, "chat is false; the task 'gpqa_diamond' has no worked examples"),
+        ("gsm8k:shots=1", {"shots_source": "nowhere"}, "the task's source nowhere does not exist"),
+    ):
+        given = {key: files.get(value, value) for key, value in options.items()}
+        with pytest.raises(ValueError, match=said):
+            only(make_task(name, source=files["math" if "math" in name else "test"], **given))
+
+
+def test_an_answer_is_cut_before_a_stop_text() -> None:
+    tokenizer = support.tokenizer()
+    words = tokenizer("a1 1 a2 2 a3 3").input_ids
+    for stop, kept, used, reason in (
+        (("a2",), "a1 1 ", 3, "stop"),
+        (("3", "2 a3"), "a1 1 a2 ", 5, "stop"),
+        (("a9",), "a1 1 a2 2 a3 3", 6, "length"),
+        ((), "a1 1 a2 2 a3 3", 6, "length"),
+    ):
+        made = Generation.of(Request("x", "", (3,), stop=stop), words, {2}, tokenizer, 0.0, {})
+        assert (made.completion, made.n_tokens, made.finish_reason) == (kept, used, reason), stop
+
+
+def test_generation_ends_at_a_stop_text(tmp_path: Path) -> None:
+    model, tokenizer = support.model(), support.tokenizer()
+    task = make_task("chain_sum", problems=2, variables=6)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    options = RunOptions(max_new_tokens=12, batch_size=2)
+    evaluate(model, tokenizer, task, MethodSpec("dense"), whole, options)
+    rows = {row["problem_id"]: row for row in map(json.loads, (whole / "samples.jsonl").read_text().splitlines())}
+    stop = next(iter(rows.values()))["completion"].split()[4]
+    evaluate(model, tokenizer, replace(task, stop=(stop,)), MethodSpec("dense"), cut, options)
+    for row in map(json.loads, (cut / "samples.jsonl").read_text().splitlines()):
+        text = rows[row["problem_id"]]["completion"]
+        assert row["completion"] == text.partition(stop)[0]
+        if stop in text:
+            assert row["finish_reason"] == "stop" and row["n_tokens"] == len(text.partition(stop)[0].split()) + 1
+    assert read_config(cut)["generation"]["stop"] == [stop] and "stop" not in read_config(whole)["generation"]
+    with pytest.raises(SeergateError, match=r"generation\.stop was None and is"):
+        evaluate(model, tokenizer, replace(task, stop=(stop,)), MethodSpec("dense"), whole, options)
