@@ -312,7 +312,7 @@ def in_locale(call: ast.Call) -> bool:
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     if name in ("read_text", "write_text"):
         given = len(call.args) > (name == "write_text")
-    elif name == "open" and getattr(getattr(call.func, "value", None), "id", "") != "os":
+    elif name == "open" and getattr(getattr(call.func, "value", None), "id", "") not in ("os", "wheel"):
         mode = call.args[isinstance(call.func, ast.Name) :][:1]
         given = bool(mode) and isinstance(mode[0], ast.Constant) and "b" in str(mode[0].value)
     else:

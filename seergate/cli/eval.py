@@ -33,7 +33,7 @@ GROUPS = {
     "settings to compare": "model gates method budget match threshold block_size dense_layers",
     "task": "task",
     "generation": "samples max_new_tokens max_total_tokens temperature top_p top_k min_p seed batch_size "
-    "measure_recall engine workers ray_address dtype device threads",
+    "measure_recall run_programs engine workers ray_address dtype device threads",
     "output": "out",
 }
 """Group of options in the help -> fields of `SweepPlan`."""

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Task, evaluate
@@ -62,20 +61,6 @@ def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
     own = only(make_task("math500:shots=1", source=files["math"], shots_source=files["math"])).prompt
     assert own == "Question: 1/2?\nAnswer: It is $\\boxed{0.5}$.\n\nQuestion: 1/2?\nAnswer:"
     assert make_task("gsm8k", source=files["test"]).problems()[0].messages[0]["content"] == "How many?" + ASK
-
-
-def test_a_text_begins_with_the_tokenizers_first_token(files: dict[str, str]) -> None:
-    class Beginning:
-        bos_token, bos_token_id = "<bos>", 2
-
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [2, 5]}
-
-    tokenizer: PreTrainedTokenizerBase = Beginning()  # type: ignore[assignment]
-    (problem,) = make_task("math500:chat=false", source=files["math"]).bound(tokenizer).problems()
-    assert problem.prompt == "<bos>Question: 1/2?\nAnswer:"
-    problem = make_task("humaneval:chat=false:problems=1").bound(tokenizer).problems()[0]
-    assert problem.prompt is not None and problem.prompt.startswith("<bos>from typing")
 
 
 def test_mistakes_are_told(files: dict[str, str]) -> None:

@@ -19,13 +19,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from seergate.checks import check_count, is_number
 from seergate.errors import SeergateError
 from seergate.eval.grading.graders import check_gold
 from seergate.eval.sampling import Sampling
-from seergate.eval.tasks.prompts import beginning
 from seergate.eval.tasks.shots import MINERVA, STOP, Example, examples, gsm8k_example, math_example, with_examples
 from seergate.eval.tasks.task import Problem, Task
 from seergate.hub import hub_call
@@ -128,13 +125,13 @@ class HubTask:
         if source is not None:
             _local_format(source)
 
-        def load(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
-            shown, start = self._examples(shots, source), beginning(tokenizer)
+        def load() -> Iterator[Problem]:
+            shown = self._examples(shots, source)
             for problem in task.load():
-                yield with_examples(problem, shown, MATH_INSTRUCTION, chat, start)
+                yield with_examples(problem, shown, MATH_INSTRUCTION, chat)
 
         options = {**task.options, "shots": shots, "shots_source": source, "chat": chat}
-        after = replace(task, load=load, by_tokens=True, options=options)
+        after = replace(task, load=load, options=options)
         if chat:
             return after
         return replace(after, samples=1, sampling=Sampling(), max_new_tokens=PLAIN_LENGTH, stop=(STOP,))

@@ -7,12 +7,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from seergate.checks import check_count
 from seergate.eval.grading.programs import FIELDS, PROGRAM, checker_file
 from seergate.eval.sampling import Sampling
-from seergate.eval.tasks.retrieval import beginning
 from seergate.eval.tasks.task import Problem, Task
 
 INSTRUCTION = "Complete the following Python function. Answer with the whole function in a fenced code block."
@@ -31,8 +28,7 @@ def humaneval(*, problems: int | None = None, chat: bool = True) -> Task:
     if problems is not None:
         check_count("problems", problems, 1)
 
-    def load(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
-        start = beginning(tokenizer)
+    def load() -> Iterator[Problem]:
         for record in islice(_records(), problems):
             gold = json.dumps({field: record[field] for field in FIELDS} | {"chat": chat})
             name = str(record["task_id"])
@@ -40,7 +36,7 @@ def humaneval(*, problems: int | None = None, chat: bool = True) -> Task:
                 turn = {"role": "user", "content": f"{INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```"}
                 yield Problem(name, gold, messages=(turn,))
             else:
-                yield Problem(name, gold, prompt=start + record["prompt"])
+                yield Problem(name, gold, prompt=record["prompt"])
 
     return Task(
         name="humaneval",
@@ -50,7 +46,6 @@ def humaneval(*, problems: int | None = None, chat: bool = True) -> Task:
         sampling=Sampling(),
         budgets=(64, 128, 256, 512),
         options={"problems": problems, "chat": chat},
-        by_tokens=True,
         stop=() if chat else STOPS,
     )
 

@@ -79,14 +79,13 @@ def examples(
     return found
 
 
-def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, chat: bool, start: str) -> Problem:
+def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, chat: bool) -> Problem:
     """The problem after worked examples.
 
     Args:
         problem: its only message is the question, with the instruction at its end.
         instruction: what the examples' questions end with in a chat.
         chat: show them as turns; otherwise as one text to continue.
-        start: the first token of such a text.
     """
     if chat:
         pairs = [(("user", question + instruction), ("assistant", solution)) for question, solution in shown]
@@ -94,4 +93,4 @@ def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, 
         return replace(problem, messages=(*turns, *problem.messages))
     question = problem.messages[0]["content"].removesuffix(instruction)
     text = "".join(f"Question: {asked}\nAnswer: {solution}\n\n" for asked, solution in shown)
-    return replace(problem, messages=(), prompt=f"{start}{text}Question: {question}\nAnswer:")
+    return replace(problem, messages=(), prompt=f"{text}Question: {question}\nAnswer:")
