@@ -16,14 +16,22 @@ from seergate import GateBank, GateConfig
 from tests.support.models import prompt, tiny_model
 
 ROOT, BLOCK, BUDGET, LENGTH = str(Path(seergate.__file__).parent), 8, 32, 75
-METHODS = {
-    "gates": (60, 35, {}),
-    "gates with norm": (68, 42, {}),
-    "quest": (60, 35, {"block_size": BLOCK, "dense_layers": ()}),
-    "h2o": (67, 34, {}),
-    "streaming_llm": (72, 39, {}),
-}
-"""Method -> the most operators per layer, those of them that compute (are not views), and options."""
+QUEST = {"block_size": BLOCK, "dense_layers": ()}
+CASES = [
+    ("gates", 1, False, 56, 30, {}),
+    ("gates", 16, False, 57, 31, {}),
+    ("gates", 16, True, 60, 35, {}),
+    ("gates with norm", 1, False, 63, 37, {}),
+    ("gates with norm", 16, True, 67, 41, {}),
+    ("quest", 1, False, 52, 26, QUEST),
+    ("quest", 16, False, 52, 26, QUEST),
+    ("quest", 16, True, 60, 37, QUEST),
+    ("h2o", 1, False, 67, 34, {}),
+    ("streaming_llm", 1, False, 71, 38, {}),
+    ("streaming_llm", 16, True, 72, 39, {}),
+]
+"""Method, rows, whether their lengths differ; the most operators per layer, those of them that compute (are not
+views), and options."""
 
 
 class Counting(TorchDispatchMode):
@@ -65,10 +73,9 @@ def counted(model, rows, ragged):
     return count
 
 
-@pytest.mark.parametrize(("rows", "ragged"), [(1, False), (16, False), (16, True)])
-@pytest.mark.parametrize("name", METHODS)
-def test_operators_per_layer(name, rows, ragged):
-    layers, (most, computing, options) = 30, METHODS[name]
+@pytest.mark.parametrize(("name", "rows", "ragged", "most", "computing", "options"), CASES)
+def test_operators_per_layer(name, rows, ragged, most, computing, options):
+    layers = 30
     model = tiny_model("qwen3", num_hidden_layers=layers, layer_types=["full_attention"] * layers)
     gates = GateBank.for_model(model, GateConfig(block_size=BLOCK, gate_dim=16, qk_norm="norm" in name))
     with seergate.attached(model, gates if "gates" in name else name, token_budget=BUDGET, **options):

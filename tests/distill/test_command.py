@@ -57,7 +57,7 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
 
     for number, text in ((0, "error: they differ\n"), (1, ""), (8, "")):
         rank(number)
-        assert guarded(fail, command._tell) == 2
+        assert guarded(fail, command.print_error) == 2
         assert capsys.readouterr().err == text
 
 
@@ -79,10 +79,10 @@ def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
 
     rank(0)
     for error in (FileNotFoundError("no such model"), IsADirectoryError(21, "a directory", "rows.jsonl")):
-        assert guarded(partial(fail, error), command._tell) == 2
+        assert guarded(partial(fail, error), command.print_error) == 2
         assert capsys.readouterr().err.startswith("error: ")
     with pytest.raises(OSError, match="the network is down"):
-        guarded(partial(fail, OSError("the network is down")), command._tell)
+        guarded(partial(fail, OSError("the network is down")), command.print_error)
 
 
 @pytest.mark.parametrize(

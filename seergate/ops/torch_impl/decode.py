@@ -110,7 +110,7 @@ def sparse_decode(
         some = min(pairs, max(1, GATHER_BYTES_CPU * torch.get_num_threads() // (each * k.element_size())))
 
     def gathered(rows_RX: Tensor, index: Tensor, size: int, own: bool) -> Tensor:
-        """The selected tokens ``[P, S, D]`` of some pairs; without ``own``, the next call overwrites them."""
+        """The selected tokens ``[P, S, D]`` of pairs, in a buffer that the next call overwrites, unless ``own``."""
         shape = len(index), rows_RX.shape[1]
         room = None if own or not seen else rows.once(("gathered", shape, k.dtype), lambda: k.new_empty(shape))
         found = torch.index_select(rows_RX, 0, index, out=room)
