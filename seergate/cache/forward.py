@@ -58,6 +58,7 @@ class ForwardModes:
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         rows: the newest lengths of rows, which layers of the same lengths share.
+        newest: positions of the pass's only new tokens; ``None`` before the first layer of a pass.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
@@ -67,13 +68,14 @@ class ForwardModes:
         self.in_chunks = False
         self.agreed: ref[Tensor] | None = None
         self.rows: RowLengths | None = None
+        self.newest: Tensor | None = None
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
         self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
-        return {**vars(self), "agreed": None, "rows": None, "_drafting": None, "_generating": None}
+        return {**vars(self), "agreed": None, "rows": None, "newest": None, "_drafting": None, "_generating": None}
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -182,9 +184,15 @@ class ForwardContext:
         self.k, self.starts, self.counts = k, starts, counts
 
     def positions(self, batch: int) -> Tensor | None:
-        """Positions that the model gives to the new tokens, ``[B, S]``, each row's real tokens first."""
+        """Positions that the model gives to the new tokens, ``[B, S]``, each row's real tokens first; of one new token
+        in an eager step ``[B]``, a copy that layers share, since the caller may change the positions in place.
+        """
         if self.position_ids is None:
             return None
+        if self.on_host and self.passes is not None and self.position_ids.shape[1] == 1 and self.order is None:
+            if self.passes.newest is None:
+                self.passes.newest = self.position_ids[:, 0].expand(batch).clone()
+            return self.passes.newest
         positions = self.position_ids.expand(batch, -1)
         return positions if self.order is None else positions.gather(1, self.order)
 

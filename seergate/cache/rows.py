@@ -156,15 +156,16 @@ class Rows:
         )
 
     def place(self, positions: Tensor | None, counts: list[int]) -> None:
-        """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``; call it before `add`.
-        ``None`` stands for consecutive ones.
+        """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``, or ``[B]`` of one; call it
+        before `add`. ``None`` stands for consecutive ones.
         """
         if positions is None:
             newest = self.newest + torch.tensor(counts, device=self.lengths.device)
-        elif positions.shape[1] == 1 and all(counts) and all(self.total):
-            newest = positions[:, 0].to(self.lengths.device, copy=True)  # the caller may change it in place
+        elif positions.ndim == 1 and all(counts) and all(self.total):
+            newest = positions.to(self.lengths.device)
         else:
             positions = positions.to(self.lengths.device)
+            positions = positions[:, None] if positions.ndim == 1 else positions
             if not all(self.total):
                 first = zip(positions[:, 0].tolist(), self.offsets, self.total, strict=True)
                 self.offsets = [old if total else new for new, old, total in first]

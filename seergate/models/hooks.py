@@ -255,6 +255,7 @@ class LayerBinding:
 
     def __init__(self, handle: Attachment, layer: int, attention: nn.Module) -> None:
         self.handle, self.layer, self.attention = handle, layer, attention
+        self.first = layer == next(iter(handle.stats_.layers))
         self.spec = layer_spec(handle.model, layer, attention)
         config = families.text_config(handle.model)
         windowed = families.layer_type(config, layer) == "sliding_attention"
@@ -280,6 +281,8 @@ class LayerBinding:
         layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
         if on_host:
+            if self.first:
+                self.handle.passes.newest = None
             if self.window is not None and layer.rows.slots + new > self.window:
                 raise SeergateError(
                     f"the text has {layer.rows.slots + new:,} tokens, more than layer {self.layer} attends to (its "
@@ -307,8 +310,7 @@ class LayerBinding:
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
         handle, new, slots = self.handle, hidden.shape[1], layer.rows.slots
-        first = self.layer == next(iter(handle.stats_.layers))
-        if mask is None or (not first and handle.passes.agreed is not None and handle.passes.agreed() is mask):
+        if mask is None or (not self.first and handle.passes.agreed is not None and handle.passes.agreed() is mask):
             return None
         if new == 1 and handle.passes.generates(cache):
             return None  # `generate` extends the mask of the prompt by ones; reading it would wait for the device

@@ -22,11 +22,11 @@ CASES = [
     ("gates", 16, False, 57, 31, {}),
     ("gates", 16, True, 60, 35, {}),
     ("gates with norm", 1, False, 63, 37, {}),
-    ("gates with norm", 16, True, 67, 41, {}),
+    ("gates with norm", 16, True, 67, 42, {}),
     ("quest", 1, False, 52, 26, QUEST),
     ("quest", 16, False, 52, 26, QUEST),
     ("quest", 16, True, 60, 37, QUEST),
-    ("h2o", 1, False, 67, 34, {}),
+    ("h2o", 1, False, 68, 34, {}),
     ("streaming_llm", 1, False, 71, 38, {}),
     ("streaming_llm", 16, True, 72, 39, {}),
 ]
