@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import re
+import signal
 import sys
 import tempfile
 import tomllib
@@ -29,6 +30,9 @@ from tests.support.models import tiny_model
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # pytest-xdist runs one process per core; more threads would only fight over them
 

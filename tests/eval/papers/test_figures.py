@@ -11,6 +11,7 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.cli.figure import ALIASES, NAMES, _write
 from seergate.config import SCORERS, is_retention
+from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES, SEER
 from seergate.eval.papers.looks import STYLES
 from seergate.eval.sweep_plan import SweepPlan
@@ -64,7 +65,7 @@ def test_trained_methods_are_compared_at_equal_budgets_and_at_equal_bytes(tmp_pa
     assert "(figure-trained.png)" in results and (tmp_path / "figure-trained.png").stat().st_size > 20_000
     names = [scorer if is_retention(scorer) else f"gate [{scorer}]" for scorer in SCORERS]
     for name in names:
-        assert f"| {name}" in results and f"| {name}" in matched
+        assert f"| {markdown_text(name)}" in results and f"| {markdown_text(name)}" in matched
     matches = json.loads((tmp_path / "eval" / "matching-read.json").read_text())["matches"]
     budgets = {m["method"]: m["value"] for m in matches}
     assert budgets.keys() == {"oracle", *names}
