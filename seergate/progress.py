@@ -7,7 +7,8 @@ import functools
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 from seergate.escaping import Terminal, visible
@@ -170,3 +171,15 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+@contextlib.contextmanager
+def notes(say: Callable[[str], object]) -> Iterator[None]:
+    """Pass warnings to ``say`` as single lines, without source locations."""
+
+    def show(message: Warning | str, *_: object) -> None:
+        say(visible(f"note: {' '.join(str(message).split())}"))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show  # type: ignore[assignment]
+        yield

@@ -49,7 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure the method's model-dependent options on a task, and write a file for each."""
-    from seergate.cli.running import check_model
     from seergate.durable import check_writable
     from seergate.eval import RunOptions, make_task
     from seergate.eval.calibration.calibrator import (
@@ -58,6 +57,7 @@ def run(options: argparse.Namespace) -> None:
         evenly_chosen_prompts,
         made_on,
     )
+    from seergate.eval.running import check_model
     from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class
     from seergate.models.names import load_model, model_path

@@ -1,33 +1,25 @@
-"""Console output of commands: errors, progress (a bar on a terminal, else plain lines), and a report's findings."""
+"""Console output of commands: errors, and a report's findings."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import select
 import signal
 import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from seergate.errors import is_users, sentence
-from seergate.escaping import visible
-from seergate.progress import ProgressBar, bars_on_terminals_only, duration, heartbeat
+from seergate.progress import bars_on_terminals_only, heartbeat
 
 if TYPE_CHECKING:
-    from seergate.eval.collector import Progress
     from seergate.eval.report.write import Report
 
 
 OK, USER_ERROR, INTERRUPTED, SIGNALLED = 0, 2, 130, 128
 """Exit codes. After a signal, the exit code is `SIGNALLED` plus the signal's number."""
-
-LINE_SECONDS = 5.0
-"""Minimum seconds between two lines of progress if there is no terminal."""
 
 
 def guarded(
@@ -70,62 +62,6 @@ def _discard_unread() -> bool:
                 unread = True
                 os.dup2(os.open(os.devnull, os.O_WRONLY), number)
     return unread
-
-
-@contextlib.contextmanager
-def notes(say: Callable[[str], object]) -> Iterator[None]:
-    """Pass warnings to ``say`` as single lines, without source locations."""
-
-    def show(message: Warning | str, *_: object) -> None:
-        say(visible(f"note: {' '.join(str(message).split())}"))
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show  # type: ignore[assignment]
-        yield
-
-
-class EvalProgress:
-    """Progress display of a sweep over ``settings`` settings."""
-
-    def __init__(self, settings: int) -> None:
-        self.settings, self.started, self.label = settings, 0, ""
-        self.began, self.said = time.monotonic(), -math.inf
-        self.bar = ProgressBar()
-        self.task: Any = None
-        self.notes = notes(self.bar.say)
-
-    def __enter__(self) -> EvalProgress:
-        self.notes.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.bar.close()
-        self.notes.__exit__(*error)
-
-    def __call__(self, now: Progress) -> None:
-        """Show the progress after a finished sample."""
-        if now.label != self.label:
-            self.label = now.label
-            self.started += 1
-            self.task = self.bar.add(now.label, now.total)
-        parts = []
-        if now.done == now.total and now.correct is not None:  # before that, short answers are over-represented
-            parts.append(f"{100 * now.correct / now.done:.0f} % right")
-        if now.tokens:
-            parts.append(f"{now.tokens / max(1e-9, now.seconds):.0f} tokens/s")
-        if now.eta:
-            parts.append(f"{duration(now.eta)} left")
-        note = ", ".join(parts)
-        self.bar.update(self.task, now.done, note)
-        if self.bar.shown:
-            return
-        if now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
-            self.said = time.monotonic()
-            seconds = self.said - self.began
-            self.bar.say(
-                f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} answers, {note} "
-                f"({seconds:.0f} s)"
-            )
 
 
 def say_report(report: Report) -> None:

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
-    from seergate.cli.running import checked_task, run_plan
     from seergate.durable import check_writable
+    from seergate.eval.running import checked_task, run_plan
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.models.names import TINY, model_path
 

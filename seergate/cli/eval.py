@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from seergate.cli import runs
 from seergate.cli.arguments import Command, eval_args, given
+
+if TYPE_CHECKING:
+    from seergate.eval.sweep_plan import SweepPlan
 
 HELP = (
     "accuracy, length and cost of decoding methods on a task",
@@ -63,9 +67,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_source", "shots_source")
 
 
+def run_and_report(plan: SweepPlan, report: bool) -> None:
+    """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
+    from seergate.cli.console import say_report
+    from seergate.eval.report import write_report
+    from seergate.eval.running import checked_task, each_task, run_plan
+
+    plans = each_task(plan)
+    for each in plans if len(plans) > 1 else ():
+        checked_task(each)
+    for each in plans:
+        out = run_plan(each)
+        if report:
+            say_report(write_report(out))
+        else:
+            print(f"runs: {out}")
+
+
 def run(options: argparse.Namespace) -> None:
     """Run the plan that the options describe."""
-    from seergate.cli.running import run_and_report
     from seergate.eval.sweep_plan import SweepPlan
 
     values = given(options, *vars(options))
@@ -104,7 +124,6 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _sweep(options: argparse.Namespace) -> None:
     """Run the plan in the file."""
-    from seergate.cli.running import run_and_report
     from seergate.eval.sweep_plan import SweepPlan
 
     plan = replace(SweepPlan.read(options.file), **given(options, "model", "gates", "out", "match"))

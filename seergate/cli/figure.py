@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> None:
         "workers": options.workers,
         "out": str(out / "eval"),
     }
-    from seergate.cli.running import checked_task, run_plan
+    from seergate.eval.running import checked_task, run_plan
     from seergate.eval.sweep_plan import MATCHES, SweepPlan
 
     plan = SweepPlan.of(values, "the figure")

@@ -52,14 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check the options, answer the prompt, and write the page of the trace."""
-    from seergate.cli.console import notes
-    from seergate.cli.running import check_model
+    from seergate.eval.running import check_model
     from seergate.eval.settings import method_spec
     from seergate.eval.tasks.prompts import encode, prompt_text
     from seergate.methods import SelectingMethod
     from seergate.models.families import check_positions, model_positions
     from seergate.models.names import bank_for, is_tiny, load_model, model_path, say_gates
     from seergate.pretrained import load_tokenizer
+    from seergate.progress import notes
 
     _check(options)
     tiny = is_tiny(options.model)

@@ -63,7 +63,6 @@ def run(options: argparse.Namespace) -> None:
 
 def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     """Do the work of `run`; ``stack`` keeps the file of the rows open."""
-    from seergate.cli.running import check_model
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
     from seergate.distill.config import load_train_config
@@ -71,6 +70,7 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     from seergate.eval import Limit, Problem, Sampling
     from seergate.eval.generation.engine import Engine, Generation, Job, Request
     from seergate.eval.generation.served import SERVERS, check_served, engine_version, generate_by_server
+    from seergate.eval.running import check_model
     from seergate.eval.sampling import sample_seed
     from seergate.eval.settings import method_spec
     from seergate.eval.store import append_line, write_yaml

@@ -269,9 +269,9 @@ class _Job:
 
     def measure(self) -> Times:
         """Time a few training steps, needle problems and scored texts."""
-        from seergate.cli.running import checked_task, run_plan
         from seergate.distill.callbacks import Callback
         from seergate.eval import store
+        from seergate.eval.running import checked_task, run_plan
 
         class Clock(Callback):
             def on_step(self, log: StepLog) -> None:
@@ -300,10 +300,10 @@ class _Job:
 
     def recommend(self, decision: Decision) -> None:
         """Run the missing evaluations, write the report, and print the recommendation."""
-        from seergate.cli.running import run_plan
         from seergate.eval import store
         from seergate.eval.report import load_sweeps, write_report
         from seergate.eval.report.recommendation import recommendation
+        from seergate.eval.running import run_plan
 
         gates = self.config.run_dir
         plans = self._evaluations(gates, self.out, decision.problems, decision.texts, self.budgets)

@@ -10,11 +10,11 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig
-from seergate.cli.running import each_task
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.report import write_report
+from seergate.eval.running import each_task
 from seergate.eval.settings import grid
 from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan

@@ -35,22 +35,6 @@ def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
     return load_model(path, plan.dtype, plan.device), load_tokenizer(path), load_banks(plan.model, plan.gates)
 
 
-def run_and_report(plan: SweepPlan, report: bool) -> None:
-    """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
-    from seergate.cli.console import say_report
-    from seergate.eval.report import write_report
-
-    plans = each_task(plan)
-    for each in plans if len(plans) > 1 else ():
-        checked_task(each)
-    for each in plans:
-        out = run_plan(each)
-        if report:
-            say_report(write_report(out))
-        else:
-            print(f"runs: {out}")
-
-
 def each_task(plan: SweepPlan) -> list[SweepPlan]:
     """Split a plan with comma-separated tasks into one plan per task."""
     from seergate.eval.tasks.registry import TASKS
@@ -138,7 +122,7 @@ def run_plan(plan: SweepPlan) -> Path:
 
     import torch
 
-    from seergate.cli.console import EvalProgress
+    from seergate.eval.progress import EvalProgress
 
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
