@@ -13,7 +13,7 @@ import pytest
 from seergate import progress
 from seergate.cli.console import guarded
 from seergate.distill.callbacks import Console, StepLog
-from seergate.eval import progress
+from seergate.eval import progress as eval_progress
 from seergate.eval.collector import Progress
 from seergate.eval.progress import EvalProgress
 
@@ -31,7 +31,7 @@ def at(done, *, total=40, label="gate-128", seconds=None, made=None):
 def clock(monkeypatch):
     """The time that the console reads, to be set."""
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(eval_progress.time, "monotonic", lambda: now[0])
     return now
 
 
