@@ -46,7 +46,7 @@ install: $(VENV)/.installed
 $(VENV)/.torch: $(PINS)/torch.txt $(PINS)/triton.txt
 	@$(PYTHON) -c 'import sys; sys.exit("seergate needs Python 3.11 or newer; try make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	@$(PYTHON) -m venv $$($(PYTHON) -c 'import torch' 2>/dev/null && echo --system-site-packages) $(VENV)
-	@if $(PYTHON) -c 'import torch; print("using PyTorch", torch.__version__)' 2>/dev/null; then : >$@; \
+	@if $(PYTHON) -c 'import torch' 2>/dev/null && $(BIN)/python -c 'import torch; print("using PyTorch", torch.__version__)' 2>/dev/null; then : >$@; \
 	else $(BIN)/python -m pip install -c $(PINS)/torch.txt torch && echo $(PINS)/torch.txt >$@; fi
 	@$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install -c $(PINS)/triton.txt 'triton; platform_system == "Linux"'
 

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import html
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _UNSEEN = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -40,6 +41,11 @@ class Terminal:
         """Write visible text; returns the number of characters given."""
         self.stream.write(visible(text, _LAYOUT))
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write visible texts."""
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

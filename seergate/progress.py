@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 from seergate.escaping import Terminal, visible
@@ -45,15 +45,20 @@ class _Watched:
     written = 0.0
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str) -> int:
         """Write a text, and note the time."""
         _Watched.written = time.monotonic()
-        return self._stream.write(text)
+        return self.stream.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts."""
+        for line in lines:
+            self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
 
 
 @contextlib.contextmanager
@@ -112,20 +117,22 @@ class ProgressBar:
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self.shown, self._wanted = wanted and sys.stdout.isatty(), wanted
+        self.shown, self._wanted = wanted and sys.stdout is not None and sys.stdout.isatty(), wanted
         self._work: _Work | None = None
         if self.shown:
             from rich import console, progress
 
             # The bar's own escape sequences must reach the terminal.
-            out = sys.stdout.stream if isinstance(sys.stdout, Terminal) else sys.stdout
+            out: Any = sys.stdout
+            while isinstance(out, (Terminal, _Watched)):
+                out = out.stream
             self._bar: Any = progress.Progress(
                 progress.TextColumn("{task.description}", markup=False),
                 progress.BarColumn(bar_width=24),
                 progress.MofNCompleteColumn(),
                 progress.TimeElapsedColumn(),
                 progress.TextColumn("{task.fields[note]}", markup=False),
-                console=console.Console(file=out),
+                console=console.Console(file=_Watched(out)),  # type: ignore[arg-type]
             )
             self._bar.start()
 

@@ -57,7 +57,7 @@ class ForwardModes:
             them.
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
-        rows: the newest lengths of rows, which layers of the same lengths share.
+        rows: weak reference to the newest lengths of rows, which layers of the same lengths share.
         newest: positions of the pass's only new tokens; ``None`` before the first layer of a pass.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
@@ -67,7 +67,7 @@ class ForwardModes:
         self.phase: Literal["dense", "decode"] | None = None
         self.in_chunks = False
         self.agreed: ref[Tensor] | None = None
-        self.rows: RowLengths | None = None
+        self.rows: ref[RowLengths] | None = None
         self.newest: Tensor | None = None
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt

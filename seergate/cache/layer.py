@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -163,9 +164,11 @@ class GatedLayer(CacheLayerMixin):
         self.storage.write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
         rows.place(context.positions(batch), counts)
         passes = context.passes
-        context.rows = rows.add(counts, new, context.valid, None if passes is None else passes.rows)
+        context.rows = rows.add(
+            counts, new, context.valid, None if passes is None or passes.rows is None else passes.rows()
+        )
         if passes is not None:
-            passes.rows = context.rows
+            passes.rows = ref(context.rows)
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key_states, beyond), pad(value_states, beyond)

@@ -62,6 +62,7 @@ class Rows:
         self.newest = torch.full_like(self.lengths, -1)
         self.gaps = torch.zeros(batch, dtype=torch.bool, device=device)
         self.valid: Tensor | None = None
+        self.shared: RowLengths | None = None  # keeps what the layers of a step share as long as the cache
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -135,11 +136,11 @@ class Rows:
             new = torch.tensor(lengths, dtype=torch.int64, device=device)
         self.lengths = new if self.width is None else self.lengths.copy_(new)
         self._resident = lengths
-        if like is not None:
-            return like
-        if 0 in lengths:  # a row without a real token yet attends to a zero key; its output is not used
-            return RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
-        return RowLengths(new, lengths)
+        if like is None and 0 in lengths:  # a row without a token yet attends to a zero key; its output is not used
+            self.shared = RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
+        else:
+            self.shared = like or RowLengths(new, lengths)
+        return self.shared
 
     def add(self, counts: list[int], slots: int, valid: Tensor | None, like: RowLengths | None = None) -> RowLengths:
         """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns; ``like`` and result as in `set_resident`.

@@ -11,6 +11,7 @@ from typing import Any
 from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
+from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES, TRAINED
 from seergate.options import listed
 
@@ -248,7 +249,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     if draw is not None:
         parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
     lines = read(sweep)
-    parts += ["\n".join(f"- {line}" for line in lines), table(sweep)]
+    parts += ["\n".join(f"- {markdown_text(line)}" for line in lines), table(sweep)]
     parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
     parts += more
     if compared := beside(sweep, figure.published, figure.real):
@@ -257,7 +258,7 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
     write_text(out / f"{label}.md", "\n\n".join(parts) + "\n")
     write_report(out / "eval", out)
     for line in lines:
-        print(f"- {line}")
+        print(f"- {markdown_text(line)}")
     return out / f"{label}.md"
 
 

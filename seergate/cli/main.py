@@ -152,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # keeps a log file up to date
     os.environ.setdefault("PYTHON_COLORS", "0")  # from 3.14 on, argparse writes escape sequences
-    with contextlib.redirect_stdout(Terminal(sys.stdout)):
+    with contextlib.redirect_stdout(Terminal(sys.stdout)) if sys.stdout else contextlib.nullcontext():
         return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
 
 

@@ -49,7 +49,9 @@ REGRADE_HELP = (
 
 def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="directory of `seergate eval`")
-    parser.add_argument("--grader", help="new grader of the run: math, exact, letter or digit")
+    parser.add_argument(
+        "--grader", help="new grader of the run: math, exact, letter, digit, contains, number or program"
+    )
     parser.add_argument("--dry-run", action="store_true", help="only print what would change")
     parser.add_argument(
         "--run-programs", action="store_true", help="allow that programs in the answers run, confined (humaneval)"

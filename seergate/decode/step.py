@@ -55,7 +55,7 @@ class GatedAttention:
         attention_mask: Tensor | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as in `hf.call.seergate_attention`."""
+        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as in `seergate_attention`."""
         layer, state = self.layer, self.layer.state
         if state is None:
             raise SeergateError(

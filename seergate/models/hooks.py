@@ -280,9 +280,9 @@ class LayerBinding:
         new = hidden.shape[1]
         layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
+        if self.first:
+            self.handle.passes.newest = None
         if on_host:
-            if self.first:
-                self.handle.passes.newest = None
             if self.window is not None and layer.rows.slots + new > self.window:
                 raise SeergateError(
                     f"the text has {layer.rows.slots + new:,} tokens, more than layer {self.layer} attends to (its "

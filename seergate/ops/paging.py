@@ -75,4 +75,4 @@ def rows_of(
     elif step != 1:
         places = places * step
     key = ("offsets", len(places), kv_heads, outer, heads, page_table is None)
-    return as_rows(cache, unit), (places + rows.once(key, offsets)).view(-1)
+    return as_rows(cache, unit), (places + rows.once(key, offsets)).reshape(-1)

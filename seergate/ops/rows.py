@@ -52,6 +52,19 @@ class RowLengths:
         """Index of each row, ``[B]``."""
         return self.once("each", lambda: torch.arange(len(self.tensor), device=self.tensor.device))
 
+    def room(self, shape: tuple[int, int], like: Tensor) -> Tensor:
+        """A buffer that all layers of the step use in turn; its values are those of its last user."""
+        count = shape[0] * shape[1]
+        found = self._made.get(("room", like.dtype), (None, None))[1]
+        if found is None or found.numel() < count:
+            found = like.new_empty(count)
+            self._made["room", like.dtype] = None, found
+        return self.once(("part", shape, like.dtype), lambda: found[:count].view(shape), found)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowLengths:
+        """The lengths alone."""
+        return RowLengths(self.tensor.clone(), self.host)
+
     @property
     def positions(self) -> Tensor:
         """Position of each row's current token, ``[B, 1]``."""

@@ -77,6 +77,8 @@ FORBIDDEN = {
     "fork of C": "import ctypes\nif ctypes.CDLL(None).fork() < 0: raise OSError",
     "thread": "import _thread\n_thread.start_new_thread(print, ())",
     "other program": "import posix\nposix.posix_spawn('/bin/true', ['true'], {})",
+    "truncate while reading": "import os\nos.open(HERE + '/old', os.O_RDONLY | os.O_TRUNC)",
+    "signal by a pipe": "import fcntl, os\nr, w = os.pipe()\nfcntl.fcntl(r, 8, os.getppid())",
     "kill": "import posix\nposix.kill(posix.getppid(), 9)",
     "kill all": "import ctypes\nif ctypes.CDLL(None).kill(-1, 9): raise OSError",
     "limits of its parent": "import ctypes, posix\n"

@@ -1,6 +1,7 @@
 """ReSA's selection: by hand, and against loops; and that it is rectified."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def test_rows_of_any_length_against_loops(group):
     keys, q = torch.randn(5, 2, 100, 6), torch.randn(5, 2 * group, 6)
     method = methods.ReSA(token_budget=budget, share=share, block_size=size)
     state, last = fed(method, q, keys, [100])
-    last.starts, last.counts, last.lengths = [n - 1 for n in lengths], [1] * 5, torch.tensor(lengths)
+    last = replace(last, starts=[n - 1 for n in lengths], counts=[1] * 5, lengths=torch.tensor(lengths))
     # rows are cropped to their lengths, so that bounds of open blocks hold no later keys
     state.crop([100] * 5, lengths, lambda row, first, end: keys[row : row + 1, :, first:end], [0] * 5)
     found = method.select(state, last)

@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import platform
-import resource
 import struct
 import sys
 from contextlib import nullcontext, suppress
@@ -54,6 +53,13 @@ FORBIDDEN = {
 }
 """Machine -> system calls that fail with EPERM."""
 
+OPENAT2 = 437
+OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}
+"""Machine -> open and openat, and the place of their flags: with O_TRUNC they fail with EPERM, as Landlock forbids
+only from its third version on."""
+FCNTL, OWNERS = {"x86_64": 72, "aarch64": 25}, (8, 10, 15)
+"""Machine -> fcntl; its commands F_SETOWN, F_SETSIG and F_SETOWN_EX, which send signals, fail with EPERM."""
+
 
 def _system_calls() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
@@ -75,6 +81,8 @@ def confine(seconds: int, memory: int) -> None:
         seconds: processor time after which the process is ended by SIGXCPU, and one second later by SIGKILL.
         memory: maximum address space in bytes.
     """
+    import resource  # not on Windows
+
     limits = {
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_AS: (memory, memory),
@@ -102,8 +110,15 @@ def confine(seconds: int, memory: int) -> None:
     kill, refuse, allow = 0x80000000, 0x00050001, 0x7FFF0000  # the second is EPERM
     rows = [(load, 0, 0, 4), (equal, 1, 0, ARCHITECTURES[machine]), (give, 0, 0, kill), (load, 0, 0, 0)]
     rows += [(at_least, 0, 1, 1 << 30), (give, 0, 0, refuse)]  # x86-64's second set of numbers (x32)
-    for number in FORBIDDEN[machine]:
+    for number in (*FORBIDDEN[machine], OPENAT2):
         rows += [(equal, 0, 1, number), (give, 0, 0, refuse)]
+    bits_set, flags = 0x45, 16  # offset of the first argument
+    for number, place in OPENS[machine]:
+        rows += [(equal, 0, 4, number), (load, 0, 0, flags + 8 * place), (bits_set, 0, 1, os.O_TRUNC)]
+        rows += [(give, 0, 0, refuse), (give, 0, 0, allow)]
+    rows += [(equal, 0, 6, FCNTL[machine]), (load, 0, 0, flags + 8)]
+    rows += [(equal, 2 - i, i // 2, command) for i, command in enumerate(OWNERS)]
+    rows += [(give, 0, 0, refuse), (give, 0, 0, allow)]
     rows.append((give, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *row) for row in rows))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(rows), ctypes.addressof(code)))

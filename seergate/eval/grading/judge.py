@@ -141,7 +141,7 @@ class GradingPool:
     Args:
         processes: maximum number of comparisons at once; the processes start when they are first needed.
         seconds: maximum processor time of one comparison.
-        run_programs: whether programs in completions may run (`seergate.eval.programs`).
+        run_programs: whether programs in completions may run (`seergate.eval.grading.programs`).
     """
 
     def __init__(self, processes: int = 1, seconds: float = SECONDS, run_programs: bool = False) -> None:

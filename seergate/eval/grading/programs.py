@@ -22,6 +22,7 @@ from typing import Any
 from seergate.errors import SeergateError, how_to_install
 from seergate.escaping import visible
 from seergate.eval.grading import confined
+from seergate.json_file import read_json_text
 
 PROGRAM = "program"
 SECONDS = 10
@@ -152,11 +153,11 @@ def run_program(
             process.kill()
         said = os.read(process.stdout.fileno(), 1 << 16)
     try:
-        found, result = json.loads(said)
+        found, result = read_json_text(said)
     except (ValueError, TypeError):
         found, result = None, ""
     if process.returncode == -signal.SIGXCPU:
         return False, f"the program took more than {seconds} seconds of processor time"
-    if found != secret:
+    if found != secret or not isinstance(result, str):
         return False, f"the program ended its process (exit status {process.returncode})"
     return result == "passed", "the tests passed" if result == "passed" else f"the program {visible(result)}"

@@ -75,7 +75,7 @@ def sparse_decode(
         return q.new_zeros(batch, heads, value_dim)
     if counts is not None:  # as blocks ascend, the padding of a pair is at the end of its gathered tokens
         of_counts = partial(_counted, rows, counts, columns, block_size, seen)
-        reads = rows.once(("readable", columns, block_size), of_counts, counts)
+        reads = rows.once(("readable", block_size), of_counts, counts)
         places_BKX = indices if reads.full else indices.clamp(min=0)  # padding reads block 0
     else:
         starts_BKX = indices.long() * block_size
@@ -112,7 +112,7 @@ def sparse_decode(
     def gathered(rows_RX: Tensor, index: Tensor, size: int, own: bool) -> Tensor:
         """The selected tokens ``[P, S, D]`` of pairs, in a buffer that the next call overwrites, unless ``own``."""
         shape = len(index), rows_RX.shape[1]
-        room = None if own or not seen else rows.once(("gathered", shape, k.dtype), lambda: k.new_empty(shape))
+        room = None if own or not seen else rows.room(shape, k)
         found = torch.index_select(rows_RX, 0, index, out=room)
         count = shape[0] * shape[1] // (columns * block_size * size)
         return found.as_strided((count, width, size), (columns * block_size * size, size, 1))
