@@ -54,8 +54,14 @@ class H2OState(BudgetedState):
                 self.rows[name][:, :, :size].masked_fill_(fresh, 0).add_(added)
 
     def importance(self, step: Step, row: int) -> Tensor:
-        mass = self.rows["mass"][row, :, : step.ends[row]]
-        return mass / self.rows["queries"][row, :, : step.ends[row]] if "queries" in self.rows else mass
+        return self.importances(step, [row])[0, :, : step.ends[row]]
+
+    def importances(self, step: Step, rows: list[int]) -> Tensor:
+        mass, *queries = self.rows.values()
+        if len(rows) < len(mass):
+            chosen = step.rows.once(("rows", *rows), lambda: torch.tensor(rows, device=mass.device))
+            mass, *queries = (x.index_select(0, chosen) for x in (mass, *queries))
+        return mass / queries[0] if queries else mass
 
 
 @dataclass(kw_only=True)

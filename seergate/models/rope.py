@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.errors import SeergateError
+from seergate.ops.rows import RowLengths
 
 RopeKind = Literal["plain", "none", "other"]
 CHANGING = ("dynamic", "longrope")
@@ -89,11 +90,16 @@ class Rotary:
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
         self._changing = changing_rope(getattr(decoder, "config", None))
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows."""
+    def rotate(self, x: Tensor, positions: Tensor, rows: RowLengths | None = None) -> Tensor:
+        """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows. Layers of a step
+        that pass the same ``positions`` object and its ``rows`` share the angles.
+        """
         if self.kind == "none":
             return x
-        return self._turn(x, *self._angles(x, positions))
+        if rows is None:
+            return self._turn(x, *self._angles(x, positions))
+        key = "angles", self._embedding, self._layer_type, x.dtype
+        return self._turn(x, *rows.once(key, lambda: self._angles(x, positions), positions))
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """The inverse of `rotate`, up to rounding; refused if angles depend on the length of the text."""
