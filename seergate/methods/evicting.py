@@ -194,9 +194,7 @@ class EvictingState(CompressingState):
             seen = self.total_tokens(row)
             places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
 
-    def keep_best(
-        self, step: Step, counts: dict[int, int], scores: Callable[[list[int]], Tensor]
-    ) -> Eviction | None:
+    def keep_best(self, step: Step, counts: dict[int, int], scores: Callable[[list[int]], Tensor]) -> Eviction | None:
         """Keep the ``counts[row]`` best residents in each row of ``counts``; ``None`` if that is empty.
         ``scores(rows)``: ``[R, K, T]`` or, for one decision for all heads, ``[R, 1, T]``, as made by `stacked`.
         """
@@ -305,6 +303,13 @@ class BudgetedState(EvictingState):
         ignored. Override it to compute all rows at once.
         """
         return stacked([self.importance(step, row) for row in rows])
+
+    @staticmethod
+    def of_rows(x: Tensor, step: Step, rows: list[int]) -> Tensor:
+        """The part of ``x [B, ...]`` that belongs to these rows, ``x`` itself if they are all."""
+        if len(rows) == len(x):
+            return x
+        return x.index_select(0, step.rows.once(("rows", *rows), lambda: torch.tensor(rows, device=x.device)))
 
     def max_resident(self) -> int:
         return max(self.method.kept(prompt) for prompt in self.prompts) + self.method.interval

@@ -57,10 +57,7 @@ class H2OState(BudgetedState):
         return self.importances(step, [row])[0, :, : step.ends[row]]
 
     def importances(self, step: Step, rows: list[int]) -> Tensor:
-        mass, *queries = self.rows.values()
-        if len(rows) < len(mass):
-            chosen = step.rows.once(("rows", *rows), lambda: torch.tensor(rows, device=mass.device))
-            mass, *queries = (x.index_select(0, chosen) for x in (mass, *queries))
+        mass, *queries = (self.of_rows(x, step, rows) for x in self.rows.values())
         return mass / queries[0] if queries else mass
 
 

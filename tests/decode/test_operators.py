@@ -26,9 +26,13 @@ CASES = [
     ("quest", 1, False, 52, 26, QUEST),
     ("quest", 16, False, 52, 26, QUEST),
     ("quest", 16, True, 60, 37, QUEST),
-    ("h2o", 1, False, 67, 34, {}),
-    ("streaming_llm", 1, False, 71, 38, {}),
-    ("streaming_llm", 16, True, 72, 39, {}),
+    ("h2o", 1, False, 38, 22, {}),
+    ("h2o", 16, False, 38, 22, {}),
+    ("h2o", 16, True, 40, 23, {}),
+    ("tova", 16, True, 40, 21, {}),
+    ("streaming_llm", 1, False, 39, 17, {}),
+    ("streaming_llm", 16, False, 39, 17, {}),
+    ("streaming_llm", 16, True, 40, 18, {}),
 ]
 """Method, rows, whether their lengths differ; the most operators per layer, those of them that compute (are not
 views), and options."""
