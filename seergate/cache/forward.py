@@ -191,7 +191,8 @@ class ForwardContext:
             return None
         if self.on_host and self.passes is not None and self.position_ids.shape[1] == 1 and self.order is None:
             if self.passes.newest is None:
-                self.passes.newest = self.position_ids[:, 0].expand(batch).clone()
+                newest = self.position_ids[:, 0]
+                self.passes.newest = newest.clone() if len(newest) == batch else newest.repeat(batch)
             return self.passes.newest
         positions = self.position_ids.expand(batch, -1)
         return positions if self.order is None else positions.gather(1, self.order)

@@ -137,10 +137,8 @@ class Rows:
         self.lengths = new if self.width is None else self.lengths.copy_(new)
         self._resident = lengths
         if like is None and 0 in lengths:  # a row without a token yet attends to a zero key; its output is not used
-            self.shared = RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
-        else:
-            self.shared = like or RowLengths(new, lengths)
-        return self.shared
+            return RowLengths(new.clamp(min=1), [max(1, length) for length in lengths])
+        return like or RowLengths(new, lengths)
 
     def add(self, counts: list[int], slots: int, valid: Tensor | None, like: RowLengths | None = None) -> RowLengths:
         """Count ``counts[b]`` new tokens of row b, in ``slots`` new columns; ``like`` and result as in `set_resident`.
@@ -152,9 +150,9 @@ class Rows:
             self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
         self._set_slots(self.slots + slots)
         self._total = [total + count for total, count in zip(self.total, counts, strict=True)]
-        return self.set_resident(
-            [resident + count for resident, count in zip(self.resident, counts, strict=True)], like
-        )
+        resident = [resident + count for resident, count in zip(self.resident, counts, strict=True)]
+        self.shared = self.set_resident(resident, like)
+        return self.shared
 
     def place(self, positions: Tensor | None, counts: list[int]) -> None:
         """Note the positions ``[B, S]`` of new tokens, of which row b has ``counts[b]``, or ``[B]`` of one; call it

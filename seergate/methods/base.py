@@ -24,8 +24,8 @@ from seergate.ops.rows import RowLengths
 class Rotary(Protocol):
     """The base model's RoPE. ``x [B, heads, S, D]``, ``positions [B, S]``."""
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotate to these positions."""
+    def rotate(self, x: Tensor, positions: Tensor, rows: RowLengths | None = None) -> Tensor:
+        """Rotate to these positions; layers of a step that pass its ``rows`` share the angles."""
         ...
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:

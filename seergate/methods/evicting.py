@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
+from seergate.ops.rows import RowLengths
 
 
 class LongPromptWarning(UserWarning):
@@ -58,18 +59,24 @@ class Eviction:
         rows: the rows in which something is evicted.
         index: int64 ``[len(rows), K, kept]``, ascending; the residents that stay.
         lengths: per row of ``rows``, the number of valid entries in ``index``; the rest is padding.
+        shared: the lengths of the step, with which its layers share `places`; ``None`` to make them for this one.
     """
 
     rows: list[int]
     index: Tensor
     lengths: list[int]
+    shared: RowLengths | None = None
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor, Tensor]:
         """Index of each row, head and front slot, which broadcast to ``index``."""
         (_, heads, kept), device = self.index.shape, self.index.device
-        rows = torch.tensor(self.rows, device=device)[:, None, None]
-        return rows, torch.arange(heads, device=device)[:, None], torch.arange(kept, device=device)
+
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            rows = torch.tensor(self.rows, device=device)[:, None, None]
+            return rows, torch.arange(heads, device=device)[:, None], torch.arange(kept, device=device)
+
+        return make() if self.shared is None else self.shared.once(("places", *self.rows, heads, kept), make)
 
 
 class AttentionOutput(NamedTuple):
@@ -187,16 +194,17 @@ class EvictingState(CompressingState):
             seen = self.total_tokens(row)
             places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
 
-    def keep_best(self, ends: list[int], counts: dict[int, int], scores: Callable[[int], Tensor]) -> Eviction | None:
-        """Keep the ``kept[row]`` best of the ``ends[row]`` residents in each row of ``kept``; ``None`` if that is
-        empty. ``scores(row)``: ``[K, T]`` or, for one decision for all heads, ``[1, T]``.
+    def keep_best(self, step: Step, counts: dict[int, int], scores: Callable[[list[int]], Tensor]) -> Eviction | None:
+        """Keep the ``counts[row]`` best residents in each row of ``counts``; ``None`` if that is empty.
+        ``scores(rows)``: ``[R, K, T]`` or, for one decision for all heads, ``[R, 1, T]``, as made by `stacked`.
         """
         if not counts:
             return None
-        longest = max(ends[row] for row in counts)
-        ranked = [pad(scores(row), (0, longest - ends[row]), value=-torch.inf) for row in counts]
-        stacked = torch.stack([scores_KT.expand(self.spec.num_kv_heads, -1) for scores_KT in ranked])
-        return Eviction(list(counts), best(stacked, list(counts.values())), list(counts.values()))
+        rows, kept = list(counts), list(counts.values())
+        index = best(scores(rows), kept)
+        if index.shape[1] < self.spec.num_kv_heads:
+            index = index.expand(-1, self.spec.num_kv_heads, -1)
+        return Eviction(rows, index, kept, step.rows)
 
 
 def trimmed(buffer: Tensor, capacity: int) -> Tensor:
@@ -207,7 +215,13 @@ def trimmed(buffer: Tensor, capacity: int) -> Tensor:
 def compact(buffer: Tensor, eviction: Eviction) -> None:
     """Move the entries that stay to the front of ``buffer [B, K, T, ...]``, in place."""
     rows, heads, slots = eviction.places
-    buffer[rows, heads, slots] = buffer[rows, heads, eviction.index]
+    buffer.index_put_((rows, heads, slots), buffer[rows, heads, eviction.index])
+
+
+def stacked(scores: list[Tensor]) -> Tensor:
+    """The scores ``[K, T]`` of rows of several lengths as ``[R, K, T]``, minus infinity beyond a row's length."""
+    longest = max(scores_KT.shape[1] for scores_KT in scores)
+    return torch.stack([pad(scores_KT, (0, longest - scores_KT.shape[1]), value=-torch.inf) for scores_KT in scores])
 
 
 PROMPT = ("evictable", "pinned", "extra")
@@ -284,6 +298,19 @@ class BudgetedState(EvictingState):
         Called when the row evicts. Scores of tokens that always stay are ignored.
         """
 
+    def importances(self, step: Step, rows: list[int]) -> Tensor:
+        """`importance` of the rows that evict, ``[R, K, T]`` or ``[R, 1, T]``; what is beyond a row's length is
+        ignored. Override it to compute all rows at once.
+        """
+        return stacked([self.importance(step, row) for row in rows])
+
+    @staticmethod
+    def of_rows(x: Tensor, step: Step, rows: list[int]) -> Tensor:
+        """The part of ``x [B, ...]`` that belongs to these rows, ``x`` itself if they are all."""
+        if len(rows) == len(x):
+            return x
+        return x.index_select(0, step.rows.once(("rows", *rows), lambda: torch.tensor(rows, device=x.device)))
+
     def max_resident(self) -> int:
         return max(self.method.kept(prompt) for prompt in self.prompts) + self.method.interval
 
@@ -303,14 +330,21 @@ class BudgetedState(EvictingState):
     def select_kept(self, step: Step) -> Eviction | None:
         ends, method = step.ends, self.method
 
-        def scores(row: int) -> Tensor:
-            importance = self.importance(step, row).clone()
-            importance[:, : 0 if method.prompt == "evictable" else self.prompts[row]] = torch.inf
-            importance[:, ends[row] - method.recent :] = torch.inf
-            return importance
+        def scores(rows: list[int]) -> Tensor:
+            scores_RKT = self.importances(step, rows)
+            parts = [(0 if method.prompt == "evictable" else self.prompts[row], ends[row]) for row in rows]
+
+            def limits() -> tuple[Tensor, Tensor]:
+                pinned, end = torch.tensor(parts, device=step.lengths.device).T[..., None, None]
+                slots = torch.arange(scores_RKT.shape[2], device=step.lengths.device)
+                ranked = (slots >= pinned) & (slots < end - method.recent)
+                return ranked, torch.where(slots < end, torch.inf, -torch.inf)
+
+            ranked, others = step.rows.once(("ranked", *parts, method.recent, scores_RKT.shape[2]), limits)
+            return torch.where(ranked, scores_RKT, others)
 
         due = {row: method.kept(self.prompts[row]) for row, end in enumerate(ends) if self.due(row, end)}
-        return self.keep_best(ends, due, scores)
+        return self.keep_best(step, due, scores)
 
 
 def best(scores_RKT: Tensor, counts: list[int]) -> Tensor:
@@ -320,7 +354,9 @@ def best(scores_RKT: Tensor, counts: list[int]) -> Tensor:
         int64 ``[R, K, max(kept)]``, padded with the last index.
     """
     total, width = scores_RKT.shape[-1], max(counts)
-    # a stable sort of the reversed scores: of equals the newer comes first, whatever else is in the batch
-    index = total - 1 - scores_RKT.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :width]
-    counted = torch.arange(width, device=index.device) < torch.tensor(counts, device=index.device)[:, None]
-    return index.masked_fill(~counted[:, None], total).sort(-1).values.clamp(max=total - 1)
+    # a stable sort: of equals the newer comes last, whatever else is in the batch
+    index = scores_RKT.sort(dim=-1, stable=True).indices[..., total - width :]
+    if min(counts) == width:
+        return index.sort(-1).values
+    left_out = torch.arange(width, 0, -1, device=index.device) > torch.tensor(counts, device=index.device)[:, None]
+    return index.masked_fill(left_out[:, None], total).sort(-1).values.clamp(max=total - 1)

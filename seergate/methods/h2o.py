@@ -54,8 +54,11 @@ class H2OState(BudgetedState):
                 self.rows[name][:, :, :size].masked_fill_(fresh, 0).add_(added)
 
     def importance(self, step: Step, row: int) -> Tensor:
-        mass = self.rows["mass"][row, :, : step.ends[row]]
-        return mass / self.rows["queries"][row, :, : step.ends[row]] if "queries" in self.rows else mass
+        return self.importances(step, [row])[0, :, : step.ends[row]]
+
+    def importances(self, step: Step, rows: list[int]) -> Tensor:
+        mass, *queries = (self.of_rows(x, step, rows) for x in self.rows.values())
+        return mass / queries[0] if queries else mass
 
 
 @dataclass(kw_only=True)

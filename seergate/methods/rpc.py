@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
 from seergate.methods.base import Step
-from seergate.methods.evicting import EvictingMethod, Eviction
+from seergate.methods.evicting import EvictingMethod, Eviction, stacked
 from seergate.methods.scoring import WindowState, logits, pooled
 
 
@@ -40,9 +40,11 @@ class RPCState(WindowState):
         passed = [decoded - method.window for decoded in self.decoded]
         due = {row: self.kept(row) for row, n in enumerate(passed) if n > 0 and n % method.interval == 0}
         return self.keep_best(
-            ends,
+            step,
             {row: count for row, count in due.items() if ends[row] > count},
-            lambda row: pad(self._importance(step, row), (self.prompts[row], method.window), value=torch.inf),
+            lambda rows: stacked(
+                [pad(self._importance(step, row), (self.prompts[row], method.window), value=torch.inf) for row in rows]
+            ),
         )
 
     def _importance(self, step: Step, row: int) -> Tensor:

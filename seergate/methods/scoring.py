@@ -29,31 +29,42 @@ def log_probabilities(step: Step) -> Tensor:
     """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus
     infinity beyond a row's length. Attention sinks take their share of the probability.
     """
-    keys = step.keys_BKCD[:, :, : step.max_length]
-    batch, kv_heads, tokens, dim = keys.shape
+    found_PGT = _log_probabilities(step)
+    return found_PGT.view(len(step.lengths), -1, *found_PGT.shape[1:])
+
+
+def _log_probabilities(step: Step) -> Tensor:
+    """`log_probabilities`, ``[P, G, T]`` for P = B * K pairs of row and KV head."""
+    keys, tokens = step.keys_BKCD, step.max_length
+    batch, kv_heads, _, dim = keys.shape
     q_PGD = step.q_BHSD.to(keys.device).reshape(batch * kv_heads, -1, dim)  # keys may be offloaded
     wide = torch.promote_types(keys.dtype, torch.float32)
-    logits = torch.bmm(q_PGD.to(wide) * step.sm_scale, pairs_of(keys).to(wide).transpose(1, 2))
-    logits = logits.view(batch, kv_heads, -1, tokens)
+    logits = torch.bmm(q_PGD.to(wide) * step.sm_scale, pairs_of(keys, tokens).to(wide).transpose(1, 2))
     if step.softcap is not None:
         logits = step.softcap * torch.tanh(logits / step.softcap)
     if len(set(step.ends)) > 1:
-        real = torch.arange(keys.shape[2], device=keys.device) < step.lengths.to(keys.device)[:, None]
-        logits = logits.masked_fill(~real[:, None, None], -torch.inf)
+
+        def beyond() -> Tensor:
+            ends_P11 = step.lengths.repeat_interleave(kv_heads)[:, None, None]
+            return torch.arange(tokens, device=ends_P11.device) >= ends_P11
+
+        hidden = step.rows.once(("beyond", tokens, kv_heads), beyond)
+        logits = logits.masked_fill(hidden.to(keys.device), -torch.inf)
     normaliser = logits.logsumexp(-1, keepdim=True)
     if step.sinks is not None:
-        normaliser = torch.logaddexp(normaliser, step.sinks.to(keys.device, wide).view(1, keys.shape[1], -1, 1))
+        sinks = step.sinks.to(keys.device, wide).view(kv_heads, -1, 1).repeat(batch, 1, 1)
+        normaliser = torch.logaddexp(normaliser, sinks)
     return (logits - normaliser).to(step.lengths.device)
 
 
-def pairs_of(cache_BKTD: Tensor) -> Tensor:
-    """The first tokens of a cache, one matrix ``[B * K, T, D]`` per row and KV head; a view unless the strides of rows
-    and heads differ.
+def pairs_of(cache_BKCD: Tensor, tokens: int) -> Tensor:
+    """The first T = ``tokens`` tokens of a cache, one matrix ``[B * K, T, D]`` per row and KV head; a view unless the
+    strides of rows and heads differ.
     """
-    (batch, kv_heads, tokens, dim), (row, head, *within) = cache_BKTD.shape, cache_BKTD.stride()
+    (batch, kv_heads, _, dim), (row, head, *within) = cache_BKCD.shape, cache_BKCD.stride()
     if batch > 1 and row != kv_heads * head:
-        return cache_BKTD.flatten(0, 1)
-    return cache_BKTD.as_strided((batch * kv_heads, tokens, dim), (head, *within))
+        return cache_BKCD[:, :, :tokens].flatten(0, 1)
+    return cache_BKCD.as_strided((batch * kv_heads, tokens, dim), (head, *within))
 
 
 def log_block_maxima(step: Step, block_size: int) -> Tensor:
@@ -71,10 +82,10 @@ def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
     Returns:
         Output ``[B, H, D]`` and probabilities ``[B, K, G, T]``, 0 beyond a row's length.
     """
-    p_BKGT = log_probabilities(step).exp()
-    values = step.values_BKCD[:, :, : p_BKGT.shape[-1]]  # the cache's buffers are finite beyond a row's length
-    output_PGD = torch.bmm(p_BKGT.to(values.dtype).flatten(0, 1), pairs_of(values))
-    return output_PGD.view(len(values), -1, values.shape[3]), p_BKGT
+    p_PGT = _log_probabilities(step).exp()
+    values = step.values_BKCD  # the cache's buffers are finite beyond a row's length
+    output_PGD = torch.bmm(p_PGT.to(values.dtype), pairs_of(values, step.max_length))
+    return output_PGD.view(len(values), -1, values.shape[3]), p_PGT.view(*values.shape[:2], *p_PGT.shape[1:])
 
 
 def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:

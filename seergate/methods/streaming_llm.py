@@ -28,17 +28,32 @@ class StreamingState(EvictingState):
 
     @torch.no_grad()
     def attend(self, step: Step) -> AttentionOutput:
-        key = "visible", self.method.token_budget, self.method.sink_tokens
-        visible, resident = step.rows.once(key, lambda: self._visible(step.ends, step.lengths.device))
-        read = [min(end, self.method.token_budget) for end in step.ends]
-        index = visible[:, None, :, None].expand(-1, step.keys_BKCD.shape[1], -1, step.keys_BKCD.shape[3])
-        keys, values, q_BH1D = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index), step.q_BHSD
-        if self.method.stores_pre_rope:
-            positions = torch.arange(visible.shape[1], device=visible.device)[None]  # the same in every row
-            keys = self.spec.rotary.rotate(keys, positions)
-            q_BH1D = self.spec.rotary.rotate(step.q_pre_BHSD, (resident - 1)[:, None])
-        lengths = None if min(read) == max(read) else RowLengths(resident, read)
-        return AttentionOutput(ops.dense_decode(q_BH1D[:, :, 0], keys, values, lengths, **step.softmax_options), read)
+        budget, (_, heads, _, dim) = self.method.token_budget, step.keys_BKCD.shape
+        group = step.q_BHSD.shape[1] // heads
+
+        def tables() -> tuple[Tensor, RowLengths, Tensor]:
+            visible, resident = self._visible(step.ends, step.lengths.device)
+            slots, last = torch.arange(visible.shape[1], device=visible.device), (resident - 1)[:, None]
+            positions = torch.cat((slots.expand(len(last), -1), last.expand(-1, group)), 1)
+            index = visible[:, None, :, None].expand(-1, heads, -1, dim)
+            rows = RowLengths(resident, [min(end, budget) for end in step.ends])
+            return index, rows, positions[:1] if rows.even else positions
+
+        key = "visible", budget, self.method.sink_tokens, heads, group, dim
+        index, rows, positions = step.rows.once(key, tables)
+        shown = index.shape[2]
+        if step.max_length == shown:
+            keys, values = step.keys_BKCD[:, :, :shown], step.values_BKCD[:, :, :shown]
+        else:
+            keys, values = step.keys_BKCD.gather(2, index), step.values_BKCD.gather(2, index)
+        if self.method.stores_pre_rope:  # keys to 0 .. n - 1 in every row, and the query heads of their group to n - 1
+            together = torch.cat((keys, step.q_pre_BHSD.reshape(-1, heads, group, dim)), 2)
+            keys, q_BKGD = self.spec.rotary.rotate(together, positions, rows).split([shown, group], 2)
+            q_BHD = q_BKGD.flatten(1, 2)
+        else:
+            q_BHD = step.q_BHSD[:, :, 0]
+        output = ops.dense_decode(q_BHD, keys, values, None if rows.even else rows, **step.softmax_options)
+        return AttentionOutput(output, rows.host)
 
     def max_resident(self) -> int:
         return self.method.token_budget + self.method.interval
@@ -50,7 +65,7 @@ class StreamingState(EvictingState):
         # Make room for the next token ("evict for space"): with it, each row has exactly what it may attend.
         visible, resident = self._visible([step.ends[row] + 1 for row in rows], step.lengths.device)
         index = visible[:, None, :-1].expand(-1, step.keys_BKCD.shape[1], -1)
-        return Eviction(rows, index, (resident - 1).tolist())
+        return Eviction(rows, index, (resident - 1).tolist(), step.rows)
 
     def _visible(self, ends: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
         """Residents that row b, of ``ends[b]``, attends to: indices ``[B, n]``, padded with the last; their number."""

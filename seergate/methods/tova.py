@@ -22,11 +22,18 @@ class TOVAState(BudgetedState):
     def importance(self, step: Step, row: int) -> Tensor:
         end = step.ends[row]
         if step.p_BKGT is not None:
-            p_KGT = step.p_BKGT[row, ..., :end]
-        else:  # for a prompt, its last query
-            newest, keys = step.q_BHSD[row : row + 1, :, end - 1 : end], step.k_BKSD[row : row + 1, :, :end]
-            p_KGT = causal_softmax(newest, keys, end - 1, step)[0, :, :, 0]
-        return p_KGT.mean((0, 1))[None] if self.method.scope == "layer" else p_KGT.mean(1)
+            return self.importances(step, [row])[0, :, :end]
+        # for a prompt, its last query
+        newest, keys = step.q_BHSD[row : row + 1, :, end - 1 : end], step.k_BKSD[row : row + 1, :, :end]
+        return self._mean(causal_softmax(newest, keys, end - 1, step)[:, :, :, 0])[0]
+
+    def importances(self, step: Step, rows: list[int]) -> Tensor:
+        if step.p_BKGT is None:
+            return super().importances(step, rows)
+        return self._mean(self.of_rows(step.p_BKGT, step, rows))
+
+    def _mean(self, p_RKGT: Tensor) -> Tensor:
+        return p_RKGT.mean((1, 2))[:, None] if self.method.scope == "layer" else p_RKGT.mean(2)
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from seergate.errors import SeergateError
+from seergate.ops.rows import RowLengths
 
 RopeKind = Literal["plain", "none", "other"]
 CHANGING = ("dynamic", "longrope")
@@ -89,23 +90,21 @@ class Rotary:
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
         self._changing = changing_rope(getattr(decoder, "config", None))
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows."""
+    def rotate(self, x: Tensor, positions: Tensor, rows: RowLengths | None = None) -> Tensor:
+        """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows. Layers of a step
+        that pass the same ``positions`` object and its ``rows`` share the angles.
+        """
         if self.kind == "none":
             return x
-        return self._turn(x, *self._angles(x, positions))
+        if rows is None:
+            return self._turn(x, *self._angles(x, positions))
+        key = "angles", self._embedding, self._layer_type, x.dtype
+        return self._turn(x, *rows.once(key, lambda: self._angles(x, positions), positions))
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """The inverse of `rotate`, up to rounding; refused if angles depend on the length of the text."""
+        """The inverse of `rotate`, up to rounding. If angles depend on the text's length, see `check_recoverable`."""
         if self.kind == "none":
             return x
-        rope_type = getattr(self._embedding, "rope_type", None)
-        rope_type = rope_type.get(self._layer_type) if isinstance(rope_type, dict) else rope_type
-        if rope_type in ("dynamic", "longrope"):
-            raise SeergateError(
-                f"keys of {self._family} before RoPE cannot be recovered: {rope_type} RoPE turns them by angles that "
-                "change with the length of the text; crop or rectify by at most one block"
-            )
         cos, sin = (angles.float() for angles in self._angles(x, positions))
         # Rotating there and back scales each pair by cos^2 + sin^2: the squared attention factor, and bf16 rounding.
         stretch = self._turn(self._turn(torch.ones_like(x[:, :1], dtype=torch.float32), cos, sin), cos, -sin)

@@ -106,8 +106,8 @@ def update_compressed_keys(
                 f"recent has {recent.shape[2]} slots; it must have a multiple of block_size, {block_size}"
             )
         check_tensor("weight", weight, (kv_heads, len(kinds) * dim, "E"), on=("k", k))
-        width, most = weight.shape[2], (compressed.shape[2] + 1) * block_size - 1
-        check_tensor("compressed", compressed, (batch, kv_heads, "NB", width), like=("weight", weight))
+        check_tensor("compressed", compressed, (batch, kv_heads, "NB", weight.shape[2]), like=("weight", weight))
+        most = (compressed.shape[2] + 1) * block_size - 1
         check_lengths(lengths, batch, most, "(NB + 1) * block_size - 1", on=("k", k))
         branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
         if host_lengths is not None and len(host_lengths) != batch:

@@ -123,7 +123,7 @@ def dense_decode(
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
-    if isinstance(lengths, Tensor):
+    if lengths is not None and not isinstance(lengths, RowLengths):
         check_lengths(lengths, len(q), capacity, "S", on=("q", q))
     return run("dense_decode", q.device, inputs=inputs, rows=None if lengths is None else RowLengths.of(lengths))
 

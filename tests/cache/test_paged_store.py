@@ -8,8 +8,9 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from seergate import SeergateError
-from seergate.cache.pages import BlockStore, OutOfBlocks, page_tokens
+from seergate.cache.pages import BlockStore, OutOfBlocks
 from seergate.methods import Dense, Gate, Quest
+from seergate.methods.selecting import page_tokens
 from tests.decode.test_decode import gates
 from tests.support.models import tiny_model
 
@@ -206,4 +207,4 @@ def test_pages_hold_whole_blocks_of_the_method():
     with pytest.raises(SeergateError, match="pages of 12 tokens would cut the blocks of 8 that 'gate' selects"):
         page_tokens(gate, 12)
     with pytest.raises(SeergateError, match="limit of a paged cache is 0"):
-        page_tokens(Quest(), None, limit=0)
+        BlockStore(page_tokens(Quest(), None), limit=0)

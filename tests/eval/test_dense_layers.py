@@ -94,7 +94,7 @@ def test_the_command_writes_gates_that_decode_with_their_dense_layers(tmp_path, 
     assert "2 answers of variable_tracking" in said and said.count("  KL ") == 1 + 2
     bank = GateBank.from_pretrained(out)
     (layer,) = bank.decode_config().dense_layers
-    assert len(bank) == 2 and f"dense_layers=[{layer}]" in (out / "README.md").read_text()
+    assert len(bank) == 2 and rf"dense_layers=\[{layer}\]" in (out / "README.md").read_text()
     assert "variable_tracking" in bank.training_record["dense_layers_found_on"]
     assert methods.Gate.with_gates(bank).dense_layers == (layer,)
     assert main(command) == 2 and "is not empty" in capsys.readouterr().err

@@ -279,7 +279,7 @@ def test_a_share_runs_once_whatever_the_budgets():
     assert specs[2].method(bank).block_budget.read(100) == 10 and specs[2].token_budget is None
     served = plugin_settings(specs[2], "org/gates")
     assert served == {"method": "gate", "gates": "org/gates", "budget_share": 0.1, "budget_min": 24}
-    assert Settings(**served).selector(bank, 8).rule == specs[2].method(bank).rule
+    assert Settings.read({"seergate": served}).selector(bank, 8).rule == specs[2].method(bank).rule
 
 
 def test_a_server_reads_no_other_gates_than_these(tmp_path):

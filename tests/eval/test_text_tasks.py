@@ -70,7 +70,9 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
     report = write_report(tmp_path / "runs")
     page = report.markdown.read_text()
     assert len(report.findings) == 5 and report.findings[0].startswith("dense: KL to dense attention 0.0000")
-    assert "- quest at 256 read everything at every step" in page and "4 texts of 120 tokens were scored." in page
+    assert (
+        "- quest at 256 read the whole context at every step" in page and "4 texts of 120 tokens were scored." in page
+    )
     assert "](kl.png)" in page and "KL, 99th percentile |" in page and "nan" not in page
     assert "accuracy" not in page
 

@@ -329,7 +329,9 @@ def test_with_the_gate_on_what_they_keep(model, scorer):
     evictor = replace(evictor, bank=evictor.bank.subset([1]))
     with (
         seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)),
-        pytest.raises(SeergateError, match=f"what '{scorer}' leaves: its gates leave out layer 0; give gates for"),
+        pytest.raises(
+            SeergateError, match=f"combined with '{scorer}': there are no gates for layer 0; give gates for"
+        ),
     ):
         model.generate(prompt(60, 8), max_new_tokens=2)
 

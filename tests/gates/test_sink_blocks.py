@@ -70,7 +70,7 @@ def test_gates_that_evict_have_none():
 
 def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
     bank = gates(model, sink_blocks=2)
-    settings = Settings(gates="org/gates", token_budget=64).selector(bank, SIZE)
+    settings = Settings(gates="org/gates", rule={"token_budget": 64}).selector(bank, SIZE)
     joined = make_method("snapkv+gate", bank=bank, token_budget=64, read_budget=64).gate
     asked = DecodeConfig(token_budget=64)
     for method in (Gate(bank=bank), method_of(bank), method_of(bank, asked), make_method("gate", bank=bank)):

@@ -144,7 +144,9 @@ def compare(killed_run: TrainConfig, whole_run: TrainConfig) -> None:
     ends = [newest_checkpoint(run / "checkpoints") for run in (killed, whole)]
     same(*(load_file(Path(str(end)) / "state.safetensors") for end in ends))
     # What a killed export leaves is removed by a later one, once it is an hour old and no live writer's.
-    left = [p.name for p in killed.rglob(".*") if not p.name.startswith(".saving-") and p.parent.name[0] != "."]
+    left = [
+        p.name for p in killed.rglob(".*") if not p.name.startswith((".saving-", ".lock")) and p.parent.name[0] != "."
+    ]
     assert not left, left
     assert curve(killed) == curve(whole), "the curves differ"
 
