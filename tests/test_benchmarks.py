@@ -118,7 +118,7 @@ def test_decode_records_failures_and_keeps_what_it_has_when_it_is_stopped(tmp_pa
     rows = {row["length"]: row for row in record_of(tmp_path / "all")["rows"]}
     assert set(rows) == {64, 96, 128, 192}
     assert rows[64]["failed"] == rows[192]["failed"] == {} and rows[192]["moody_median_ms"] > 0
-    assert rows[128]["failed"] == {"moody": "ValueError: not at this length"} and "speedup" in rows[128]
+    assert rows[128]["failed"] == {"moody": "ValueError: not at this length"} and rows[128]["speedup"] >= 0
     assert rows[96]["failed"] == {"cell": "OutOfMemoryError: no memory"} and "speedup" not in rows[96]
     error = SystemExit("no memory")
     assert run("decode", tmp_path / "some", *SHORT, "--lengths", "64", "96").returncode == 1
