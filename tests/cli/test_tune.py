@@ -15,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from seergate.cli import running, tune
+from seergate.cli import tune
 from seergate.cli.tune import Times, decide
 from seergate.distill.config import load_train_config
 from seergate.distill.held_out import divide
 from seergate.distill.long_text import texts, texts_here
 from seergate.errors import SeergateError
+from seergate.eval import running
 from seergate.gates.files import CONFIG_FILE
 from tests.models.test_gguf import llama, write_gguf
 from tests.support.running import ROOT, Done, run_seergate
