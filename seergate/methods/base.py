@@ -105,11 +105,6 @@ class Step:
             self.rows = RowLengths(self.lengths, [max(1, end) for end in self.ends] if self.starts else None)
 
     @property
-    def host_lengths(self) -> list[int] | None:
-        """`ends`, or ``None`` in a compiled step."""
-        return self.ends if self.starts else None
-
-    @property
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Keys and values as the ops take them, and the page table of a paged cache, otherwise ``None``."""
         return self.keys_BKCD, self.values_BKCD, None

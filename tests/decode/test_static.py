@@ -105,7 +105,7 @@ def test_the_host_knows_the_lengths_but_in_compiled_steps(model, monkeypatch, un
     original = DynamicStorage.attend
     monkeypatch.setattr(call, "is_compiling", lambda: unseen)
     monkeypatch.setattr(
-        DynamicStorage, "attend", lambda own, step, *to: seen.append(step.host_lengths) or original(own, step, *to)
+        DynamicStorage, "attend", lambda own, step, *to: seen.append(step.rows.host) or original(own, step, *to)
     )
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK) as handle:
         for _ in range(2):
