@@ -3,6 +3,7 @@
     .venv-vllm/bin/python benchmarks/serving.py                      # two layers of Qwen3-8B's attention on a CPU
     .venv-vllm/bin/python benchmarks/serving.py --lengths 4096 --batches 1
     .venv-vllm/bin/python benchmarks/serving.py --model DIR          # all layers of a real model, in safetensors
+    python benchmarks/serving.py --ways hf_static hf_gate            # transformers only, without vLLM
 
 `make test-vllm` creates that environment. vLLM pins an older transformers than seergate's users have, which is slower
 with static caches, so the ways of transformers run in ``.venv`` (``--transformers-python``). The model and its gates
@@ -22,6 +23,7 @@ Before anything is timed, vLLM with a budget that covers everything must give th
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -214,15 +216,24 @@ def measure(pipes: dict[str, Connection], length: int, batch: int, options: argp
         "length": length,
         "budget": options.budget,
         "step_median_ms": ms,
+        "step_interval_ms": {name: median_interval(each) for name, each in times.items()},
         "step_min_ms": {name: min(each) for name, each in times.items()},
         "tokens_per_second": {name: 1e3 * batch / each for name, each in ms.items()},
         "ratios": {f"{fast} over {slow}": ms[slow] / ms[fast] for fast, slow in COMPARED if {fast, slow} <= ms.keys()},
     }
 
 
+def median_interval(times: Sequence[float]) -> list[float]:
+    """The order statistics around the median that contain the true one in 95 % of cases, if steps are independent."""
+    half = 0.98 * math.sqrt(len(times))
+    ranks = math.floor((len(times) - 1) / 2 - half), math.ceil((len(times) - 1) / 2 + half)
+    return [sorted(times)[min(max(rank, 0), len(times) - 1)] for rank in ranks]
+
+
 def add_floor(rows: list[dict[str, Any]]) -> None:
     """Add the relative excess of gates over dense vLLM at a context of the budget, if that was measured."""
-    floors = {row["batch"]: row["step_median_ms"]["vllm_dense"] for row in rows if row["length"] == row["budget"]}
+    dense = [(row, row["step_median_ms"].get("vllm_dense")) for row in rows if row["length"] == row["budget"]]
+    floors = {row["batch"]: ms for row, ms in dense if ms is not None}
     for row in rows:
         if row["batch"] in floors:
             row["ratios"]["over the floor"] = row["step_median_ms"]["vllm_gate"] / floors[row["batch"]] - 1
@@ -243,7 +254,8 @@ def main() -> None:
     if parser.parse_known_args()[0].model is not None:
         parser.set_defaults(**REAL_MODEL)
     options = parser.parse_args()
-    if missing := {"vllm_dense", "vllm_gate"} - set(options.ways):
+    served = bool(options.anchors) or any(name.startswith("vllm") for name in options.ways)
+    if served and (missing := {"vllm_dense", "vllm_gate"} - set(options.ways)):
         parser.error(f"--ways lacks {', '.join(sorted(missing))}, which the others are compared with")
     with tempfile.TemporaryDirectory() as directory:
         model = model_of(options)
@@ -257,13 +269,15 @@ def main() -> None:
         del model
         pipes, releases = {}, {}
         timed = [*(name for name in WAYS if name in options.ways), *(f"vllm_gate {plan}" for plan in options.anchors)]
-        for name in dict.fromkeys((*timed, "vllm_covering")):
+        for name in dict.fromkeys((*timed, *["vllm_covering"] * served)):
             pipes[name], releases[name] = start(name, directory, options)
-        text = [torch.randint(1, options.vocabulary, (min(1500, *options.lengths),)).tolist()]
-        if ask(pipes["vllm_dense"], "answers", text, 16) != ask(pipes["vllm_covering"], "answers", text, 16):
-            sys.exit("a budget for everything gives other tokens than vLLM without seergate")
-        if "vllm_covering" not in timed:
-            pipes.pop("vllm_covering").send(None)
+        if served:
+            text = [torch.randint(1, options.vocabulary, (min(1500, *options.lengths),)).tolist()]
+            dense, covering = (ask(pipes[f"vllm_{name}"], "answers", text, 16) for name in ("dense", "covering"))
+            if dense != covering:
+                sys.exit("a budget for everything gives other tokens than vLLM without seergate")
+            if "vllm_covering" not in timed:
+                pipes.pop("vllm_covering").send(None)
         rows = []
         for length in options.lengths:
             for batch in options.batches:

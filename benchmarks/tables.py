@@ -1,7 +1,8 @@
-"""Tables of docs/methods.md, docs/decoding.md and docs/reason_cache.md, from the files in `benchmarks/results`.
+"""Tables of the pages in `PAGES`, from the files in `benchmarks/results`.
 
-python benchmarks/tables.py            # print them
-python benchmarks/tables.py --write    # put them into the pages, between <!-- table: NAME --> and <!-- end -->
+python benchmarks/tables.py                     # print them
+python benchmarks/tables.py --write             # put them into the pages between <!-- table: NAME --> and <!-- end -->
+python benchmarks/tables.py --write board.md    # into one page
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import board
 from common import RESULTS
 
-PAGES = [RESULTS.parents[1] / "docs" / name for name in ("methods.md", "decoding.md", "reason_cache.md")]
+PAGES = [RESULTS.parents[1] / "docs" / name for name in ("methods.md", "decoding.md", "reason_cache.md", "board.md")]
 Row = dict[str, Any]
 
 
@@ -162,6 +164,58 @@ def sharing() -> list[Sequence[str]]:
     return lines
 
 
+MISSING = "–"
+
+
+def of_board(row: Row | None, problems: int) -> str:
+    """A cell of the board: KL or right answers in per cent, the 95 % interval, and the number of problems if it is not
+    ``problems``. A star marks a paired difference from dense attention whose interval excludes zero.
+    """
+    if row is None:
+        return MISSING
+    if "kl" in row:
+        low, high = row.get("kl_low"), row.get("kl_high")
+        text = f"{row['kl']:.3f}" + ("" if low is None else f" [{max(0.0, low):.3f}, {high:.3f}]")
+    else:
+        low, high = row["accuracy_low"], row["accuracy_high"]
+        text = f"{100 * row['accuracy']:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+        text += "*" if row.get("minus_dense_low", 0) > 0 or row.get("minus_dense_high", 0) < 0 else ""
+    return text if row["n_problems"] == problems else f"{text}, of {row['n_problems']}"
+
+
+def all_methods() -> list[Sequence[str]]:
+    """The board: every method and part of each model, at the budgets of `board.PARTS`."""
+    record = json.loads((RESULTS / "board.json").read_text(encoding="utf-8"))
+    scored = {key: part for key, part in board.PARTS.items() if key != "times"}
+    shares, engines = ("read %", "held %"), ("transformers", "vllm")
+    titles = [f"{part.title} at {part.budget}" for part in scored.values()]
+    steps = (f"{engine}, ms: 1, 16 rows" for engine in ("transformers", "vLLM"))
+    lines: list[Sequence[str]] = [("method", *titles, *(f"{share} of KL" for share in shares), *steps)]
+    for model in board.MODELS:
+        rows = {
+            (row["part"], row["method"]): row
+            for row in record["rows"]
+            if row["model"] == model and row["budget"] in (None, board.PARTS[row["part"]].budget)
+        }
+        counts = {
+            key: max((r["n_problems"] for (part, _), r in rows.items() if part == key), default=0) for key in scored
+        }
+        numbers = [f"{n} {'texts' if key == 'texts' else 'problems'}" if n else MISSING for key, n in counts.items()]
+        lines.append((f"**{model}**", *numbers, "", "", "", ""))
+        listed = dict.fromkeys(method.partition(":")[0] for method in board.METHODS)
+        for method in dict.fromkeys((*listed, *(name for _, name in rows))) if rows else ():
+            cells = [of_board(rows.get((key, method)), counts[key]) for key in scored]
+            text, dense = rows.get(("texts", method)), rows.get(("texts", "dense"))
+            read = [BESIDE[share](text, dense) if text and dense else MISSING for share in shares]
+            timed = rows.get(("times", method), {})
+            ms = (
+                ", ".join(f"{figures[0]:.0f}" for figures in timed[engine].values()) if engine in timed else MISSING
+                for engine in engines
+            )
+            lines.append((code(method), *cells, *read, *ms))
+    return lines
+
+
 TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "texts": lambda: distances("smollm2_texts"),
     "long-texts": lambda: distances("smollm2_long_texts"),
@@ -176,6 +230,7 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "rules": lambda: rules("anchors"),
     "rules-real": lambda: rules("anchors_smollm2"),
     "sharing": sharing,
+    "board": all_methods,
 }
 
 
@@ -194,11 +249,12 @@ def filled(page: str) -> str:
 def main() -> None:
     """Print the tables, or write them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="into the pages")
-    if not parser.parse_args().write:
+    parser.add_argument("--write", nargs="*", metavar="PAGE", help="into these pages [all]")
+    names = parser.parse_args().write
+    if names is None:
         print(*map(markdown, TABLES), sep="\n\n")
         return
-    for page in PAGES:
+    for page in (page for page in PAGES if not names or page.name in names):
         page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 

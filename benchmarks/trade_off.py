@@ -1,20 +1,22 @@
 """Figures drawn from `benchmarks/results`: the accuracy lost and the time saved by sparse attention.
 
-    python benchmarks/trade_off.py
+    python benchmarks/trade_off.py [NAME ...]
 
 The figure of the README has, on the left, the KL from dense attention on held-out texts against bytes read per step
 (`seergate eval --task perplexity`, `collect.py`) and, on the right, the time of a step against the number of rows, in
 vLLM and in transformers (`serving.py --model`). A second figure shows the KL against the number of anchor layers
-(`anchors.py`). All results are of a real model, SmolLM2-135M-Instruct.
+(`anchors.py`). Both are of a real model, SmolLM2-135M-Instruct. A third shows the board (`board.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from board import MODELS, PARTS
 from common import RESULTS
 
 from seergate.eval.report.plots import DPI, pyplot, style
@@ -120,13 +122,78 @@ def draw_anchors(results: Path) -> Any:
     return figure
 
 
+def draw_board(results: Path) -> Any:
+    """The board: a row of panels per model that was measured, with a panel per part."""
+    rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
+    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
+    size = (3.4 * len(PARTS), 0.8 + 2.8 * len(models))
+    figure, grid = pyplot().subplots(len(models), len(PARTS), figsize=size, layout="constrained", squeeze=False)
+    for model, line in zip(models, grid, strict=True):
+        for (part, about), axes in zip(PARTS.items(), line, strict=True):
+            own = [row for row in rows if row["model"] == model and row["part"] == part]
+            axes.set_title(f"{model}: {about.title}", fontsize=10)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            if all(row["method"] != "dense" for row in own):
+                axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+            elif part == "times":
+                _panel_of_times(axes, own)
+            else:
+                _panel_of_methods(axes, own)
+    labels = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False)
+    return figure
+
+
+def _panel_of_methods(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """KL or right answers of each method against bytes read, with 95 % intervals."""
+    key, factor = ("kl", 1) if "kl" in rows[0] else ("accuracy", 100)
+    dense = next(row["bytes_read_per_step"] for row in rows if row["method"] == "dense")
+    for method in dict.fromkeys(row["method"] for row in rows if (key, row["method"]) != ("kl", "dense")):
+        own = [row for row in rows if row["method"] == method]
+        points = sorted((100 * row["bytes_read_per_step"] / dense, *_interval(row, key, factor)) for row in own)
+        x, y, low, high = zip(*points, strict=True)
+        axes.errorbar(x, y, [low, high], label=method, capsize=2, elinewidth=0.8, **(style(method) | {"linewidth": 1}))
+    axes.set_xlabel("bytes read per step, % of dense")
+    if key == "kl":
+        axes.set(ylabel="nats per token", yscale="log")
+    else:
+        axes.set(ylabel="right answers (%)", ylim=(0, None))
+
+
+def _interval(row: dict[str, Any], key: str, factor: float) -> tuple[float, float, float]:
+    """A figure and its distances to the ends of its 95 % interval, which is left out if there is none."""
+    value, ends = row[key], (row.get(f"{key}_low"), row.get(f"{key}_high"))
+    low, high = (value if end is None else end for end in ends)
+    low = max(low, value / 100) if key == "kl" else low  # of a logarithmic axis
+    return factor * value, factor * max(0.0, value - low), factor * max(0.0, high - value)
+
+
+def _panel_of_times(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Milliseconds per step against the number of rows, with 95 % intervals."""
+    for row in rows:
+        for engine, dashes in (("vllm", "-"), ("transformers", "--")):
+            if engine in row:
+                batches, figures = map(int, row[engine]), row[engine].values()
+                errors = list(zip(*((ms - low, high - ms) for ms, low, high in figures), strict=True))
+                drawn = style(row["method"]) | {"linestyle": dashes, "marker": "o"}
+                label = f"{row['method']}, {engine}"
+                axes.errorbar(list(batches), [ms for ms, *_ in figures], errors, label=label, capsize=2, **drawn)
+    axes.set(xlabel="rows decoded at once", ylabel="milliseconds per step", ylim=(0, None))
+
+
+FIGURES: dict[str, Callable[[Path], Any]] = {"trade-off": draw, "anchors": draw_anchors, "board": draw_board}
+
+
 def main() -> None:
     """Draw and save the figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)} [all]")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--output", type=Path, default=PICTURES, help="directory")
     options = parser.parse_args()
-    for name, figure in (("trade-off", draw(options.results)), ("anchors", draw_anchors(options.results))):
+    for name in options.names or FIGURES:
+        figure = FIGURES[name](options.results)
         figure.savefig(options.output / f"{name}.png", dpi=DPI, facecolor="white")
         print("saved", options.output / f"{name}.png")
 

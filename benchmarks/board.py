@@ -1,0 +1,214 @@
+"""Every method on real models: KL on texts, needles, GSM8K, HumanEval, and milliseconds per token, part by part.
+
+    python benchmarks/board.py                                               # everything: days of two cores
+    python benchmarks/board.py --model qwen2.5-coder-0.5b --part humaneval   # one part of one model
+    python benchmarks/board.py --model smollm2 --part gsm8k --task-source test.jsonl --problems 16 --gates DIR
+
+Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl, and worked
+examples for models without a chat template from models/gsm8k_train.jsonl, if these files exist; otherwise from the
+Hub. Other options go to `seergate eval`, such as --gates, --budget and --method; with ``--part times``
+they go to `serving.py`, which measures vLLM if `make test-vllm` made its environment.
+
+Answers are kept in a folder per model, part and number of problems: the same command continues, and more methods or
+budgets add to what is there. After each part, its rows replace those of the same model and part in
+`benchmarks/results/board.json`. The rows of other parts stay, and the file has the machine and commit of each. `make
+results STAGE=board` runs all parts and writes docs/board.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collect import rows_of
+from common import CPU, RESULTS, provenance, save
+
+from seergate.cli.console import INTERRUPTED
+from seergate.cli.main import main as seergate
+from seergate.eval.report.load import apart, load_sweeps
+from seergate.models.names import gates_for
+from seergate.pretrained import load_tokenizer
+
+HERE = Path(__file__).parent
+MODELS = ("smollm2", "qwen2.5-coder-0.5b", "gemma3-270m")
+GATES = {"smollm2": "checkpoints/smollm2-135m"}
+"""Model -> its gates, if they are not in ``gates/`` of its directory."""
+METHODS = (
+    *("dense", "kv4bit:residual=64", "oracle", "gate", "quest", "resa", "random", "streaming_llm:interval=16"),
+    *("h2o:interval=16", "tova:interval=16", "snapkv:window=16:interval=16", "r_kv:window=8:interval=16"),
+    *("raas:prompt=evictable", "rpc:interval=64:window=16:ratio=4", "lazy_eviction:window=32:alpha=0.001"),
+    "random_evict:interval=16:prompt=evictable",
+)
+"""Evictors evict every 16 tokens, as answers have hundreds; prompts count in every budget and may be evicted."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is measured.
+
+    Attributes:
+        title: of its column.
+        budget: token budget that the table shows; `seergate eval --budget` takes others.
+        problems: number of problems or texts, unless the command line has another.
+        chat, base: task for models with and without a chat template.
+        options: further options of `seergate eval`, or of `serving.py`.
+    """
+
+    title: str
+    budget: int
+    problems: int = 0
+    chat: str = ""
+    base: str = ""
+    options: str = ""
+
+    def command(self, name: str) -> list[str]:
+        """The command line of `seergate eval` for a model."""
+        chat = load_tokenizer(path_of(name)).chat_template is not None
+        task = self.chat if chat else self.base
+        found = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *self.options.split()]
+        if task.startswith("gsm8k") and Path("models/gsm8k.jsonl").exists():
+            found += ["--task-source", "models/gsm8k.jsonl"]
+        if task.startswith("gsm8k:shots") and Path("models/gsm8k_train.jsonl").exists():
+            found += ["--shots-source", "models/gsm8k_train.jsonl"]
+        return found
+
+
+PARTS = {
+    "texts": Part("KL", 512, 16, *["perplexity:length=2560:scored=64"] * 2, "--dtype float32"),
+    "needles": Part("needles", 512, 64, *["needle:keys=4:length=3584"] * 2, "--dtype float32 --batch-size 1"),
+    "gsm8k": Part(
+        *("GSM8K", 128, 128, "gsm8k", "gsm8k:shots=4"),
+        "--dtype float32 --batch-size 8 --max-new-tokens 600 --temperature 0",
+    ),
+    "humaneval": Part(
+        *("HumanEval", 128, 164, "humaneval", "humaneval:chat=false"),
+        "--dtype float32 --batch-size 8 --max-new-tokens 600 --run-programs",
+    ),
+    "times": Part("ms per token", 512, options="--lengths 4096 --batches 1 16 --budget 512"),
+}
+
+
+def path_of(name: str) -> str:
+    """The directory of a model: ``models/NAME``, or the name itself."""
+    return str(found) if (found := Path("models", name)).is_dir() else name
+
+
+Found = tuple[dict[str, Any], list[dict[str, Any]]]
+"""What describes a part's measurement, and its rows."""
+
+
+def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Found | None]:
+    """Run a part with `seergate eval`; its exit status, and what was found, also if it was interrupted."""
+    given = ["--out", str(out), "--no-report", *PARTS[part].command(name)]
+    if gates_for(path_of(name), GATES.get(name)) and "--gates" not in extra:
+        given += ["--gates", str(gates_for(path_of(name), GATES.get(name)))]
+    gated = "--gates" in (*given, *extra)
+    methods = [method for method in METHODS if method != "gate" or gated]
+    given += ["--method", ",".join(methods), *([] if gated else ["--block-size", "16"]), *extra]
+    status = seergate(["eval", *given])
+    if status and not any(file.stat().st_size for file in out.glob("*/samples.jsonl")):
+        return status, None
+    sweep, *others = load_sweeps(out)
+    if others:
+        sys.exit(
+            f"{out} has runs that cannot be compared: {apart([sweep, *others])}; remove some, or give another --runs"
+        )
+    rows = rows_of(sweep)
+    for setting, row in zip(sweep.settings, rows, strict=True):
+        if "accuracy" not in row:
+            continue
+        row["accuracy_low"], row["accuracy_high"] = setting.interval
+        if sweep.dense not in (None, setting) and (found := sweep.difference(setting, sweep.dense)).n > 1:
+            row |= {"minus_dense": found.mean, "minus_dense_low": found.low, "minus_dense_high": found.high}
+    task = {
+        key: Path(value).name if key in ("file", "source") else value for key, value in sweep.config["task"].items()
+    }
+    described = {"task": task, **{key: sweep.config[key] for key in ("generation", "environment")}}
+    return status, (described, rows)
+
+
+def times(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Found | None]:
+    """Time decode steps with `serving.py`; its exit status, and a row per method."""
+    vllm = HERE.parent / ".venv-vllm/bin/python"
+    without = [] if vllm.exists() else ["--ways", "hf_static", "hf_gate"]
+    command = [str(vllm) if vllm.exists() else sys.executable, str(HERE / "serving.py"), "--model", path_of(name)]
+    done = subprocess.run([*command, "--output", str(out), *PARTS[part].options.split(), *without, *extra])
+    if done.returncode:
+        return done.returncode, None
+    record = json.loads(max(out.glob("*.json"), key=lambda file: file.stat().st_mtime).read_text(encoding="utf-8"))
+    rows = []
+    for method, ways in {"dense": ("hf_static", "vllm_dense"), "gate": ("hf_gate", "vllm_gate")}.items():
+        row: dict[str, Any] = {"method": method, "budget": None if method == "dense" else record["options"]["budget"]}
+        for cell in record["rows"]:
+            for engine, way in zip(("transformers", "vllm"), ways, strict=True):
+                if way in cell["step_median_ms"]:
+                    figures = [cell["step_median_ms"][way], *cell["step_interval_ms"][way]]
+                    row.setdefault(engine, {})[str(cell["batch"])] = figures
+        rows.append(row)
+    return 0, ({"options": record["options"]}, rows)
+
+
+def merged(file: Path, name: str, part: str, described: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    """Put the rows of a part of a model into the board, in place of earlier ones."""
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"options": {"parts": {}}, "rows": []}
+    place = {"model": name, "part": part}
+    kept = [row for row in record["rows"] if any(row[key] != value for key, value in place.items())]
+    parts = record["options"]["parts"] | {f"{name}/{part}": {**described, "machine": provenance(CPU)}}
+    every = [*kept, *({**place, **row} for row in rows)]
+    every.sort(key=lambda row: (row["model"], list(PARTS).index(row["part"])))
+    return save(file.stem, {"parts": dict(sorted(parts.items()))}, every, file.parent)
+
+
+def asked(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The models and parts to run. Of all models, those that are not there are left out."""
+    for name in options.model or MODELS:
+        if not Path(path_of(name)).is_dir():
+            advice = f"python train/recipes/fetch.py {name} --out models/{name}"
+            if options.model:
+                sys.exit(f"the model {name} is not in models/{name}, and is no directory: {advice}")
+            print(f"models/{name} is missing, its part of the board stays: {advice}")
+            continue
+        yield from ((name, part) for part in options.part)
+
+
+def main() -> None:
+    """Run what is asked, and save after each part."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", nargs="+", metavar="NAME", help=f"models/NAME, or a directory [{', '.join(MODELS)}]"
+    )
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="[all]")
+    numbers = ", ".join(f"{part.problems} {name}" for name, part in PARTS.items() if part.problems)
+    parser.add_argument("--problems", type=int, metavar="N", help=f"of each part [{numbers}]")
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs/results/board"), help="folder of the answers [%(default)s]"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of board.json [%(default)s]")
+    options, extra = parser.parse_known_args()
+    failed = []
+    for model, part in asked(options):
+        name = Path(model).name
+        print(f"{name}: {part}", flush=True)
+        if part == "times":
+            status, found = times(model, part, options.runs / name / part, extra)
+        else:
+            problems = options.problems or PARTS[part].problems
+            out = options.runs / name / f"{part}-{problems}"
+            status, found = answers(model, part, out, ["--problems", str(problems), *extra])
+        if found is not None:
+            print("saved", merged(options.output / "board.json", name, part, *found))
+        if status == INTERRUPTED:
+            sys.exit(status)
+        failed += [f"{name}/{part}"] * bool(status)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
