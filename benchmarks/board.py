@@ -42,7 +42,7 @@ GATES = {"smollm2": "checkpoints/smollm2-135m"}
 METHODS = (
     *("dense", "kv4bit:residual=64", "oracle", "gate", "quest", "resa", "random", "streaming_llm:interval=16"),
     *("h2o:interval=16", "tova:interval=16", "snapkv:window=16:interval=16", "r_kv:window=8:interval=16"),
-    *("raas:prompt=evictable", "rpc:interval=64:window=16:ratio=4", "lazy_eviction:window=32:alpha=0.001"),
+    *("raas:prompt=evictable", "rpc:interval=32:window=16:ratio=4", "lazy_eviction:window=32:alpha=0.001"),
     "random_evict:interval=16:prompt=evictable",
 )
 """Evictors evict every 16 tokens, as answers have hundreds; prompts count in every budget and may be evicted."""

@@ -136,6 +136,7 @@ def draw_board(results: Path) -> Any:
             axes.spines[["top", "right"]].set_visible(False)
             if all(row["method"] != "dense" for row in own):
                 axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
+                axes.set(xticks=[], yticks=[])
             elif part == "times":
                 _panel_of_times(axes, own)
             else:
@@ -157,6 +158,7 @@ def _panel_of_methods(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_xlabel("bytes read per step, % of dense")
     if key == "kl":
         axes.set(ylabel="nats per token", yscale="log")
+        axes.set_ylim(bottom=max(1e-4, axes.get_ylim()[0]))  # a method that lost nothing would squeeze the others
     else:
         axes.set(ylabel="right answers (%)", ylim=(0, None))
 
