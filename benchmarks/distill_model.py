@@ -130,12 +130,13 @@ def cores_used() -> tuple[float, float]:
     return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
 
 
-def write_base(folder: Path, layers: int, dtype: str) -> None:
+def write_base(folder: Path, layers: int, dtype: str, width: int) -> None:
     """Save a model with random weights: Qwen3-8B with fewer layers and a smaller vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = json.loads((shipped("configs") / "architectures" / "qwen3-8b.json").read_text(encoding="utf-8"))
-    config = AutoConfig.for_model(**shape | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": dtype})
+    shape |= {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": dtype}
+    config = AutoConfig.for_model(**shape | {"hidden_size": width, "intermediate_size": 3 * width})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
 
@@ -267,12 +268,13 @@ def command_line() -> argparse.Namespace:
     parser.add_argument("--materialised-up-to", type=int, default=8192, help="longest pack of the published data flow")
     parser.add_argument("--sample-tokens", type=int, help="tokens of each sequence in a pack [the whole pack]")
     parser.add_argument("--block-size", type=int, default=64)
+    parser.add_argument("--hidden-size", type=int, default=4096, help="of the frozen model [%(default)s]")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the frozen model")
     parser.add_argument("--layers", type=int, choices=(1, 2), nargs="+", default=[1, 2])
     parser.add_argument("--add", action="store_true", help="keep the cells of an earlier call on the same machine")
     options = parsed(parser)
-    if min(options.lengths) < 2 * options.block_size:
-        parser.error(f"--lengths has {min(options.lengths)}; each must be at least two blocks")
+    if min(options.lengths) < max(SHORT, 2 * options.block_size):
+        parser.error(f"--lengths has {min(options.lengths)}; each must be at least {SHORT} and two blocks")
     if options.sample_tokens and "materialised" in options.ways and options.materialised_up_to > options.sample_tokens:
         parser.error("--materialised-up-to is above --sample-tokens; that way takes one sequence per pack")
     if not Path("/proc/self/clear_refs").exists():
@@ -298,7 +300,9 @@ def main() -> None:
         workers: dict[str, Any] = {"mp_context": multiprocessing.get_context("spawn"), "max_tasks_per_child": 1}
         with ProcessPoolExecutor(1, **workers) as pool:
             for layers in options.layers:
-                pool.submit(write_base, Path(scratch) / str(layers), layers, options.dtype).result()
+                pool.submit(
+                    write_base, Path(scratch) / str(layers), layers, options.dtype, options.hidden_size
+                ).result()
             for length in options.lengths:
                 for way in (way for way in WAYS if way in options.ways and length <= longest.get(way, length)):
                     for layers in (n for n in options.layers if n == 1 or length <= options.two_layers_up_to):

@@ -190,7 +190,7 @@ def all_methods() -> list[Sequence[str]]:
     shares, engines = ("read %", "held %"), ("transformers", "vllm")
     titles = [f"{part.title} at {part.budget}" for part in scored.values()]
     steps = (f"{engine}, ms: 1, 16 rows" for engine in ("transformers", "vLLM"))
-    lines: list[Sequence[str]] = [("method", *titles, *(f"{share} of KL" for share in shares), *steps)]
+    lines: list[Sequence[str]] = [("method", *titles, *(f"{share}, texts" for share in shares), *steps)]
     for model in board.MODELS:
         rows = {
             (row["part"], row["method"]): row

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seergate import ops
+from seergate import GateBank, GateConfig, ops
 from seergate.distill.losses import teacher_forward
 from tests.distill.conftest import byte_tokenizer
 from tests.support.models import tiny_model
@@ -26,22 +26,28 @@ SMALL = {
     "--needle-length 500 --budget 96",
     "variants": f"{HEADS} --heads 4 --hidden-size 32 --length 256 --rounds 1 --variants 1 3",
 }
-LONG = {
-    "anchors": "--threads 1 --texts 2 --lengths 300 400 --scored 32 --calibration-texts 1 --rows 16 --rounds 2 "
-    "--steps 2",
-    "distill_model": "--threads 1 --lengths 512 --layers 1 --frozen-up-to 512 --materialised-up-to 512",
-    "reason_cache": "--threads 1 --width 32 --requests 4 --length 192 --rounds 1",
+TINY = {
+    "anchors": "--threads 1 --texts 1 --lengths 100 --scored 16 --calibration-texts 1 --rows 8 --rounds 1 --steps 1",
+    "distill_model": "--threads 1 --hidden-size 64 --lengths 256 --layers 1 --ways seergate",
+    "interval_coverage": "--repeats 1",
+    "reason_cache": "--threads 1 --width 32 --rows 2 --requests 2 --length 96 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
+    "tiny_reasoner": "--threads 1 --lengths --medium 5 --medium-problems 1 --medium-budgets 32",
 }
-"""Benchmarks that only `make soak` runs."""
+"""Benchmarks that a test only runs, at the smallest sizes."""
+LONG = {
+    "anchors": "--texts 2 --lengths 300 400 --scored 32 --rows 16 --rounds 2 --steps 2",
+    "distill_model": "--hidden-size 4096 --lengths 512 --ways seergate frozen materialised",
+    "reason_cache": "--rows 5 --requests 4 --length 192",
+}
+"""Other sizes in `make soak`."""
 ELSEWHERE = {
+    "board": "test_board",
     "estimates": "tests/test_estimates.py",
-    "gpu_check": "tests/ops",
-    "interval_coverage": "tests/eval",
+    "gpu_check": "tests/test_gpu_check.py",
     "kernel_resources": "tests/ops",
-    "serving": "make test-vllm",
+    "serving": "test_board",
     "tables": "tests/test_results.py",
-    "tiny_reasoner": "tests/eval",
     "trade_off": "tests/test_documents.py",
 }
 PARTS = {"collect", "common", "dense_baselines"}
@@ -50,7 +56,8 @@ PARTS = {"collect", "common", "dense_baselines"}
 
 def run(name: str, output: Path, *arguments: str) -> Done:
     """Run a benchmark with small options."""
-    return run_script(f"benchmarks/{name}.py", *(SMALL | LONG)[name].split(), "--output", str(output), *arguments)
+    sizes = (SMALL | TINY)[name].split()
+    return run_script(f"benchmarks/{name}.py", *sizes, "--output", str(output), *arguments)
 
 
 def record_of(output: Path) -> dict:
@@ -70,15 +77,29 @@ def recorded(name: str, output: Path) -> dict:
 
 def test_every_benchmark_is_run_somewhere() -> None:
     files = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    assert files <= SMALL.keys() | LONG.keys() | ELSEWHERE.keys() | PARTS
-    assert SMALL.keys() | LONG.keys() <= files
+    assert files == SMALL.keys() | TINY.keys() | ELSEWHERE.keys() | PARTS
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
+    runs = ["--runs", str(tmp_path / "runs")] * (name == "tiny_reasoner")
+    done = run(name, tmp_path, *runs)
+    assert done.returncode == 0, done.stderr
+    assert record_of(tmp_path)["rows"]
+    if runs:
+        collected = [str(tmp_path / "runs/medium-5"), "--name", "collected", "--output", str(tmp_path / "out")]
+        assert run_script("benchmarks/collect.py", *collected).returncode == 0
+        assert {row["method"] for row in record_of(tmp_path / "out")["rows"]} > {"dense", "gate"}
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", LONG)
 def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
-    assert recorded(name, tmp_path)["rows"]
+    done = run(name, tmp_path, *LONG[name].split())
+    assert done.returncode == 0, done.stderr
+    assert record_of(tmp_path)["rows"]
 
 
 def test_decode(tmp_path: Path) -> None:
@@ -216,10 +237,60 @@ def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nothing is measured" in run("variants", tmp_path).stderr
 
 
+def random_model(folder: Path) -> str:
+    """A directory with a random model whose tokens are bytes."""
+    tiny_model("qwen3", vocab_size=260).save_pretrained(folder)
+    byte_tokenizer(None).save_pretrained(folder)
+    return str(folder)
+
+
+def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part of a random model, one of them in two goes; the table and the figure have what there is."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import board
+    import tables
+    import trade_off
+
+    bank = GateBank.for_model(tiny_model("qwen3", vocab_size=260), GateConfig(16))
+    bank.save_pretrained(Path(random_model(tmp_path / "tiny")) / "gates")
+    (tmp_path / "sums.jsonl").write_text('{"question": "1 + 1?", "answer": "2.\\n#### 2"}\n' * 4)
+
+    def part(name: str, extra: str) -> str:
+        given = f"--model {tmp_path}/tiny --runs {tmp_path}/runs --output {tmp_path} --part {name} --threads 1 {extra}"
+        done = run_script("benchmarks/board.py", *given.split())
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    short = "--problems 2 --max-new-tokens 4 --method dense,gate"
+    part("texts", "--problems 2 --task perplexity:length=640:scored=64")
+    part("gsm8k", f"{short} --task-source {tmp_path}/sums.jsonl --shots-source {tmp_path}/sums.jsonl")
+    assert "dense: 2/2 answers" in part("humaneval", short)
+    assert "dense: 2/2 answers" not in part("humaneval", f"{short},quest")
+    part("times", "--ways hf_static hf_gate --lengths 64 --rounds 1 --tokens 3")
+    record = json.loads((tmp_path / "board.json").read_text())
+    assert record["options"]["parts"].keys() == {f"tiny/{name}" for name in board.PARTS if name != "needles"}
+    monkeypatch.setattr(board, "MODELS", ("tiny", "smollm2"))
+    monkeypatch.setattr(trade_off, "MODELS", board.MODELS)
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    lines = {line[0].strip("*`"): line[1:] for line in tables.all_methods()}
+    assert lines["tiny"][:4] == ("2 texts", tables.MISSING, "2 problems", "2 problems")
+    assert set(lines["smollm2"][:4]) == {tables.MISSING}
+    assert [
+        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(8)
+    ] == [
+        *(True, False, True, True, True, True, True, False),
+        *(True, False, True, True, True, True, True, False),
+        *(True, False, False, False, True, True, False, False),
+    ]
+    assert "[" in lines["quest"][3] and lines["quest"][2] == tables.MISSING
+    panels = trade_off.draw_board(tmp_path).axes
+    assert [len(axes.containers) for axes in panels] == [len(board.METHODS) - 1, 0, 2, 3, 2]
+    assert panels[1].texts[0].get_text() == "not measured"
+
+
 def test_recipe(tmp_path: Path) -> None:
     """On a tiny random model; a budget of everything gives dense attention's results."""
-    tiny_model("qwen3", vocab_size=260).save_pretrained(tmp_path / "model")
-    byte_tokenizer(None).save_pretrained(tmp_path / "model")
+    random_model(tmp_path / "model")
     words = (ROOT / "README.md").read_text()
     for name, first in (("train", 0), ("held-out", 1200)):
         rows = [json.dumps({"text": words[first + 600 * i :][:600]}) for i in range(2)]
