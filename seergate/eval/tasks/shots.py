@@ -35,7 +35,7 @@ def math_example(record: dict[str, Any]) -> Example:
 
 MINERVA: Sequence[Example] = (
     (
-        r"Find the domain of the expression $\frac{\sqrt{x-2}}{\sqrt{5-x}}$.",
+        r"Find the domain of the expression  $\frac{\sqrt{x-2}}{\sqrt{5-x}}$.",
         r"The expressions inside each square root must be non-negative. Therefore, $x-2 \ge 0$, so $x\ge2$, and "
         r"$5 - x \ge 0$, so $x \le 5$. Also, the denominator cannot be equal to zero, so $5-x>0$, which gives $x<5$. "
         r"Therefore, the domain of the expression is $\boxed{[2,5)}$.",
@@ -48,18 +48,20 @@ MINERVA: Sequence[Example] = (
         "Terrell usually lifts two 20-pound weights 12 times. If he uses two 15-pound weights instead, how many "
         "times must Terrell lift them in order to lift the same total weight?",
         r"If Terrell lifts two 20-pound weights 12 times, he lifts a total of $2\cdot 12\cdot20=480$ pounds of "
-        r"weight. If he lifts two 15-pound weights instead for $n$ times, he will lift a total of "
-        r"$2\cdot15\cdot n=30n$ pounds of weight. Equating this to 480 pounds, we can solve for "
-        r"$n$: $30n=480$, so $n=480/30=\boxed{16}$.",
+        r"weight.  If he lifts two 15-pound weights instead for $n$ times, he will lift a total of "
+        r"$2\cdot15\cdot n=30n$ pounds of weight.  Equating this to 480 pounds, we can solve for $n$:"
+        "\n\\begin{align*}\n30n&=480\\\\\n\\Rightarrow\\qquad n&=480/30=\\boxed{16}\n\\end{align*}",
     ),
     (
-        r"If the system of equations $6x-4y=a$, $6y-9x=b$ has a solution $(x, y)$ where $x$ and $y$ are both nonzero, "
-        r"find $\frac{a}{b},$ assuming $b$ is nonzero.",
-        r"If we multiply the first equation by $-\frac{3}{2}$, we obtain $6y-9x=-\frac{3}{2}a.$ Since we also know "
-        r"that $6y-9x=b$, we have $-\frac{3}{2}a=b\Rightarrow\frac{a}{b}=\boxed{-\frac{2}{3}}.$",
+        "If the system of equations\n\n\\begin{align*}\n6x-4y&=a,\\\\\n6y-9x &=b.\n\\end{align*}has a solution "
+        "$(x, y)$ where $x$ and $y$ are both nonzero,\nfind $\\frac{a}{b},$ assuming $b$ is nonzero.",
+        "If we multiply the first equation by $-\\frac{3}{2}$, we obtain\n\n$$6y-9x=-\\frac{3}{2}a.$$Since we also "
+        "know that $6y-9x=b$, we have\n\n$$-\\frac{3}{2}a=b\\Rightarrow\\frac{a}{b}=\\boxed{-\\frac{2}{3}}.$$",
     ),
 )
-"""Four problems of MATH's training set, after Minerva's prompt (Lewkowycz et al., 2022, arXiv:2206.14858, D.2)."""
+"""The problems and solutions of Minerva's prompt (Lewkowycz et al., 2022, arXiv:2206.14858, D.2), as in lm-eval 0.4.13,
+from MATH's training set. Minerva's solutions go on with *Final Answer:*; here the box is the answer.
+"""
 
 
 def examples(
