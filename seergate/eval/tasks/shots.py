@@ -59,7 +59,7 @@ MINERVA: Sequence[Example] = (
         "know that $6y-9x=b$, we have\n\n$$-\\frac{3}{2}a=b\\Rightarrow\\frac{a}{b}=\\boxed{-\\frac{2}{3}}.$$",
     ),
 )
-"""The problems and solutions of Minerva's prompt (Lewkowycz et al., 2022, arXiv:2206.14858, D.2), as in lm-eval 0.4.13,
+"""The problems and solutions of Minerva's prompt (Lewkowycz et al., 2022, arXiv:2206.14858, D.2), as lm-eval has them,
 from MATH's training set. Minerva's solutions go on with *Final Answer:*; here the box is the answer.
 """
 
