@@ -158,7 +158,9 @@ def room_for(model: PreTrainedModel, tokens: int) -> Offload:
 
 
 def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: int, budget: int) -> None:
-    """Put the same random keys and values into every cache, as if after prefill of a prompt with this mask."""
+    """Put the same random keys and values into every cache, as if after prefill of a prompt with this mask. Keys of
+    layers with a sliding window are not rotated, which does not change a step's time.
+    """
     config, (batch, length) = model.config, mask.shape
     shape = (batch, config.num_key_value_heads, length, config.head_dim)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -171,13 +173,14 @@ def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: i
     for layer in range(config.num_hidden_layers):
         k_pre, values = (torch.randn(shape, device=mask.device, dtype=model.dtype) for _ in "kv")
         with seergate.attached(model, "dense") as handle:
-            keys = handle.bindings[layer].spec.rotary.rotate(k_pre, positions)
+            full = {binding.layer: place for place, binding in enumerate(handle.bindings)}
+            keys = handle.bindings[full[layer]].spec.rotary.rotate(k_pre, positions) if layer in full else k_pre
         for way in compared.values():
-            if way.method is None:
+            if way.method is None or layer not in full:
                 way.cache.update(keys, values, layer)
                 continue
             with way.attached(model) as handle:
-                announce(handle.bindings[layer].cache_layer(way.cache), k_pre, keys, values, mask)
+                announce(handle.bindings[full[layer]].cache_layer(way.cache), k_pre, keys, values, mask)
 
 
 @outside_inference_mode
