@@ -244,6 +244,7 @@ def random_model(folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.timeout(300)
 def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a random model, one of them in two goes; the table and the figure have what there is."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
