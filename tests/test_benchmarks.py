@@ -45,13 +45,11 @@ ELSEWHERE = {
     "board": "test_board",
     "estimates": "tests/test_estimates.py",
     "gpu_check": "tests/test_gpu_check.py",
-    "kernel_resources": "tests/ops",
+    "kernel_resources": "test_resources_of_kernels_are_listed",
     "serving": "test_board",
-    "tables": "tests/test_results.py",
-    "trade_off": "tests/test_documents.py",
 }
-PARTS = {"collect", "common", "dense_baselines"}
-"""Files that the benchmarks share."""
+PARTS = {"collect", "common", "dense_baselines", "tables", "trade_off"}
+"""What the benchmarks share, and what shows their results."""
 
 
 def run(name: str, output: Path, *arguments: str) -> Done:
@@ -80,7 +78,6 @@ def test_every_benchmark_is_run_somewhere() -> None:
     assert files == SMALL.keys() | TINY.keys() | ELSEWHERE.keys() | PARTS
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path / "runs")] * (name == "tiny_reasoner")
@@ -91,6 +88,18 @@ def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
         collected = [str(tmp_path / "runs/medium-5"), "--name", "collected", "--output", str(tmp_path / "out")]
         assert run_script("benchmarks/collect.py", *collected).returncode == 0
         assert {row["method"] for row in record_of(tmp_path / "out")["rows"]} > {"dense", "gate"}
+
+
+def test_tables_are_printed_and_figures_drawn(tmp_path: Path) -> None:
+    assert "| `quest` |" in run_script("benchmarks/tables.py").stdout
+    assert run_script("benchmarks/trade_off.py", "--output", str(tmp_path)).returncode == 0
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"trade-off", "anchors", "board"}
+
+
+def test_resources_of_kernels_are_listed() -> None:
+    pytest.importorskip("triton")
+    done = run_script("benchmarks/kernel_resources.py", "--gpus", "H200", "--only", "update_compressed_keys")
+    assert done.returncode == 0 and "12 kernels, 0 with faults" in done.stdout, done.stderr
 
 
 @pytest.mark.soak
@@ -244,7 +253,6 @@ def random_model(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.timeout(300)
 def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a random model, one of them in two goes; the table and the figure have what there is."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
