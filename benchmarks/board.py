@@ -7,7 +7,7 @@
 Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl, and worked
 examples for models without a chat template from models/gsm8k_train.jsonl, if these files exist; otherwise from the
 Hub. Other options go to `seergate eval`, such as --gates, --budget and --method; with ``--part times``
-they go to `serving.py`, which measures vLLM if `make test-vllm` made its environment.
+alone, they go to `serving.py`, which measures vLLM if `make test-vllm` made its environment.
 
 Answers are kept in a folder per model, part and number of problems: the same command continues, and more methods or
 budgets add to what is there. After each part, its rows replace those of the same model and part in
@@ -196,7 +196,7 @@ def main() -> None:
         name = Path(model).name
         print(f"{name}: {part}", flush=True)
         if part == "times":
-            status, found = times(model, part, options.runs / name / part, extra)
+            status, found = times(model, part, options.runs / name / part, extra if options.part == [part] else [])
         else:
             problems = options.problems or PARTS[part].problems
             out = options.runs / name / f"{part}-{problems}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,7 +100,7 @@ def test_tables_are_printed_and_figures_drawn(tmp_path: Path) -> None:
 def test_resources_of_kernels_are_listed() -> None:
     pytest.importorskip("triton")
     done = run_script("benchmarks/kernel_resources.py", "--gpus", "H200", "--only", "update_compressed_keys")
-    assert done.returncode == 0 and "12 kernels, 0 with faults" in done.stdout, done.stderr
+    assert done.returncode == 0 and re.search(r"\b[1-9]\d* kernels, 0 with faults", done.stdout), done.stderr
 
 
 @pytest.mark.soak
