@@ -12,13 +12,14 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
+from seergate.cache.layer import GatedLayer
 from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage
+from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, Step
+from seergate.methods.base import Step
 from seergate.models import hooks as call
 from seergate.ops import backend
-from seergate.stats import DecodeStats
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.decoding import Decoding
 from tests.support.models import left_padded, prompt, tiny_model
@@ -178,11 +179,11 @@ def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
     heads, kv_heads, dim = (
         getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    q, k, keys = tensor(1, heads, 1, dim), tensor(1, kv_heads, 1, dim), tensor(1, kv_heads, 4096, dim)
-    state = method.new_state(LayerSpec(0, 1, heads, kv_heads, dim, q.dtype, q.device, None))
-    state.grown("kg", 4096 // BLOCK, limit=4096 // BLOCK)
-    stats = DecodeStats([0])
-    stats.expect_compiled(0, keys, keys, BLOCK, state)
+    q, k, stats = tensor(1, heads, 1, dim), tensor(1, kv_heads, 1, dim), DecodeStats([0])
+    layer = GatedLayer(DynamicStorage(4096), method, 0, heads, None, False, True, 0, 0)
+    layer.lazy_initialization(k, k)
+    stats.expect_compiled(layer)
+    state, keys = layer.state, layer.storage.keys
     step = Step(q, k, q, k, [], [], keys, keys, tensor(1, dtype=torch.int64), 1.0)
 
     def decode():
