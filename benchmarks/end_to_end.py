@@ -33,8 +33,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import seergate
 from seergate import GateBank, GateConfig, methods
-from seergate.cache.argument import CACHE
-from seergate.cache.forward import PROMPT, ForwardContext
+from seergate.cache.forward import CACHE, PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step
@@ -191,9 +190,9 @@ def announce(layer: GatedLayer, k_pre: Tensor, keys: Tensor, values: Tensor, mas
         some = slice(begin, begin + CHUNK)
         valid = mask[:, some].bool()
         queries = keys.new_zeros(()).expand(len(keys), heads, valid.shape[1], keys.shape[3])  # unused in prefill
-        parts = (queries, k_pre[:, :, some])
-        layer.context = context = ForwardContext(PROMPT, lambda parts=parts: parts, None if valid.all() else valid)
-        layer.update(keys[:, :, some], values[:, :, some])
+        context = ForwardContext(PROMPT, None if valid.all() else valid)
+        context.take(queries, k_pre[:, :, some])
+        layer.store(context, keys[:, :, some], values[:, :, some])
         layer.state.append(make_step(layer, context, queries, {}))
 
 

@@ -26,7 +26,7 @@ import torch
 from common import arguments, described, parsed, random_model, save
 from transformers import DynamicCache
 
-from seergate.cache.argument import CACHE
+from seergate.cache.forward import CACHE
 from seergate.cache.pages import OutOfBlocks
 from seergate.cache.paging import Paging
 from seergate.methods import Dense, Method, ReasonCache

@@ -19,7 +19,7 @@ import torch
 from common import arguments, described, parsed, save
 from transformers import AutoTokenizer, DynamicCache
 
-from seergate.cache.argument import CACHE
+from seergate.cache.forward import CACHE
 from seergate.eval.tasks.chain_sum import make_problem
 from seergate.methods import Dense, Gate, Method, RandomSharing, ReasonCache
 from seergate.models.attach import attached

@@ -1,12 +1,29 @@
-"""A decorator for functions that create long-lived tensors and may be called in inference mode."""
+"""Decorators that set PyTorch's mode of recording gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def without_gradients(function: Function) -> Function:
+    """Run a function without gradients. `torch.no_grad` as a decorator does the same, and costs some microseconds even
+    where gradients are off already, as in a decode step.
+    """
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
 
 
 def outside_inference_mode(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -112,10 +112,10 @@ def _snapshot(layer: Any, newest: int) -> Callable[[], None]:
     layer.rows = copy.copy(rows)
 
     def undo() -> None:
-        layer.rows, layer.context = rows, None
+        layer.rows = rows
         if layer.state is not None:
             layer.state.rows = tensors
         layer.storage.crop(older.resident)
-        layer.storage.write(ForwardContext(PROMPT, None), older, parts[0], parts[1], [newest] * len(rows), None)
+        layer.storage.write(ForwardContext(PROMPT), older, parts[0], parts[1], [newest] * len(rows), None)
 
     return undo

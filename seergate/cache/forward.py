@@ -1,12 +1,12 @@
-"""The mode of a forward pass: prompt, decode or dense. `ForwardModes` decides it; a `ForwardContext` carries it to
-one layer.
+"""The mode of a forward pass: prompt, decode or dense. `ForwardModes` decides it; a `ForwardContext` is one layer's
+part of the pass.
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any, Literal, NamedTuple
@@ -14,9 +14,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from seergate.errors import SeergateError
 from seergate.ops.rows import RowLengths
+
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The keyword for the KV cache in transformers: ``cache`` since 5.24, ``past_key_values`` before. Also the field of a
+model's output and the key in ``model_kwargs``."""
 
 VERIFIED_TOKENS = 32
 """Maximum number of drafted tokens per pass that are decoded one by one; more are read densely, like a prompt."""
@@ -25,6 +30,12 @@ TWO_THREADS = (
     "two threads run this model at once, and the attached method can serve one request at a time; "
     "hold a lock around generate, or put the requests into one batch"
 )
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any:
+    """Return the cache from a forward pass's keyword arguments, under either name; ``None`` without one."""
+    found = kwargs.get("past_key_values")
+    return kwargs.get("cache") if found is None else found
 
 
 class ForwardMode(NamedTuple):
@@ -59,6 +70,7 @@ class ForwardModes:
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         rows: weak reference to the newest lengths of rows, which layers of the same lengths share.
         newest: positions of the pass's only new tokens; ``None`` before the first layer of a pass.
+        selections: anchor layer -> its selection for each decoded token of the pass, until its last reader has run.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
     """
 
@@ -69,13 +81,15 @@ class ForwardModes:
         self.agreed: ref[Tensor] | None = None
         self.rows: ref[RowLengths] | None = None
         self.newest: Tensor | None = None
+        self.selections: dict[int, list[Any]] = {}
         self.thread: int | None = None
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
         self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
-        return {**vars(self), "agreed": None, "rows": None, "newest": None, "_drafting": None, "_generating": None}
+        kept = {**vars(self), "selections": {}}
+        return kept | dict.fromkeys(("agreed", "rows", "newest", "_drafting", "_generating"))
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -114,6 +128,10 @@ class ForwardModes:
         """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
         self._generating = ref(configuration), ref(cache)
 
+    def begin(self) -> None:
+        """Called by the first gated layer of a pass: forget what the layers of the pass before shared."""
+        self.newest, self.selections = None, {}
+
     def generates(self, cache: Any) -> bool:
         """Whether ``generate`` is filling this cache."""
         configuration, filled = self._generating or (lambda: None, lambda: None)
@@ -141,11 +159,9 @@ class ForwardModes:
 
 
 class ForwardContext:
-    """Context of one call of a gated attention module: created before it runs, completed when its tokens are stored.
+    """One gated layer's part of a forward pass.
 
     Args:
-        take_qk: returns ``q_pre [B, H, S, D]`` and ``k_pre [B, K, S, D]``, before RoPE; ``None`` if the plain model
-            runs.
         valid: bool ``[B, S]``, which new tokens are real; ``None`` if all are.
         position_ids: ``[B, S]`` or ``[1, S]``, positions of the new tokens; ``None`` if the model passes none.
         hidden: ``[B, S, W]``, input of the attention module; ``None`` if the plain model runs.
@@ -153,35 +169,34 @@ class ForwardContext:
         passes: the handle's modes, which share lengths between layers; ``None`` if the plain model runs.
 
     Attributes:
-        q_pre, k_pre, k, starts, counts, rows: set when the tokens are stored (`take`); as in `Step`.
+        q_pre, k_pre: ``[B, H, S, D]`` and ``[B, K, S, D]``, queries and keys before RoPE, each row's real tokens
+            first; ``None`` until they are computed (`take`), and if the plain model runs.
+        k, starts, counts, rows: set when the tokens are stored; as in `Step`. ``rows`` is ``None`` before.
     """
 
-    q_pre: Tensor
-    k_pre: Tensor
+    q_pre: Tensor | None = None
+    k_pre: Tensor | None = None
     k: Tensor
     starts: list[int]
     counts: list[int]
-    rows: RowLengths
+    rows: RowLengths | None = None
 
     def __init__(
         self,
         mode: ForwardMode,
-        take_qk: Callable[[], tuple[Tensor, Tensor]] | None,
         valid: Tensor | None = None,
         position_ids: Tensor | None = None,
         hidden: Tensor | None = None,
         on_host: bool = True,
         passes: ForwardModes | None = None,
     ) -> None:
-        self.mode, self.take_qk, self.valid, self.on_host, self.passes = mode, take_qk, valid, on_host, passes
+        self.mode, self.valid, self.on_host, self.passes = mode, valid, on_host, passes
         self.position_ids, self.hidden = position_ids, hidden
         self.order = None if valid is None else torch.argsort((~valid).int(), dim=1, stable=True)
 
-    def take(self, k: Tensor, starts: list[int], counts: list[int]) -> None:
-        """Record q and k before RoPE, and ``k`` after RoPE, of the tokens being stored; real tokens of a row first."""
-        assert self.take_qk is not None
-        self.q_pre, self.k_pre = (self.compact(x) for x in self.take_qk())
-        self.k, self.starts, self.counts = k, starts, counts
+    def take(self, q_pre: Tensor, k_pre: Tensor) -> None:
+        """Set queries and keys before RoPE, of all new tokens."""
+        self.q_pre, self.k_pre = self.compact(q_pre), self.compact(k_pre)
 
     def positions(self, batch: int) -> Tensor | None:
         """Positions that the model gives to the new tokens, ``[B, S]``, each row's real tokens first; of one new token

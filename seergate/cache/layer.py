@@ -24,10 +24,7 @@ from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
-from seergate.methods.selecting import PerHeadSelection
-from seergate.ops import Selection, backend
 from seergate.ops.rows import RowLengths
-from seergate.stats import CompiledCounts, DecodeStats
 
 
 class GatedLayer(CacheLayerMixin):
@@ -37,13 +34,12 @@ class GatedLayer(CacheLayerMixin):
         shared: whether later layers read what `update` returns (Gemma 4's KV sharing).
         compiles: whether decode steps may be compiled or captured in a CUDA graph: the operations then do not depend
             on the rows' lengths, which only the device knows. Needs a static cache and a method with ``fixed_shapes``.
-        anchor: the lower layer whose selections this layer reads; ``None`` if this layer makes its own.
-        last_reader: index of the last layer that reads this layer's selections.
+        anchor: index of the layer whose selections this layer reads, its own if it makes them.
+        last_reader: index of the last layer that reads the selections of ``anchor``.
 
     Attributes:
-        chosen: this layer's selection for each token of the current pass, kept until ``last_reader`` has run; empty
-            otherwise.
-        counts: counters of compiled steps; ``None`` if an eager step must run before the next compiled one.
+        counts: counters of compiled steps (`seergate.decode.stats`); ``None`` if an eager step must run before the
+            next compiled one.
     """
 
     is_sliding = False
@@ -58,7 +54,7 @@ class GatedLayer(CacheLayerMixin):
         rotary: Rotary,
         shared: bool,
         compiles: bool,
-        anchor: GatedLayer | None,
+        anchor: int,
         last_reader: int,
     ) -> None:
         self.anchor, self.last_reader = anchor, last_reader
@@ -70,10 +66,8 @@ class GatedLayer(CacheLayerMixin):
     @outside_inference_mode
     def _clear(self) -> None:
         self.rows = Rows()
-        self.chosen: list[Selection | PerHeadSelection | None] = []
-        self.counts: CompiledCounts | None = None
+        self.counts: object = None
         self.state: LayerState | None = None
-        self.context: ForwardContext | None = None  # set by the attention module's pre-hook, consumed by `update`
         self.is_initialized = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
@@ -101,7 +95,7 @@ class GatedLayer(CacheLayerMixin):
         batch, heads, _, head_dim = key_states.shape
         self.dtype, self.device = key_states.dtype, key_states.device
         spec = LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
-        self.state = self.method.new_state(spec) if self.anchor is None else LayerState(spec, self.method)
+        self.state = self.method.new_state(spec) if self.anchor == self.layer else LayerState(spec, self.method)
         self.storage.allocate(key_states, value_states, self.block_size, self.state)
         self.rows = Rows(batch, self.device, self.is_compileable)
         if self.is_compileable:  # a compiler must see no new tensors later
@@ -110,72 +104,56 @@ class GatedLayer(CacheLayerMixin):
                 self.state.grown(name, entries, limit=entries)
         self.is_initialized = True
 
-    def expect_compiled(self, stats: DecodeStats) -> None:
-        """Allocate the counters of compiled steps after an eager one; does nothing if the layer is not compileable."""
-        if not self.is_compileable:
-            return
-        keys, values = self.storage.keys, self.storage.values
-        assert self.state is not None and self.rows.width is not None
-        if self.counts is None or self.counts is not stats.layers[self.layer].compiled:
-            backend.load(self.device)
-            self.counts = stats.expect_compiled(self.layer, keys, values, self.block_size, self.state)
-        if self.device.type == "cuda":
-            own = (keys, values, self.rows.lengths, self.rows.width, self.rows.newest, *self.state.rows.values())
-            for tensor in (*own, self.counts.lengths, self.counts.blocks):
-                torch._dynamo.mark_static_address(tensor)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Called by the plain model only: store new tokens, which the method has not seen; as `store`."""
+        if isinstance(self.method, CompressingMethod) and self.rows.slots:
+            raise SeergateError(
+                f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
+            )
+        found = self.store(ForwardContext(PROMPT), key_states, value_states)
+        self.state = None
+        return found
 
     @outside_inference_mode
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def store(self, context: ForwardContext, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens ``[B, K, S, D]``, padding included, keys after RoPE. Return the keys and values that dense
         attention needs: of all slots, or only the new ones if the method evicts or a decode step reads the storage.
         """
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        rows, (batch, _, new, _) = self.rows, key_states.shape
+            self.lazy_initialization(key, value)
+        rows, (batch, _, new, _) = self.rows, key.shape
         if batch != len(rows):
             raise SeergateError(
                 f"the cache holds {len(rows)} rows and {batch} arrive; use a new cache for a new batch"
             )
-        context, self.context = self.context, None
-        if context is not None and not context.on_host:
-            self.storage.write(context, rows, key_states, value_states, [1] * batch, None)
+        if not context.on_host:
+            self.storage.write(context, rows, key, value, [1] * batch, None)
             rows.add_compiled(context.positions(batch))
-            context.rows = RowLengths(rows.lengths)
-            context.take(key_states, [], [])
-            return key_states, value_states
+            context.rows, context.k, context.starts, context.counts = RowLengths(rows.lengths), key, [], []
+            return key, value
         if self.static_length is not None and rows.slots + new > self.static_length:
             raise SeergateError(
                 f"the static cache has room for {self.static_length} tokens; {rows.slots} are there and {new} more "
                 "arrive"
             )
-        fresh = rows.slots == 0
-        if context is None:  # the plain model runs: store the tokens, but the method has not seen them
-            if isinstance(self.method, CompressingMethod) and not fresh:
-                raise SeergateError(
-                    f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
-                )
-            self.state, context = None, ForwardContext(PROMPT, None)
-        counts = [new] * batch if context.valid is None else context.valid.sum(1).tolist()
-        keys = context.compact(key_states)
-        if context.take_qk is not None:
-            context.take(keys, list(rows.resident), counts)
-            if self.method.stores_pre_rope:
-                keys = context.k_pre
-        self.storage.write(context, rows, keys, context.compact(value_states), counts, self._max_resident())
-        rows.place(context.positions(batch), counts)
-        passes = context.passes
-        context.rows = rows.add(
-            counts, new, context.valid, None if passes is None or passes.rows is None else passes.rows()
-        )
+        fresh, passes = rows.slots == 0, context.passes
+        context.counts = [new] * batch if context.valid is None else context.valid.sum(1).tolist()
+        context.k, context.starts = context.compact(key), list(rows.resident)
+        stored = context.k_pre if self.method.stores_pre_rope and context.k_pre is not None else context.k
+        most = None if passes is None else self._max_resident()
+        self.storage.write(context, rows, stored, context.compact(value), context.counts, most)
+        rows.place(context.positions(batch), context.counts)
+        like = None if passes is None or passes.rows is None else passes.rows()
+        context.rows = rows.add(context.counts, new, context.valid, like)
         if passes is not None:
             passes.rows = ref(context.rows)
         if isinstance(self.method, CompressingMethod) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
-            return pad(key_states, beyond), pad(value_states, beyond)
+            return pad(key, beyond), pad(value, beyond)
         if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
-            return key_states, value_states
-        if new == 1 and context.mode != PROMPT and context.take_qk is not None and not self.shared:
-            return key_states, value_states  # the attention function reads the storage itself
+            return key, value
+        if new == 1 and context.mode != PROMPT and not self.shared:
+            return key, value  # the attention function reads the storage itself
         return self.slot_view()
 
     def _max_resident(self) -> int | None:

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from seergate import ops
 from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import DynamicStorage, KVBackend, Storage
+from seergate.cache.storage import DynamicStorage, KVBackend, Storage, token_bytes
 from seergate.checks import check, is_int
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerState, Method, Step
@@ -36,7 +36,6 @@ from seergate.methods.evicting import AttentionOutput
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod
 from seergate.ops import Selection
 from seergate.ops.selection import UNBOUNDED
-from seergate.stats import token_bytes
 
 
 @dataclass(frozen=True)

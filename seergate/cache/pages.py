@@ -24,13 +24,12 @@ from torch import Tensor
 
 from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.cache.storage import KVBackend, Storage
+from seergate.cache.storage import KVBackend, Storage, token_bytes
 from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
 from seergate.ops.paging import unpaged
-from seergate.stats import token_bytes
 
 Copies = list[tuple[int, int]]
 """Pairs (from, to) of physical blocks to copy, all at once and before anything is written."""

@@ -139,7 +139,7 @@ class SharedPages(CachePages):
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
         """Make room for new tokens, and record their ids."""
         copies = super().advance(counts, context)
-        if self.sharing is None or context.take_qk is None:  # then the plain model runs
+        if self.sharing is None or context.q_pre is None:  # then the plain model runs
             return copies
         rows = tuple(row.uid for row in self.rows)
         ids = self.sharing.take_ids().to(self.layers[0].device)

@@ -26,10 +26,14 @@ from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimme
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection
 from seergate.ops.rows import RowLengths
-from seergate.stats import token_bytes
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """Buffers grow by this many tokens or by this share of their tokens, whichever is larger."""
+
+
+def token_bytes(keys: Tensor, values: Tensor) -> int:
+    """Bytes that one token's key and value take in one KV head of a cache ``[..., D]``."""
+    return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
 
 
 class Storage(ABC):

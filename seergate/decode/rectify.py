@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from seergate.cache.argument import CACHE, cache_of
 from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
-from seergate.cache.forward import PROMPT, VERIFIED_TOKENS, ForwardModes
+from seergate.cache.forward import CACHE, PROMPT, VERIFIED_TOKENS, ForwardModes, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
 from seergate.decode.compatibility import refuse

@@ -6,15 +6,16 @@ Shape suffixes: B batch, S new tokens, T key tokens, H query heads, K KV heads, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from seergate.cache.forward import ForwardContext
 from seergate.cache.layer import GatedLayer
+from seergate.decode.stats import DecodeStats, StepRecord
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
@@ -23,134 +24,149 @@ from seergate.methods.evicting import AttentionOutput, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection
-from seergate.stats import DecodeStats, StepRecord
 
 MOST_FOLDED = 64
 """Dense passes over at most this many tokens use `newest_tokens_attention`; longer ones are prompts, for which the
 model's own attention is made."""
 
+Selected = Selection | PerHeadSelection | None
+"""The blocks that a layer reads; ``None`` for all."""
 DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
-@dataclass
-class GatedAttention:
-    """Attention of one call, after its new tokens have joined the cache. ``dense`` is the model's own attention; with
-    ``measure_recall``, the share of its probability on the blocks read is computed too.
+class Observer(Protocol):
+    """What is measured of decode steps: the handle. With ``measure_recall``, also the share of dense attention's
+    probability that falls on the blocks read.
     """
 
-    context: ForwardContext
-    layer: GatedLayer
-    dense: DenseAttention
-    stats: DecodeStats
+    stats_: DecodeStats
     measure_recall: bool
     trace: Trace | None
 
-    @outside_inference_mode
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output ``[B, S, H, D]`` and attention weights or ``None``; arguments as in `seergate_attention`."""
-        layer, state = self.layer, self.layer.state
-        if state is None:
-            raise SeergateError(
-                "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
-                "start a new one"
-            )
-        step = make_step(layer, self.context, query, kwargs)
-        new, decoded = query.shape[2], self.context.mode.decoded
-        state.append(step)
-        if self.context.mode.dense:
-            if new > 1 and not (new <= MOST_FOLDED and self.context.valid is None and _foldable(step)):
-                return self.dense(module, query, key, value, attention_mask, **kwargs)
-            with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-                if new > 1:
-                    return newest_tokens_attention(step).to(value.dtype), None
-                return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
-        if self.context.on_host:
-            layer.expect_compiled(self.stats)
-        if decoded == new:
-            return self._decode_each(state, step, new).to(value.dtype), None
-        self.stats.saw_prompt(layer.layer, layer.nbytes, layer.row_bytes)
-        if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
-            raise SeergateError(
-                f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
-                "pass the whole conversation with a new cache"
-            )
-        output, weights = self.dense(module, query, key, value, attention_mask, **kwargs)
-        if isinstance(state, CompressingState):
-            self._evict(state, step)
-        if not decoded:
-            return output, weights
-        # The first drafts of assisted decoding come along with the prompt.
-        drafts = self._decode_each(state, step, decoded)
-        return torch.cat((output[:, : new - decoded], drafts.to(output.dtype)), dim=1), weights
 
-    def _decode_each(self, state: Any, step: Step, count: int) -> Tensor:
-        """Decode the newest ``count`` tokens one after another: ``[B, count, H, D]``."""
-        with torch.no_grad(), torch.autocast(step.q_BHSD.device.type, enabled=False):
-            steps = [step] if step.q_BHSD.shape[2] == 1 else list(_tokens(step, count))
-            chosen = zip(steps, self._choose(state, steps), strict=True)
-            outputs = [self._decode(state, part, selection) for part, selection in chosen]
-            return outputs[0][:, None] if len(outputs) == 1 else torch.stack(outputs, dim=1)
+@outside_inference_mode
+def gated_attention(
+    observer: Observer,
+    layer: GatedLayer,
+    context: ForwardContext,
+    dense: DenseAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one gated layer in one forward pass: store the new tokens, show them to the method, attend.
 
-    def _choose(self, state: Any, steps: list[Step]) -> Sequence[Selection | PerHeadSelection | None]:
-        """The selection of each token, by this layer or its anchor; ``None`` to read all blocks."""
-        layer, method, anchor = self.layer, self.layer.method, self.layer.anchor
-        if not isinstance(method, SelectingMethod):
-            return [None] * len(steps)
-        if anchor is None:
-            found = [method.select(state, step) for step in steps]
-            if layer.last_reader != layer.layer:
-                layer.chosen = found
-            return found
-        found = [on_device(selection, layer.device) for selection in anchor.chosen]
-        if layer.layer == anchor.last_reader:
-            anchor.chosen = []
-        return found
+    Args:
+        context: with queries and keys before RoPE.
+        dense: the model's own attention; takes the arguments from ``query`` on.
+        query: ``[B, H, S, D]``.
+        key, value: ``[B, K, S, D]``; those of all slots if the tokens are stored already (``context.rows``).
 
-    def _decode(self, state: Any, step: Step, selection: Selection | PerHeadSelection | None) -> Tensor:
-        layer, method, size = self.layer, self.layer.method, self.layer.block_size
-        attended: AttentionOutput | None = None
-        if isinstance(state, CompressingState):
-            if state.reads_all_keys:
-                output, step.p_BKGT = attend_and_weigh(step)
-                attended = AttentionOutput(output)
-            state.observe_attention(step)
-            attended = state.attend(step) or attended
-        if attended is None:
-            attended = layer.storage.attend(step, selection, size)
-        if not self.context.on_host:
-            self.stats.record_compiled(layer.layer, step, selection)
-            return attended.output
-        recall: Tensor | None = None
-        if self.measure_recall and isinstance(method, SelectingMethod):
-            whole = torch.ones(len(step.starts), device=step.lengths.device)
-            recall = whole if selection is None else recall_of(block_probabilities(step, size), selection)
-        seen = [
-            total - held + end
-            for total, held, end in zip(layer.rows.total, layer.rows.resident, step.ends, strict=True)
-        ]
-        record = StepRecord(
-            layer.layer, step, state, seen, selection, attended, size, layer.nbytes, layer.row_bytes, recall
+    Returns:
+        Output ``[B, S, H, D]``, and attention weights or ``None``.
+    """
+    if layer.is_initialized and layer.state is None:
+        raise SeergateError(
+            "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
+            "start a new one"
         )
-        self.stats.record(record)
-        if self.trace is not None:
-            self.trace.record(record)
-        if isinstance(state, CompressingState):
-            self._evict(state, step)
-        return attended.output
+    if context.rows is None:
+        key, value = layer.store(context, key, value)
+    state, mode, new = layer.state, context.mode, query.shape[2]
+    assert state is not None
+    step = make_step(layer, context, query, kwargs)
+    state.append(step)
+    if mode.dense and new > 1 and not (new <= MOST_FOLDED and context.valid is None and _foldable(step)):
+        return dense(query, key, value, attention_mask, **kwargs)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        if mode.dense and new > 1:
+            return newest_tokens_attention(step).to(value.dtype), None
+        if mode.dense:
+            return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
+        if context.on_host:
+            observer.stats_.expect_compiled(layer)
+        if mode.decoded == new:
+            return decode_tokens(observer, layer, context, step).to(value.dtype), None
+    observer.stats_.saw_prompt(layer)
+    if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
+        raise SeergateError(
+            f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
+            "pass the whole conversation with a new cache"
+        )
+    output, weights = dense(query, key, value, attention_mask, **kwargs)
+    if isinstance(state, CompressingState):
+        _evict(observer, layer, step)
+    if not mode.decoded:
+        return output, weights
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        # The first drafts of assisted decoding come along with the prompt.
+        drafts = decode_tokens(observer, layer, context, step)
+        return torch.cat((output[:, : new - mode.decoded], drafts.to(output.dtype)), dim=1), weights
 
-    def _evict(self, state: CompressingState, step: Step) -> None:
-        eviction = state.select_kept(step)
-        if eviction is not None:
-            self.stats.evicted(self.layer.layer, step, eviction)
-            self.layer.evict(eviction)
+
+def decode_tokens(observer: Observer, layer: GatedLayer, context: ForwardContext, step: Step) -> Tensor:
+    """Decode the newest ``context.mode.decoded`` tokens one after another: ``[B, count, H, D]``."""
+    steps = [step] if step.q_BHSD.shape[2] == 1 else list(_tokens(step, context.mode.decoded))
+    chosen = _selections(layer, context, steps)
+    outputs = [_decode(observer, layer, context, *each) for each in zip(steps, chosen, strict=True)]
+    return outputs[0][:, None] if len(outputs) == 1 else torch.stack(outputs, dim=1)
+
+
+def _selections(layer: GatedLayer, context: ForwardContext, steps: list[Step]) -> Sequence[Selected]:
+    """The selection of each token, by this layer or its anchor."""
+    method, passes = layer.method, context.passes
+    if not isinstance(method, SelectingMethod):
+        return [None] * len(steps)
+    assert passes is not None
+    if layer.anchor != layer.layer:
+        found = passes.selections[layer.anchor]
+        if layer.layer == layer.last_reader:
+            del passes.selections[layer.anchor]
+        return [on_device(selection, layer.device) for selection in found]
+    state: Any = layer.state
+    found = [method.select(state, step) for step in steps]
+    if layer.last_reader != layer.layer:
+        passes.selections[layer.layer] = found
+    return found
+
+
+def _decode(observer: Observer, layer: GatedLayer, context: ForwardContext, step: Step, selection: Selected) -> Tensor:
+    """Attention of one token of each row to what the method selected or kept, ``[B, H, D]``, and its statistics."""
+    state, stats, attended = layer.state, observer.stats_, None
+    if isinstance(state, CompressingState):
+        if state.reads_all_keys:
+            output, p_BKGT = attend_and_weigh(step)
+            step, attended = replace(step, p_BKGT=p_BKGT), AttentionOutput(output)
+        state.observe_attention(step)
+        attended = state.attend(step) or attended
+    if attended is None:
+        attended = layer.storage.attend(step, selection, layer.block_size)
+    if not context.on_host:
+        stats.record_compiled(layer.layer, step, selection)
+        return attended.output
+    record = StepRecord(layer, step, selection, attended)
+    if observer.measure_recall and isinstance(layer.method, SelectingMethod):
+        whole = torch.ones(len(step.starts), device=step.lengths.device)
+        record.recall = (
+            whole if selection is None else recall_of(block_probabilities(step, layer.block_size), selection)
+        )
+    stats.record(record)
+    if observer.trace is not None:
+        observer.trace.record(record)
+    if isinstance(state, CompressingState):
+        _evict(observer, layer, step)
+    return attended.output
+
+
+def _evict(observer: Observer, layer: GatedLayer, step: Step) -> None:
+    """Evict what the method gives up after a step or a prompt."""
+    assert isinstance(layer.state, CompressingState)
+    eviction = layer.state.select_kept(step)
+    if eviction is not None:
+        observer.stats_.evicted(layer.layer, step, eviction)
+        layer.evict(eviction)
 
 
 def _tokens(step: Step, count: int) -> Iterator[Step]:
@@ -175,16 +191,17 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
     """Build the `Step` for the tokens that have just joined the cache, from ``query [B, H, S, D]`` and ``kwargs`` of
     the attention function.
     """
-    scaling = kwargs.get("scaling")
+    scaling, q_pre, k_pre, rows = kwargs.get("scaling"), context.q_pre, context.k_pre, context.rows
+    assert q_pre is not None and k_pre is not None and rows is not None
     return layer.storage.step(
-        q_pre_BHSD=context.q_pre.to(layer.dtype),
-        k_pre_BKSD=context.k_pre.to(layer.dtype),
+        q_pre_BHSD=q_pre.to(layer.dtype),
+        k_pre_BKSD=k_pre.to(layer.dtype),
         q_BHSD=context.compact(query).to(layer.dtype),
         k_BKSD=context.k,
         starts=context.starts,
         counts=context.counts,
-        lengths=context.rows.tensor,
-        rows=context.rows,
+        lengths=rows.tensor,
+        rows=rows,
         sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         sinks=kwargs.get("s_aux"),
         softcap=kwargs.get("softcap"),
@@ -231,7 +248,7 @@ def block_probabilities(step: Step, block_size: int) -> Tensor:
     probabilities = log_probabilities(step).exp()
     probabilities = probabilities / probabilities.sum(-1, keepdim=True)  # without the share of an attention sink
     missing = -probabilities.shape[-1] % block_size
-    return nn.functional.pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
+    return pad(probabilities, (0, missing)).unflatten(-1, (-1, block_size)).sum(-1)
 
 
 def recall_of(blocks_BKGN: Tensor, selection: Selection | PerHeadSelection) -> Tensor:

@@ -29,10 +29,10 @@ import numpy as np
 from torch import Tensor
 
 from seergate.checks import check, is_int
+from seergate.decode.stats import StepRecord
 from seergate.errors import SeergateError
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingState
-from seergate.stats import StepRecord
 
 METADATA_KEY = b"seergate"
 LINES_AT_ONCE = 1 << 13
@@ -64,7 +64,7 @@ class Trace:
 
     def record(self, record: StepRecord) -> None:
         """Record one decode step of one layer."""
-        layer, step, state, size = record.layer, record.step, record.state, record.block_size
+        step, layer, state, size = record.step, record.cache.layer, record.cache.state, record.cache.block_size
         number = self.steps[layer]
         self.steps[layer] += 1
         if number % self.every:

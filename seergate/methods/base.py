@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -80,6 +80,7 @@ class Step:
         p_BKGT: at a decode step, the attention probabilities of all residents, 0 beyond a row's length; ``None``
             unless the state has ``reads_all_keys``.
         rows: the lengths, with tables that layers of the same lengths share.
+        ends: ``lengths`` without a device read; empty in a compiled step.
     """
 
     q_pre_BHSD: Tensor
@@ -99,8 +100,10 @@ class Step:
     p_BKGT: Tensor | None = None
     decoded: int = 1
     rows: RowLengths = None  # type: ignore[assignment]  # made of lengths
+    ends: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.ends = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
         if self.rows is None or self.rows.tensor is not self.lengths:
             self.rows = RowLengths(self.lengths, [max(1, end) for end in self.ends] if self.starts else None)
 
@@ -113,11 +116,6 @@ class Step:
     def softmax_options(self) -> dict[str, Any]:
         """Scale, sinks and cap, as keyword arguments of `ops.sparse_decode` and `ops.dense_decode`."""
         return {"sm_scale": self.sm_scale, "sinks": self.sinks, "softcap": self.softcap}
-
-    @property
-    def ends(self) -> list[int]:
-        """Tokens of each row, the new ones included: ``lengths`` without a device read."""
-        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
     @property
     def max_length(self) -> int:

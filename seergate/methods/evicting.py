@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.ops.rows import RowLengths
 
@@ -326,7 +327,7 @@ class BudgetedState(EvictingState):
             return self.clock(row) % method.interval == 0 and held > capacity
         return held > capacity and (decoded == 0 or held >= capacity + method.interval)
 
-    @torch.no_grad()
+    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         ends, method = step.ends, self.method
 

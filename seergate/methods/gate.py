@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Method, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
@@ -180,7 +181,7 @@ class GateState(SelectingState):
             "oldest": torch.zeros(spec.batch, dtype=torch.int64),  # lowest position whose raw key `recent` may hold
         }
 
-    @torch.no_grad()
+    @without_gradients
     def append(self, step: Step) -> None:
         entries = self.grown("kg", -(-step.max_length // self.size))
         if step.decoded == step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
@@ -214,7 +215,7 @@ class GateState(SelectingState):
         """Bytes of the entries that a step reads, which exclude the entry of the current token's block."""
         return super().bytes_read(held - self.size, seen - self.size, chose)
 
-    @torch.no_grad()
+    @without_gradients
     def scores(self, step: Step) -> Tensor:
         return self.gate.step_scores(step.q_pre_BHSD[:, :, 0], step.rows, self.rows["kg"])
 

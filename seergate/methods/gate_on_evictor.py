@@ -9,6 +9,7 @@ import torch
 
 from seergate import ops
 from seergate.errors import SeergateError
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
@@ -46,7 +47,7 @@ class GateOnEvictorState(EvictingState):
             return step
         return replace(step, starts=starts, lengths=torch.tensor(seen, device=step.lengths.device).clamp(min=1))
 
-    @torch.no_grad()
+    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         self.evicting.append(step)
@@ -56,7 +57,7 @@ class GateOnEvictorState(EvictingState):
     def observe_attention(self, step: Step) -> None:
         self.evicting.observe_attention(step)
 
-    @torch.no_grad()
+    @without_gradients
     def attend(self, step: Step) -> AttentionOutput | None:
         if self.evicting.attend(step) is not None:
             name = self.method.evictor.name

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_choice, check_counts
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import prompt_probabilities, reduced
@@ -26,7 +27,7 @@ class H2OState(BudgetedState):
             # half precision would lose small increments
             self.add_per_token(name, torch.promote_types(spec.dtype, torch.float32))
 
-    @torch.no_grad()
+    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         if step.q_BHSD.shape[2] == 1:

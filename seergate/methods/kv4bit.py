@@ -15,6 +15,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
 
@@ -57,7 +58,7 @@ class KV4BitState(CompressingState):
         """Number of quantised tokens of each row."""
         return [self.total_tokens(row) - end for row, end in enumerate(step.ends)]
 
-    @torch.no_grad()
+    @without_gradients
     def attend(self, step: Step) -> AttentionOutput | None:
         """Attention to the quantised tokens and the residents."""
         stored = self.stored(step)
@@ -94,7 +95,7 @@ class KV4BitState(CompressingState):
     def max_resident(self) -> int:
         return self.method.residual + self.method.group
 
-    @torch.no_grad()
+    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         """Move whole groups of tokens that are older than ``residual`` from the cache into the state."""
         size, ends = self.method.group, step.ends

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageState
@@ -109,7 +110,7 @@ class RaaSState(PageState, EvictingState):
         )
         return index.masked_fill(padding[:, None], -1)
 
-    @torch.no_grad()
+    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         size, ends = self.method.block_size, step.ends
         pages = [-(-end // size) for end in ends]

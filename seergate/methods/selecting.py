@@ -106,7 +106,8 @@ class SelectingMethod(Method):
     def select(self, state: SelectingState, step: Step) -> Selection | PerHeadSelection | None:
         """The blocks to read at a decode step, or ``None`` for all of them."""
         short = self.dense_below
-        if state.spec.layer in self.dense_layers or step.max_length <= max(self.covered_tokens, short):
+        covered = step.rows.once("covered tokens", lambda: self.covered_tokens, self)
+        if state.spec.layer in self.dense_layers or step.max_length <= max(covered, short):
             return None
         selection = self.choose(state.scores(step), step.rows)
         return with_all_blocks(selection, step.ends, self.block_size, short) if short else selection

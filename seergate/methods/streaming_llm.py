@@ -10,6 +10,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check, check_choice, check_counts
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
 from seergate.ops.rows import RowLengths
@@ -26,7 +27,7 @@ class StreamingState(EvictingState):
             done = f"generated tokens see its first {sinks} tokens and the newest {budget - sinks} of all"
             self.method.warn_of_prompt(tokens, budget, done)
 
-    @torch.no_grad()
+    @without_gradients
     def attend(self, step: Step) -> AttentionOutput:
         budget, (_, heads, _, dim) = self.method.token_budget, step.keys_BKCD.shape
         group = step.q_BHSD.shape[1] // heads

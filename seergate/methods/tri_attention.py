@@ -18,6 +18,7 @@ from torch import Tensor
 from seergate.checks import check_choice, check_counts
 from seergate.durable import replacing, save_file
 from seergate.errors import SeergateError
+from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
@@ -118,7 +119,7 @@ class TriAttentionState(BudgetedState):
         self.ahead_HOD = turned_HOD.mean(1, keepdim=True) if method.offset_reduction == "mean" else turned_HOD
         self.spread_HM = modulus - self.pairs.modulus(mean)
 
-    @torch.no_grad()
+    @without_gradients
     def importance(self, step: Step, row: int) -> Tensor:
         method, spec = self.method, self.spec
         pinned = 0 if method.prompt == "evictable" else self.prompts[row]
@@ -263,7 +264,7 @@ class QueryCentresState(LayerState):
         self.pairs = Pairs(spec.rotary, spec.head_dim, spec.device)
         method.rope[spec.layer] = self.pairs.rope
 
-    @torch.no_grad()
+    @without_gradients
     def append(self, step: Step) -> None:
         q_HSD = torch.cat([step.q_pre_BHSD[row, :, :count] for row, count in enumerate(step.counts)], dim=1).double()
         total, moduli, count = self.method.sums.get(self.spec.layer, (0, 0, 0))

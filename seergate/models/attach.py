@@ -19,6 +19,7 @@ from seergate.cache.storage import KVBackend
 from seergate.config import DecodeConfig, Rectify
 from seergate.decode.compatibility import refuse
 from seergate.decode.rectify import Rectification
+from seergate.decode.stats import DecodeStats
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods import Method, SelectingMethod
@@ -28,7 +29,6 @@ from seergate.models.gate_bank import GateBank
 from seergate.models.hooks import Attachment, LayerBinding, SingleThreadGuard
 from seergate.models.prompts import PromptReader
 from seergate.models.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method
-from seergate.stats import DecodeStats
 
 _HANDLE = "_seergate_handle"
 Counts = TypeVar("Counts", bound=DecodeStats)

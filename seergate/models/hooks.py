@@ -1,7 +1,8 @@
-"""Hooks of gated layers: the pre-hook of each attention module creates the `ForwardContext`.
+"""Hooks of gated layers.
 
-The pre-hook finds the cache layer and determines the real (not padding) tokens and the mode of the forward pass. It
-stores the context in the layer for `GatedLayer.update`, and passes a `GatedAttention` to the attention function.
+The pre-hook of an attention module finds the cache layer and determines the real (not padding) tokens and the mode of
+the forward pass: the `ForwardContext`. The module then runs without a cache and calls its attention function, which
+stores the new tokens and attends (`seergate.decode.step`).
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """
@@ -14,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -31,23 +32,21 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from seergate.cache.argument import cache_of
-from seergate.cache.forward import TWO_THREADS, ForwardContext, ForwardModes
+from seergate.cache.forward import CACHE, TWO_THREADS, ForwardContext, ForwardModes, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
 from seergate.decode.rectify import Rectification
-from seergate.decode.step import DenseAttention, GatedAttention
+from seergate.decode.stats import DecodeStats
+from seergate.decode.step import gated_attention
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, Method
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
 from seergate.models.rope import Rotary, modeling_module
-from seergate.stats import DecodeStats
 
 ATTENTION_NAME = "seergate"
-CALL_KEYWORD = "seergate_call"
 HIDDEN = -1e4
 """An additive mask hides what it adds this or less to."""
 MASK_PIECE = 2**26
@@ -65,9 +64,7 @@ LABELS = (
 def seergate_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention function of the modules whose configuration names ``"seergate"``.
-
-    It calls the `GatedAttention` that the module's pre-hook added to the keyword arguments.
+    """Attention function of the modules whose configuration names ``"seergate"``: that of their `AttentionSwap`.
 
     Args:
         query: ``[B, H, S, D]``. key, value: ``[B, K, T, D]``.
@@ -75,26 +72,8 @@ def seergate_attention(
     Returns:
         Output ``[B, S, H, D]``, and attention weights or ``None``.
     """
-    call: Callable[..., tuple[Tensor, Tensor | None]] = kwargs.pop(CALL_KEYWORD)
-    return call(module, query, key, value, attention_mask, **kwargs)
-
-
-def dense_function(implementation: str) -> DenseAttention:
-    """Return the model's original attention as a function of the module and its inputs.
-
-    Some implementations read their own name from the module's configuration, so it is set there while they run.
-    """
-
-    def dense(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        eager = getattr(modeling_module(module), "eager_attention_forward", None)
-        own: Any = module.config  # this module's private copy
-        named, own._attn_implementation_internal = own._attn_implementation_internal, implementation
-        try:
-            return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(module, *args, **kwargs)
-        finally:
-            own._attn_implementation_internal = named
-
-    return dense
+    swapped: Any = module.seergate_attention
+    return swapped(query, key, value, attention_mask, **kwargs)
 
 
 def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
@@ -170,28 +149,41 @@ class QKHook:
 
 
 class AttentionSwap:
-    """Gives one attention module its own configuration, which names our attention function, and a pre-hook
-    ``(module, args, kwargs) -> (args, kwargs)``. `undo` removes both.
+    """Replaces the attention function of one module, by its own configuration that names `seergate_attention`.
+
+    Args:
+        attention: the module.
+        pre_hook: ``(module, args, kwargs) -> (args, kwargs)``, called before the module.
+        function: takes ``(query, key, value, attention_mask, **kwargs)``; as `seergate_attention`.
     """
 
-    def __init__(self, attention: nn.Module, pre_hook: Any) -> None:
+    def __init__(self, attention: nn.Module, pre_hook: Any, function: Callable[..., Any]) -> None:
         AttentionInterface.register(ATTENTION_NAME, seergate_attention)
         self._attention, self._config = attention, attention.config
         own: Any = copy.copy(attention.config)
         own._attn_implementation_internal = ATTENTION_NAME
-        attention.config = own
+        attention.config, attention.seergate_attention = own, function  # type: ignore[assignment]
         self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
-    @property
-    def implementation(self) -> str:
-        """Name of the model's original attention implementation."""
-        config: Any = self._config
-        return str(config._attn_implementation)
+    def dense(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """The model's original attention; arguments as in ``function``.
+
+        Some implementations read their own name from the module's configuration, so it is set there while they run.
+        """
+        config, own = cast(Any, self._config), cast(Any, self._attention.config)
+        name = str(config._attn_implementation)
+        eager = getattr(modeling_module(self._attention), "eager_attention_forward", None)
+        own._attn_implementation_internal = name
+        try:
+            return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)(self._attention, *args, **kwargs)
+        finally:
+            own._attn_implementation_internal = ATTENTION_NAME
 
     def undo(self) -> None:
-        """Remove the pre-hook and restore the module's configuration."""
+        """Remove the pre-hook and restore the module's configuration and attention function."""
         self._handle.remove()
         self._attention.config = self._config
+        del self._attention.seergate_attention
 
 
 class SingleThreadGuard:
@@ -261,7 +253,8 @@ class LayerBinding:
         windowed = families.layer_type(config, layer) == "sliding_attention"
         self.window = int(config.sliding_window) if windowed else None  # as long as all positions
         self.qk_hook = QKHook(handle.model, attention)
-        self.swap = AttentionSwap(attention, self.before_forward)
+        self.arriving: tuple[GatedLayer, ForwardContext] | None = None  # set by the pre-hook, used by `attend`
+        self.swap = AttentionSwap(attention, self.before_forward, self.attend)
 
     def remove(self) -> None:
         """Remove all hooks and restore the module's configuration."""
@@ -269,19 +262,22 @@ class LayerBinding:
         self.qk_hook.remove()
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Create the forward context for the cache layer, which stores the new tokens, and the attention function."""
+        """Make the forward context, and let the module run without the cache: `attend` stores its new tokens. A module
+        whose keys and values later layers read (Gemma 4) stores them by `update` instead, to pass on those of all
+        slots.
+        """
         self.qk_hook.follow()
-        cache, dense = cache_of(kwargs), dense_function(self.swap.implementation)
+        cache, self.arriving = cache_of(kwargs), None
         if paged := cache is not None and not isinstance(cache, Cache):
             warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
         if cache is None or paged or self.handle.disabled:
-            return args, {**kwargs, CALL_KEYWORD: partial(_without_cache, self.qk_hook, dense)}
+            return args, kwargs
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
         layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
         if self.first:
-            self.handle.passes.newest = None
+            self.handle.passes.begin()
         if on_host:
             if self.window is not None and layer.rows.slots + new > self.window:
                 raise SeergateError(
@@ -301,11 +297,31 @@ class LayerBinding:
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
         positions = kwargs.get("position_ids")
-        layer.context = context = ForwardContext(
-            mode, self.qk_hook.take, valid, positions, hidden, on_host, handle.passes
+        self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, handle.passes)
+        cache_given = CACHE if kwargs.get(CACHE) is not None else "past_key_values"
+        return args, {**kwargs, cache_given: self if layer.shared else None}
+
+    def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new tokens as a cache does, for a module whose keys and values later layers read."""
+        assert self.arriving is not None
+        layer, context = self.arriving
+        context.take(*self.qk_hook.take())
+        return layer.store(context, key, value)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The module's attention function, as `seergate_attention`."""
+        arriving, self.arriving = self.arriving, None
+        if arriving is None:
+            self.qk_hook.take()
+            return self.swap.dense(query, key, value, attention_mask, **kwargs)
+        layer, context = arriving
+        if context.rows is None:
+            context.take(*self.qk_hook.take())
+        return gated_attention(
+            self.handle, layer, context, self.swap.dense, query, key, value, attention_mask, **kwargs
         )
-        attention = GatedAttention(context, layer, dense, handle.stats_, handle.measure_recall, handle.trace)
-        return args, {**kwargs, CALL_KEYWORD: attention}
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
@@ -374,16 +390,9 @@ class LayerBinding:
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
         anchor = method.anchor_of(self.layer)
-        readers = (layer for layer in handle.stats_.layers if method.anchor_of(layer) == self.layer)
-        source = None if anchor == self.layer else cache.layers[anchor]
+        readers = (layer for layer in handle.stats_.layers if method.anchor_of(layer) == anchor)
         facts = storage, method, self.layer, self.spec.num_heads, self.spec.rotary
-        return GatedLayer(*facts, shared, compiles, source, max(readers, default=self.layer))
-
-
-def _without_cache(qk_hook: QKHook, dense: DenseAttention, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the model's original attention for a forward pass without a KV cache, and release the captured q and k."""
-    qk_hook.take()
-    return dense(module, *args, **kwargs)
+        return GatedLayer(*facts, shared, compiles, anchor, max(readers, default=self.layer))
 
 
 def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:

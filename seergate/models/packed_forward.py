@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from seergate import ops
 from seergate.models import families
-from seergate.models.hooks import ATTENTION_NAME, CALL_KEYWORD, AttentionSwap, QKHook, attention_input
+from seergate.models.hooks import ATTENTION_NAME, AttentionSwap, QKHook, attention_input
 from seergate.ops.attention import PackedAttention
 
 
@@ -67,21 +66,28 @@ def intercepted_attention(
             qk_hook = QKHook(model, attention) if layer in hooked else None
             if qk_hook is not None:
                 undo.callback(qk_hook.remove)
-            undo.callback(AttentionSwap(attention, _pre_hook(layer, qk_hook, attend)).undo)
+            pack = _PackedAttention(layer, qk_hook, attend)
+            undo.callback(AttentionSwap(attention, pack.before_forward, pack.attention).undo)
         undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
         config._attn_implementation_internal = ATTENTION_NAME
         yield
 
 
-def _pre_hook(layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]) -> Any:
-    def attention(
-        hidden: Tensor, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        q_pre, k_pre = (None, None) if qk_hook is None else qk_hook.take()
+class _PackedAttention:
+    """The attention function of one layer, and the pre-hook that notes the module's input."""
+
+    def __init__(self, layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]) -> None:
+        self.layer, self.qk_hook, self.attend = layer, qk_hook, attend
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self.hidden = attention_input(args, kwargs)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        q_pre, k_pre = (None, None) if self.qk_hook is None else self.qk_hook.take()
         scaling = kwargs.get("scaling")
         call = TeacherCall(
-            layer=layer,
-            hidden_BSW=hidden,
+            layer=self.layer,
+            hidden_BSW=self.hidden,
             # Under autocast, normalised queries and keys are wider than values; kernels need one dtype.
             query_BHSD=query.to(value.dtype),
             key_BKSD=key.to(value.dtype),
@@ -93,9 +99,5 @@ def _pre_hook(layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall]
             sinks=kwargs.get("s_aux"),
             softcap=kwargs.get("softcap"),
         )
-        return attend(call), None
-
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, {**kwargs, CALL_KEYWORD: partial(attention, attention_input(args, kwargs))}
-
-    return hook
+        del self.hidden
+        return self.attend(call), None

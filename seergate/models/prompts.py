@@ -12,8 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from seergate.cache.argument import CACHE
-from seergate.cache.forward import ForwardModes
+from seergate.cache.forward import CACHE, ForwardModes
 from seergate.models.families import model_positions, text_config
 
 NO_CACHE = (

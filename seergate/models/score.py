@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from seergate.cache.argument import CACHE
-from seergate.cache.forward import VERIFIED_TOKENS
+from seergate.cache.forward import CACHE, VERIFIED_TOKENS
 from seergate.errors import SeergateError
 from seergate.models.attach import handle_of
 from seergate.models.families import check_angles, text_config

@@ -85,12 +85,14 @@ def run(op: str, device: torch.device, **arguments: Any) -> Any:
 
     Autocast is off, since it would round only some products of an op: ops choose their precision themselves.
     """
+    preferred, *fallback = _loaded(op, device)
     on_gpu = device.type == "cuda"
+    cast = (on_gpu or device.type == "cpu") and torch.is_autocast_enabled(device.type)
+    if not on_gpu and not cast and ".torch_impl." in preferred:
+        return getattr(sys.modules[preferred], op)(**arguments)
     # Triton launches on the current device, not on the device of its arguments.
     there = torch.cuda.device(device) if on_gpu else nullcontext()
-    cast = (on_gpu or device.type == "cpu") and torch.is_autocast_enabled(device.type)
     exactly = torch.autocast(device.type, enabled=False) if cast else nullcontext()
-    preferred, *fallback = _loaded(op, device)
     taken = arguments if ".torch_impl." in preferred else _with_lengths(arguments)
     if preferred == f"{__package__}.reference":
         taken = _spread(taken)

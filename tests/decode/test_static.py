@@ -2,7 +2,9 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,13 +14,16 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
+from seergate.cache.forward import ForwardContext, ForwardMode, ForwardModes
+from seergate.cache.layer import GatedLayer
 from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage
+from seergate.decode.stats import DecodeStats
+from seergate.decode.step import gated_attention
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerSpec, Step
+from seergate.methods.base import Step
 from seergate.models import hooks as call
 from seergate.ops import backend
-from seergate.stats import DecodeStats
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.decoding import Decoding
 from tests.support.models import left_padded, prompt, tiny_model
@@ -178,11 +183,11 @@ def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
     heads, kv_heads, dim = (
         getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
-    q, k, keys = tensor(1, heads, 1, dim), tensor(1, kv_heads, 1, dim), tensor(1, kv_heads, 4096, dim)
-    state = method.new_state(LayerSpec(0, 1, heads, kv_heads, dim, q.dtype, q.device, None))
-    state.grown("kg", 4096 // BLOCK, limit=4096 // BLOCK)
-    stats = DecodeStats([0])
-    stats.expect_compiled(0, keys, keys, BLOCK, state)
+    q, k, stats = tensor(1, heads, 1, dim), tensor(1, kv_heads, 1, dim), DecodeStats([0])
+    layer = GatedLayer(DynamicStorage(4096), method, 0, heads, None, False, True, 0, 0)
+    layer.lazy_initialization(k, k)
+    stats.expect_compiled(layer)
+    state, keys = layer.state, layer.storage.keys
     step = Step(q, k, q, k, [], [], keys, keys, tensor(1, dtype=torch.int64), 1.0)
 
     def decode():
@@ -195,6 +200,45 @@ def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
         kernels = [launch.kernel.__name__ for launch in ahead_of_time.launches(decode, H200)]
     assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
     assert others.names == ["ones_like", "scatter_add_", "add_"]
+
+
+def test_what_an_eager_step_launches_on_a_gpu(model, monkeypatch):
+    """A layer after the first, whose lengths it shares, with Triton and its statistics: eight launches."""
+    pytest.importorskip("triton")
+    from benchmarks.kernels import ahead_of_time
+    from benchmarks.kernels.data_sheets import H200
+
+    monkeypatch.setattr(backend, "choose", lambda device: "triton")
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no tensors without memory
+    tensor = partial(torch.empty, device="meta")
+    method = methods.Gate(bank=gates(model).to("meta"), token_budget=2 * BLOCK)
+    heads, kv_heads, dim = (
+        getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    layers = [GatedLayer(DynamicStorage(), method, i, heads, None, False, False, i, i) for i in range(2)]
+    observer = SimpleNamespace(stats_=DecodeStats([0, 1]), measure_recall=False, trace=None)
+    passes = ForwardModes(decodes_drafts=True)
+
+    def attend(new, layer):
+        q, k, positions = tensor(1, heads, new, dim), tensor(1, kv_heads, new, dim), tensor(1, new, dtype=torch.int64)
+        context = ForwardContext(ForwardMode(int(new == 1)), None, None if new > 1 else positions, q, passes=passes)
+        context.take(q, k)
+        gated_attention(observer, layer, context, lambda q, *_: (q.transpose(1, 2), None), q, k, k, None)
+
+    def steps():
+        for new in (8 * BLOCK, 1):
+            passes.begin()
+            for layer in layers:
+                attend(new, layer)
+        passes.begin()
+        attend(1, layers[0])
+
+    with torch.no_grad():
+        ahead_of_time.launches(steps, H200)
+        with Launches() as others:
+            kernels = [launch.kernel.__name__ for launch in ahead_of_time.launches(lambda: attend(1, layers[1]), H200)]
+    assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
+    assert others.names == ["copy_", "copy_", "sum", "add"]  # key, value; the blocks that were read
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])

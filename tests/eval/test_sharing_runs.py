@@ -6,7 +6,7 @@ import yaml
 
 import seergate
 from seergate import methods
-from seergate.cache.argument import cache_of
+from seergate.cache.forward import cache_of
 from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.proxies import measure_proxies
 from seergate.eval.report import write_report

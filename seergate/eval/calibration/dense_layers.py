@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from seergate.cache.argument import CACHE
+from seergate.cache.forward import CACHE
 from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count
 from seergate.errors import SeergateError

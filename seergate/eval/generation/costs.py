@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.stats import DecodeStats, RowBytes, StepRecord
+from seergate.cache.layer import GatedLayer
+from seergate.decode.stats import DecodeStats, StepRecord
 
 CURVE_STEPS = 32
 """Decode steps between two points of a row's ``read_curve`` (`RowStats.of`)."""
@@ -49,10 +50,10 @@ class RowStats(DecodeStats):
         self.figures, self.blocks, self.decode_steps, lengths = self.before
         self.curves = [curve[:length] for curve, length in zip(self.curves, lengths, strict=True)]
 
-    def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
+    def saw_prompt(self, cache: GatedLayer) -> None:
         """Count the prefill of a layer; the next call of `add_rows` adds its rows."""
-        super().saw_prompt(layer, resident_bytes, row_bytes)
-        self.arriving[layer] = float(resident_bytes), row_bytes()
+        super().saw_prompt(cache)
+        self.arriving[cache.layer] = float(cache.nbytes), cache.row_bytes()
 
     def add_rows(self, rows: int) -> None:
         """Add rows at the end of the batch after their prefill, which counts in the peaks. The first decode step adds
@@ -81,17 +82,17 @@ class RowStats(DecodeStats):
         super().record(record)
         if not len(self.decode_steps):
             self.add_rows(len(record.total_tokens))
-        layer, seen, selection = record.layer, record.total_tokens, record.selection
-        ends, allocated = np.array(record.step.ends), record.resident_bytes / len(seen)
+        cache, seen, selection = record.cache, record.total_tokens, record.selection
+        layer, ends, allocated = cache.layer, np.array(record.step.ends), cache.nbytes / len(seen)
         of = {name: figure[self.place[layer]] for name, figure in self.figures.items()}
         of["seen"] += seen
         # selected blocks are counted whole below; subtract the empty slots of the current one
-        of["read"] += np.array(record.read, dtype=float) if selection is None else -(-ends % record.block_size)
+        of["read"] += np.array(record.read, dtype=float) if selection is None else -(-ends % cache.block_size)
         of["cached"] += ends
         of["scored"] += record.scored
         of["allocated"] += allocated
         np.maximum(of["allocated_peak"], allocated, out=of["allocated_peak"])
-        self.held[layer] = own_bytes = record.row_bytes()
+        self.held[layer] = own_bytes = cache.row_bytes()
         of["own"] += own_bytes
         np.maximum(of["own_peak"], own_bytes, out=of["own_peak"])
         if selection is not None:

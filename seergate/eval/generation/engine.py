@@ -27,10 +27,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
-from seergate.cache.argument import CACHE
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
+from seergate.cache.forward import CACHE
 from seergate.cache.layer import GatedLayer
 from seergate.checks import check_count, check_counts
+from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
 from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory
 from seergate.eval.generation.costs import RowStats
@@ -40,7 +41,6 @@ from seergate.eval.tasks.prompts import end_ids
 from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.models.attach import Handle
 from seergate.models.families import check_angles, text_config
-from seergate.stats import DecodeStats
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from seergate.decode.stats import DecodeStats
 from seergate.eval.calibration.recurrence import answers
 from seergate.eval.sampling import Sampling
 from seergate.methods import EvictingMethod
@@ -15,7 +16,6 @@ from seergate.methods.base import Step
 from seergate.methods.evicting import Eviction
 from seergate.models import families
 from seergate.models.attach import attached
-from seergate.stats import DecodeStats
 
 
 def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:

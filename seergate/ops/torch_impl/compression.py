@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.gate_math import Branch, compressed_keys
 from seergate.ops.rows import RowLengths
 
@@ -61,7 +62,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-@torch.no_grad()
+@without_gradients
 def update_compressed_keys(
     k: Tensor,
     rows: RowLengths,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.arguments import readable
 from seergate.ops.backend import one_node
 from seergate.ops.decode import DecodeInputs
-from seergate.ops.paging import as_rows, has_rows_of, layout_of, rows_of, unpaged
+from seergate.ops.paging import index_of, layout_of, unpaged
 from seergate.ops.rows import RowLengths
 
 GATHER_BYTES_CPU = 2**23
@@ -63,7 +64,7 @@ def _counted(rows: RowLengths, counts: Tensor, columns: int, block_size: int, se
     return Readable.of(counts_P, columns * block_size, seen)._replace(full=full)
 
 
-@torch.no_grad()
+@without_gradients
 def sparse_decode(
     inputs: DecodeInputs, indices: Tensor, counts: Tensor | None, rows: RowLengths, block_size: int
 ) -> Tensor:
@@ -87,17 +88,18 @@ def sparse_decode(
         return q.new_zeros(batch, heads, value_dim)
     if (needed := -(-width // block_size)) < columns:
         columns, places_BKX = needed, places_BKX[..., :needed]
-    unit = block_size
-    if not (has_rows_of(k, unit) and has_rows_of(v, unit)):
-        unit = 1
+    k_layout, v_layout = layout_of(k, block_size, rows), layout_of(v, block_size, rows)
+    if k_layout is None or v_layout is None:
         tokens_BKXC = places_BKX[..., None].long() * block_size + torch.arange(block_size, device=q.device)
         capacity = k.shape[2] if page_table is None else k.shape[2] * page_table.shape[1]
         places_BKX = tokens_BKXC.flatten(2).clamp(max=capacity - 1)
-        k, v = (x if has_rows_of(x, 1) else x.contiguous() for x in (k, v))
-    k_RX, index = rows_of(k, unit, places_BKX, page_table, rows)
-    v_RX, v_index = as_rows(v, unit), index
-    if layout_of(v, unit) != layout_of(k, unit):
-        v_index = rows_of(v, unit, places_BKX, page_table, rows)[1]
+        k, v = (x if layout_of(x, 1, rows) else x.contiguous() for x in (k, v))
+        k_layout, v_layout = layout_of(k, 1, rows), layout_of(v, 1, rows)
+        assert k_layout is not None and v_layout is not None
+    k_RX, v_RX = k_layout.matrix(k), v_layout.matrix(v)
+    v_index = index = index_of(k, k_layout, places_BKX, page_table, rows)
+    if v_layout[:3] != k_layout[:3]:
+        v_index = index_of(v, v_layout, places_BKX, page_table, rows)
 
     q_PGD = q.reshape(pairs, group, dim)
     sinks_PG = None if sinks is None else sinks.reshape(kv_heads, group).expand(batch, -1, -1).flatten(0, 1)
@@ -173,7 +175,7 @@ def _probabilities(
     return torch.cat((scores_PGS, sinks_PG1), dim=-1).softmax(-1)[..., :-1]
 
 
-@torch.no_grad()
+@without_gradients
 def dense_decode(inputs: DecodeInputs, rows: RowLengths | None) -> Tensor:
     """The op on checked arguments."""
     lengths = None if rows is None else rows.tensor

@@ -13,6 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.attention import Pack, PackedAttention
 from seergate.ops.host_memory import copied
 from seergate.ops.torch_impl.teacher import segments, wide_dtype
@@ -25,7 +26,7 @@ VARLEN_DIM = 256
 """Largest head dimension of PyTorch's FlashAttention, which needs compute capability 8.0 and multiples of 8."""
 
 
-@torch.no_grad()
+@without_gradients
 def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
     """The op on checked arguments."""
     cu_seqlens, sm_scale, sinks, softcap = pack[2:]

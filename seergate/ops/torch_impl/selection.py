@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.arguments import readable
 from seergate.ops.gate_math import Branch, block_scores, rms_norm, rotation, turned
 from seergate.ops.rows import RowLengths
@@ -24,7 +25,7 @@ TIE = 2.0**-50
 float64, and for up to 2^25 blocks less than a step of fp32."""
 
 
-@torch.no_grad()
+@without_gradients
 def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments: scores of all blocks, complete or not."""
     (batch, kv_heads, blocks, width), weight_KPE = compressed.shape, branch.weight.flatten(1, 2)
@@ -89,7 +90,7 @@ class Budgeted(NamedTuple):
         return cls(candidates, kept, surplus_B1X, counts_BK)
 
 
-@torch.no_grad()
+@without_gradients
 def select_blocks(
     scores: Tensor,
     rows: RowLengths,

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.attention import AttentionWithTargets, Pack
 
 MASKED = -1e30
@@ -145,7 +146,7 @@ class Teacher:
         return torch.arange(self.sink_blocks, rows[-1] // self.block_size, device=device)[:, None] >= own_R
 
 
-@torch.no_grad()
+@without_gradients
 def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
     """The op on checked arguments."""
     q, dtype = pack.q, wide_dtype(pack.q, pack.k)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.backend import one_node
 from seergate.ops.decode import DecodeInputs
 from seergate.ops.triton_impl.decode_kernels import decode_kernel, merge_kernel
@@ -18,7 +19,7 @@ MAX_ROW_BYTES = 512
 """Size of the largest key or value that fits in registers: head dimension 256 in 16 bits, 128 in fp32."""
 
 
-@torch.no_grad()
+@without_gradients
 def sparse_decode(
     inputs: DecodeInputs, indices: Tensor | None, counts: Tensor | None, lengths: Tensor | None, block_size: int
 ) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.attention import Pack, PackedAttention
 from seergate.ops.torch_impl import packed_attention as torch_impl
 from seergate.ops.triton_impl import packs
@@ -14,7 +15,7 @@ BLOCK_SIZE = 64
 """Arbitrary, of the sizes that the kernel supports: without targets, blocks have no effect."""
 
 
-@torch.no_grad()
+@without_gradients
 def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
     """The op on checked arguments."""
     q = pack.q

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.backend import one_node
 from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.selection import Selection
@@ -82,7 +83,7 @@ def score_kernel(  # type: ignore[no-untyped-def]
         tl.store(scores_ptr + block, tl.where(known, score, 0.0), mask=block < blocks)
 
 
-@torch.no_grad()
+@without_gradients
 def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments; float64 runs in the torch backend."""
     if not {q.dtype, branch.weight.dtype} <= set(DTYPES):
@@ -178,7 +179,7 @@ def select_kernel(  # type: ignore[no-untyped-def]
     tl.store(indices_ptr + pair * kept + slot, -1, mask=(slot >= count[:, None]) & (slot < kept))
 
 
-@torch.no_grad()
+@without_gradients
 def select_blocks(
     scores: Tensor, *, budget_share: float | None, budget_min: int | None, budget_max: int | None, **others: Any
 ) -> Selection:

@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.attention import AttentionWithTargets, Pack
 from seergate.ops.triton_impl import packs, teacher_kernels
 from seergate.ops.triton_impl.gpus import gpu_of
@@ -148,7 +149,7 @@ def _warn(text: str) -> None:
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
-@torch.no_grad()
+@without_gradients
 def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
     """The op on checked arguments."""
     q = pack.q

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.methods.base import LayerState, Step
+from seergate.cache.layer import GatedLayer
+from seergate.cache.storage import token_bytes
+from seergate.methods.base import Step
 from seergate.methods.evicting import AttentionOutput, Eviction
 from seergate.methods.selecting import PerHeadSelection, SelectingState
-from seergate.ops import Selection
+from seergate.ops import Selection, backend
 
 
 def _blocks_read(counts: Tensor) -> Tensor | np.ndarray:
@@ -23,37 +25,27 @@ def _blocks_read(counts: Tensor) -> Tensor | np.ndarray:
     return total.numpy() if total.device.type == "cpu" else total
 
 
-RowBytes = Callable[[], Any]
-"""Function that returns the bytes of each row, as an array."""
-
-
-def token_bytes(keys: Tensor, values: Tensor) -> int:
-    """Bytes that one token's key and value take in one KV head of a cache ``[..., D]``."""
-    return keys.shape[-1] * keys.element_size() + values.shape[-1] * values.element_size()
-
-
 @dataclass
 class StepRecord:
     """One decode step of one layer: what it read and what stays resident.
 
     Attributes:
-        total_tokens: tokens of each row so far, evicted ones included.
+        cache: the layer of the cache, before the method evicts.
         selection: the blocks read; ``None`` if the method selected none.
-        resident_bytes: bytes that the layer holds.
-        row_bytes: returns the bytes that each row would hold alone; called only by statistics that count rows.
         recall: ``[B]``, share of dense attention's probability that fell on the tokens read; ``None`` if not measured.
     """
 
-    layer: int
+    cache: GatedLayer
     step: Step
-    state: LayerState
-    total_tokens: list[int]
     selection: Selection | PerHeadSelection | None
     attended: AttentionOutput
-    block_size: int
-    resident_bytes: int
-    row_bytes: RowBytes
     recall: Tensor | None = None
+
+    @cached_property
+    def total_tokens(self) -> list[int]:
+        """Tokens of each row so far, evicted ones included."""
+        rows = self.cache.rows
+        return [total - held + end for total, held, end in zip(rows.total, rows.resident, self.step.ends, strict=True)]
 
     @property
     def read(self) -> Sequence[float]:
@@ -63,13 +55,14 @@ class StepRecord:
     @cached_property
     def scored(self) -> list[int]:
         """Bytes that each row read to select or score, besides the keys and values attended to; all heads together."""
-        (keys, values, _), heads, read = self.step.stored, self.step.stored[0].shape[1], self.attended.read
-        found = []
+        (keys, values, _), state, read = self.step.stored, self.cache.state, self.attended.read
+        assert state is not None
+        heads, found = keys.shape[1], []
         for row, (held, seen) in enumerate(zip(self.step.ends, self.total_tokens, strict=True)):
             # A row that reads everything is scored only to keep the batch's shape: not counted.
-            chose = (self.selection is not None or read is not None) and not self.state.reads_all(seen)
-            total = self.state.bytes_read(held, seen, chose)
-            if chose and self.state.reads_all_keys:  # without a selection, attention reads all keys anyway
+            chose = (self.selection is not None or read is not None) and not state.reads_all(seen)
+            total = state.bytes_read(held, seen, chose)
+            if chose and state.reads_all_keys:  # without a selection, attention reads all keys anyway
                 total += held * heads * keys.shape[3] * keys.element_size()
             if read is not None:  # tokens beyond those in the cache were read from the state, counted above
                 total -= max(0, int(read[row]) - held) * heads * token_bytes(keys, values)
@@ -191,15 +184,17 @@ class DecodeStats:
             stats.fold()
         return self.layers
 
-    def saw_prompt(self, layer: int, resident_bytes: int, row_bytes: RowBytes) -> None:
-        """Update the peak of a layer's bytes after prefill; ``row_bytes`` as in `StepRecord`."""
-        stats = self.layers[layer]
-        stats.resident_peak = max(stats.resident_peak, resident_bytes)
+    def saw_prompt(self, cache: GatedLayer) -> None:
+        """Update the peak of a layer's bytes after prefill."""
+        stats = self.layers[cache.layer]
+        stats.resident_peak = max(stats.resident_peak, cache.nbytes)
 
     def record(self, record: StepRecord) -> None:
         """Count one decode step."""
-        stats, step, selection = self.layers[record.layer], record.step, record.selection
-        stats.of_cache(*step.stored[:2], record.block_size)
+        cache, step, selection = record.cache, record.step, record.selection
+        stats, size, resident_bytes, state = self.layers[cache.layer], cache.block_size, cache.nbytes, cache.state
+        assert state is not None
+        stats.of_cache(*step.stored[:2], size)
         stats.steps += 1
         stats.rows += len(record.total_tokens)
         stats.tokens_seen += sum(record.total_tokens)
@@ -207,40 +202,49 @@ class DecodeStats:
         stats.bytes_scored += sum(record.scored)
         if selection is None:
             stats.tokens_read += sum(record.read)
-            stats.dense_blocks += sum(-(-tokens // record.block_size) for tokens in record.read)
+            stats.dense_blocks += sum(-(-tokens // size) for tokens in record.read)
         else:  # the selection includes the current block, which may not be full
             stats.add_blocks(step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts))
-            stats.missing_tokens += sum(-end % record.block_size for end in step.ends)
-        stats.resident_sum += record.resident_bytes
-        stats.resident_peak = max(stats.resident_peak, record.resident_bytes)
-        stats.state_bytes = max(stats.state_bytes, record.state.nbytes)
+            stats.missing_tokens += sum(-end % size for end in step.ends)
+        stats.resident_sum += resident_bytes
+        stats.resident_peak = max(stats.resident_peak, resident_bytes)
+        stats.state_bytes = max(stats.state_bytes, state.nbytes)
         if record.attended.fetched is not None:
             stats.fetched = (stats.fetched or 0) + record.attended.fetched
         if record.recall is not None:
             stats.recall = stats.recall + record.recall.double().sum()
             stats.recall_rows += len(record.recall)
 
-    def expect_compiled(
-        self, layer: int, keys: Tensor, values: Tensor, block_size: int, state: LayerState
-    ) -> CompiledCounts:
-        """Return counters for compiled steps on this cache ``[B, K, C, D]``. Tensors that fit are reused, as new ones
-        need a new graph. The counters are in use while the layer's ``compiled`` is the returned object.
+    def expect_compiled(self, cache: GatedLayer) -> None:
+        """Prepare the counters of compiled steps after an eager one; does nothing if the layer is not compileable.
+
+        Tensors that fit are reused, as new ones need a new graph. The counters are in use while they are the cache's
+        ``counts``.
         """
-        stats, fixed = self.layers[layer], self.layers[layer].compiled
-        stats.fold()
-        stats.of_cache(keys, values, block_size)
-        shapes, device = ((2, keys.shape[2] + 1), keys.shape[:2]), keys.device
-        lengths, blocks = fixed.lengths, fixed.blocks
-        if (lengths.shape, blocks.shape, lengths.device) != (*shapes, device):
-            lengths = torch.zeros(shapes[0], dtype=torch.int32, device=device)
-            blocks = torch.zeros(shapes[1], dtype=torch.int64, device=device)
-        each = torch.arange(keys.shape[2] + 1)
-        read = state.bytes_read(each, each)
-        if isinstance(state, SelectingState):
-            read = read * (each > state.method.covered_tokens)
-        held = keys.nbytes + values.nbytes + state.nbytes
-        stats.compiled = CompiledCounts(lengths, blocks, read, held, state.nbytes)
-        return stats.compiled
+        if not cache.is_compileable:
+            return
+        stats, state, rows = self.layers[cache.layer], cache.state, cache.rows
+        keys, values, size = cache.storage.keys, cache.storage.values, cache.block_size
+        assert state is not None and rows.width is not None
+        if cache.counts is None or cache.counts is not stats.compiled:
+            backend.load(cache.device)
+            stats.fold()
+            stats.of_cache(keys, values, size)
+            shapes = (2, keys.shape[2] + 1), keys.shape[:2]
+            lengths, blocks = stats.compiled.lengths, stats.compiled.blocks
+            if (lengths.shape, blocks.shape, lengths.device) != (*shapes, keys.device):
+                lengths = torch.zeros(shapes[0], dtype=torch.int32, device=keys.device)
+                blocks = torch.zeros(shapes[1], dtype=torch.int64, device=keys.device)
+            each = torch.arange(keys.shape[2] + 1)
+            read = state.bytes_read(each, each)
+            if isinstance(state, SelectingState):
+                read = read * (each > state.method.covered_tokens)
+            held = keys.nbytes + values.nbytes + state.nbytes
+            cache.counts = stats.compiled = CompiledCounts(lengths, blocks, read, held, state.nbytes)
+        if cache.device.type == "cuda":
+            own = (keys, values, rows.lengths, rows.width, rows.newest, *state.rows.values())
+            for tensor in (*own, stats.compiled.lengths, stats.compiled.blocks):
+                torch._dynamo.mark_static_address(tensor)
 
     def record_compiled(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
         """Count one compiled step, on the device only."""
