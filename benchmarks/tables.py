@@ -202,8 +202,7 @@ def all_methods() -> list[Sequence[str]]:
         }
         numbers = [f"{n} {'texts' if key == 'texts' else 'problems'}" if n else MISSING for key, n in counts.items()]
         lines.append((f"**{model}**", *numbers, "", "", "", ""))
-        listed = dict.fromkeys(method.partition(":")[0] for method in board.METHODS)
-        for method in dict.fromkeys((*listed, *(name for _, name in rows))) if rows else ():
+        for method in dict.fromkeys(name for _, name in rows):
             cells = [of_board(rows.get((key, method)), counts[key]) for key in scored]
             text, dense = rows.get(("texts", method)), rows.get(("texts", "dense"))
             read = [BESIDE[share](text, dense) if text and dense else MISSING for share in shares]
