@@ -58,11 +58,11 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
+from seergate.distill.estimate import loss_pairs
 from seergate.distill.losses.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
 from seergate.distill.packing import packs_of_step
-from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.durable import lock, naming
 from seergate.errors import SeergateError, first_line
@@ -637,8 +637,7 @@ def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
     geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
     if gate.fused and config.target == "max":
         return None
-    pairs = loss_pairs(config.max_length, config.block_size, config.row_start) / config.row_stride
-    work = 2.0 * pairs * geometry.num_heads * geometry.head_dim * len(bank)
+    work = 2.0 * loss_pairs(config.max_length, config) * geometry.num_heads * geometry.head_dim * len(bank)
     return (
         f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r} and target {config.target!r} has no kernel for "
         f"GPUs: PyTorch computes the teacher's scores in float32, {work / 1e12:,.2g} TFLOP for a pack of one sample"
