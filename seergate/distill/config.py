@@ -22,9 +22,9 @@ from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_rete
 from seergate.durable import naming
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES
-from seergate.models.names import ORG_NAME, locate, preset_of
+from seergate.models.names import locate, preset_of
 from seergate.options import Parser, add_options, as_text, option
-from seergate.paths import exists, shipped
+from seergate.paths import HUB_ID, exists, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -249,7 +249,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("model", bool, "a preset, a Hub id (org/name) or a directory"),
     ("init_gates", bool, "a directory or Hub id"),
     ("data", bool, "a Hub id, a local path or chain_sum"),
-    ("push_to_hub", ORG_NAME.fullmatch, "a Hub repository (org/name)"),
+    ("push_to_hub", HUB_ID.fullmatch, "a Hub repository (org/name)"),
     (
         "report_to",
         lambda names: names == ("none",) or set(names) <= set(TRACKERS),
