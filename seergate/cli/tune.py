@@ -179,7 +179,7 @@ class Decision:
     evaluation: float
 
 
-def pair_seconds(dense: float, gate: float, dense_text: float, gate_text: float, budgets: int) -> float:
+def pair_seconds(budgets: int, dense: float, gate: float, dense_text: float, gate_text: float) -> float:
     """Return the seconds of a needle problem and a scored text under all settings, given those of each with dense
     attention, which scores a text twice, and with gates.
     """
@@ -278,7 +278,7 @@ class _Job:
             for label in ("dense", f"gate-{largest}"):
                 seconds.append(min(sample["seconds"] for sample in store.read_samples(runs / label)))
         shutil.rmtree(place)
-        return sum(steps[1:]) / (STEPS_TIMED - 1), pair_seconds(*seconds, len(self.budgets))
+        return sum(steps[1:]) / (STEPS_TIMED - 1), pair_seconds(len(self.budgets), *seconds)
 
     def train(self, steps: int) -> None:
         """Train, or resume from the last checkpoint."""
