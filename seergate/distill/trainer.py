@@ -41,7 +41,7 @@ from seergate.distill.base_model import (
     load_frozen,
     offload_folder,
 )
-from seergate.distill.callbacks import Callback, Console, EvalLog, Far, StepLog
+from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog
 from seergate.distill.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -535,7 +535,7 @@ class _Run:
         options = self.config.loss_options
         if held_out and self.config.eval_row_start is not None:
             options["row_start"] = self.config.eval_row_start
-        return DistillSpec(self.bank, **options, row_shift=number, far=held_out)
+        return DistillSpec(self.bank, **options, row_shift=number)
 
     def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
         """Take an optimizer step with the accumulated gradients, and report it with the time since ``started``.
@@ -583,18 +583,12 @@ class _Run:
 
     def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
         """Report an evaluation, given this process's outputs, and export the gates if they are the best so far."""
-        numbers = 3 + 2 * len(self.config.recall_budgets)
-        far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
-        for output in outputs:
-            if output.far is not None:
-                far += torch.where(output.loss.isfinite(), output.far, 0.0)
-        beyond = Far.of(self.world.sum(far).tolist(), self.config.recall_budgets)
         count = len(self.data.held_out)
         means = Averages.over(self, outputs, count)
         if means.non_finite:
             lost = f"{means.non_finite} of {count} held-out packs gave no finite loss and were left out"
             self._say(f"step {step + 1}: {lost}")
-        log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers, beyond)
+        log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:
             callback.on_eval(log)
         if math.isfinite(log.kl) and (self.progress.best_kl is None or log.kl < self.progress.best_kl):

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from seergate import GateBank
+from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.distill import estimate, load_train_config
 from seergate.distill.base_model import gate_config
@@ -30,8 +30,10 @@ from seergate.distill.estimate import (
 )
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
+from seergate.distill.trainer import without_kernel
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
+from tests.support.models import tiny_model
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -238,6 +240,22 @@ def test_the_rate_of_this_machine_is_that_of_a_step_of_one_layer(monkeypatch) ->
     assert measured_tflops(model, run, CPU) == pytest.approx(of_two_layers / 2 / 2.0 / 1e12)
     monkeypatch.setattr(estimate, "measured_tflops", lambda *_: 7.0)
     assert make_plan(run, device="cpu").rates == {"at the rate of one layer here": 7.0}
+
+
+def test_what_has_no_kernel_for_gpus_is_named_with_its_work():
+    model, common = tiny_model("qwen3"), {"recipe": "paper", "block_size": 8, "max_length": 1024}
+    for options, named in (
+        ({"sink_blocks": 1, "row_stride": 8}, None),
+        ({"scorer": "msa"}, "'msa'"),
+        ({"target": "sum"}, "'sum'"),
+    ):
+        config = load_train_config("someone/model", common | options)
+        gates = GateConfig(8, 16, scorer=config.scorer, sink_blocks=config.sink_blocks)
+        said = without_kernel(GateBank.for_model(model, gates), config)
+        assert (said is None) == (named is None)
+        if said:
+            # 1024 * 1025 / 2 - 512 * 513 / 2 scores of 4 heads of 16, in two layers
+            assert named in said and f"{2 * 393_472 * 64 * 2 / 1e12:,.2g} TFLOP" in said
 
 
 @pytest.mark.parametrize(

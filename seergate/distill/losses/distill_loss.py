@@ -36,15 +36,12 @@ class DistillOutput:
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that is in the gate's
             best blocks; for retention gates see `ops.retention_kl`.
         tokens: number of tokens of the pack.
-        far: ``[layers, 3 + 2 * budgets]``, see `seergate.distill.losses.far.far_sums`; ``None`` without
-            ``DistillSpec.far``.
     """
 
     loss: Tensor
     kl_per_layer: Tensor
     recall: Tensor
     tokens: int
-    far: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class DistillSpec:
         recall_budgets: token budgets for which recall is reported.
         target, target_budget: see `ops.scorer_kl`.
         row_stride, row_shift: see `ops.gate_kl`.
-        far: also measure KL and recall of block scorers on far blocks (`seergate.distill.losses.far`).
     """
 
     bank: Gates
@@ -69,7 +65,6 @@ class DistillSpec:
     target_budget: int | None = None
     row_stride: int = 1
     row_shift: int = 0
-    far: bool = False
 
 
 class DistillLoss(ABC):
@@ -92,7 +87,6 @@ class DistillLoss(ABC):
         self.wants_gradients = torch.is_grad_enabled()  # as the caller set it; the model runs without a graph
         self.losses: list[Tensor] = []
         self.stats: list[GateKLStats] = []
-        self.far: list[Tensor] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
     @abstractmethod
@@ -108,9 +102,7 @@ class DistillLoss(ABC):
         kl_per_layer = torch.stack([part.mean() for part in kls.split(readers)])
         recall = torch.stack([part.mean(1) for part in recalls.split(readers, dim=1)], dim=1)
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
-        sums = [sums.to(home) for sums in self.far]
-        far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
-        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, far)
+        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens)
 
     def trainable(self, gates: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of gates that get gradients; empty if gradients are disabled."""

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from seergate import ops
 from seergate.config import SCORERS, class_of, nearest_anchor
 from seergate.distill.losses.distill_loss import DistillLoss, DistillOutput, DistillSpec
-from seergate.distill.losses.far import far_sums
 from seergate.distill.losses.retention_loss import StudentLoss
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
@@ -227,20 +226,6 @@ class BlockLoss(DistillLoss):
                 for rows in tiles:
                     queries = _queries(gate, q_pre_BHSD, positions, rows) if stored_queries is None else stored_queries
                     self._add_gradients(queries, dqg_TKE[rows], parameters)
-        if spec.far:
-            self.far.append(
-                far_sums(
-                    gate,
-                    call,
-                    lse_TH,
-                    qg_TKE.detach(),
-                    kg_NKE.detach(),
-                    self.cu_seqlens,
-                    counted=self.rows,
-                    target=spec.target,
-                    budgets=spec.recall_budgets,
-                )
-            )
         self.losses.append(loss.detach())
         self.stats.append(stats)
 
