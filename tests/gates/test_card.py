@@ -153,6 +153,7 @@ def test_an_owners_text_stays(bank, tmp_path):
     for broken in (
         "---\n: [\n---\ntext",
         "---\nno end",
+        f"---\nbomb: !!python/object/apply:builtins.open [{tmp_path / 'run'}, w]\n---\n",
         "",
         "---\n---\n",
         "---\ndate: 2026-99-99\n---\ntext",
@@ -162,6 +163,7 @@ def test_an_owners_text_stays(bank, tmp_path):
         card.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
         bank.save_pretrained(directory)
         assert read(directory)[0]["library_name"] == "seergate"
+    assert not (tmp_path / "run").exists()
 
 
 def test_text_is_utf8_whatever_the_locale(bank, tmp_path, monkeypatch):
