@@ -58,7 +58,6 @@ from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
 from seergate.distill.engines import check_engine, make_engine, prepare_deepspeed
-from seergate.distill.estimate import loss_pairs
 from seergate.distill.losses.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
@@ -625,16 +624,12 @@ class _Run:
 
 
 def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
-    """Return a warning, with the cost, if the loss has no GPU kernel; ``None`` if it has one."""
-    if is_retention(config.scorer):
+    """Return a warning if the loss has no GPU kernel; ``None`` if it has one."""
+    if is_retention(config.scorer) or (bank.gate(bank.geometry.layers[0]).fused and config.target == "max"):
         return None
-    geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
-    if gate.fused and config.target == "max":
-        return None
-    work = 2.0 * loss_pairs(config.max_length, config) * geometry.num_heads * geometry.head_dim * len(bank)
     return (
         f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r} and target {config.target!r} has no kernel for "
-        f"GPUs: PyTorch computes the teacher's scores in float32, {work / 1e12:,.2g} TFLOP for a pack of one sample"
+        "GPUs: PyTorch computes the teacher's scores in float32, which takes longer"
     )
 
 

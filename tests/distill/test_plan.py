@@ -242,20 +242,12 @@ def test_the_rate_of_this_machine_is_that_of_a_step_of_one_layer(monkeypatch) ->
     assert make_plan(run, device="cpu").rates == {"at the rate of one layer here": 7.0}
 
 
-def test_what_has_no_kernel_for_gpus_is_named_with_its_work():
+def test_what_has_no_kernel_for_gpus_is_named():
     model, common = tiny_model("qwen3"), {"recipe": "paper", "block_size": 8, "max_length": 1024}
-    for options, named in (
-        ({"sink_blocks": 1, "row_stride": 8}, None),
-        ({"scorer": "msa"}, "'msa'"),
-        ({"target": "sum"}, "'sum'"),
-    ):
+    for options, named in (({"sink_blocks": 1}, None), ({"scorer": "msa"}, "'msa'"), ({"target": "sum"}, "'sum'")):
         config = load_train_config("someone/model", common | options)
-        gates = GateConfig(8, 16, scorer=config.scorer, sink_blocks=config.sink_blocks)
-        said = without_kernel(GateBank.for_model(model, gates), config)
-        assert (said is None) == (named is None)
-        if said:
-            # 1024 * 1025 / 2 - 512 * 513 / 2 scores of 4 heads of 16, in two layers
-            assert named in said and f"{2 * 393_472 * 64 * 2 / 1e12:,.2g} TFLOP" in said
+        said = without_kernel(GateBank.for_model(model, GateConfig(8, 16, scorer=config.scorer)), config)
+        assert said is None if named is None else named in said
 
 
 @pytest.mark.parametrize(
