@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+"""Pattern of a Hub id."""
 GGUF = ".gguf"
 _PACKAGE = Path(__file__).resolve().parent
 

@@ -13,44 +13,30 @@ from typing import TYPE_CHECKING, Any
 from seergate.cli.arguments import Command
 from seergate.errors import SeergateError
 from seergate.gates.card import percent_right, scoring
-from seergate.options import listed
-from seergate.paths import directory_here, exists, is_hub_id, is_local_model
+from seergate.paths import directory_here, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
     from seergate.models.gate_bank import GateBank
 
 INFO_HELP = (
     "what gates are for, how they were trained, how good they are",
-    "Describe gates without loading their base model. With --diff, compare them with others.",
+    "Describe gates without loading their base model.",
     [
         "seergate info org/Qwen3-8B-gates",
         "seergate info runs/tiny-reasoner-gates --json",
-        "seergate info runs/a --diff runs/b",
     ],
 )
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="GATES", help="directory or Hub id")
-    parser.add_argument("--diff", metavar="OTHER", help="also print the differences from these gates")
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_source_options(parser)
 
 
 def _info(options: argparse.Namespace) -> None:
     """Print the facts about gates."""
-    bank = _read_gates(options.source, options)
-    facts = _facts_of(bank)
-    if options.diff is not None:
-        difference = bank.diff(_read_gates(options.diff, options))
-        changed = {name: vars(entry) for name, entry in difference.tensors.items()}
-        facts["difference"] = {
-            "fields": difference.fields,
-            "tensors": changed,
-            "compared": len(bank.state_dict()) - len(difference.only_first),
-            "only here": difference.only_first,
-            "only there": difference.only_second,
-        }
+    facts = _facts_of(_read_gates(options.source, options))
     if options.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -103,8 +89,6 @@ def _say(facts: dict[str, Any]) -> None:
     for result in facts["results"]:
         budget = f", {result['token_budget']} tokens" if result.get("token_budget") else ""
         print(f"  {result.get('task')}, {result.get('method')}{budget}: {percent_right(result) or '?'} %")
-    if "difference" in facts:
-        _say_difference(facts["difference"])
 
 
 def _table(values: dict[str, Any]) -> None:
@@ -112,25 +96,6 @@ def _table(values: dict[str, Any]) -> None:
         if value is not None:
             shown = f"{value:.5g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else value
             print(f"  {name.replace('_', ' '):20} {shown}")
-
-
-def _say_difference(difference: dict[str, Any]) -> None:
-    print("difference")
-    for line in difference["fields"]:
-        print(f"  {line}")
-    for place in ("only here", "only there"):
-        if difference[place]:
-            print(f"  tensors {place}: {', '.join(difference[place])}")
-    for name, entry in difference["tensors"].items():
-        print(f"  {name}: {100 * entry['relative']:.3g} % of its norm, cosine {entry['cosine']:.6f}")
-    if difference["tensors"]:
-        name, most = max(difference["tensors"].items(), key=lambda item: item[1]["relative"])
-        print(
-            f"  in all: {len(difference['tensors'])} of {difference['compared']} tensors differ, "
-            f"at most by {100 * most['relative']:.3g} % of their norm ({name})"
-        )
-    if not any(difference[part] for part in ("fields", "tensors", "only here", "only there")):
-        print("  none")
 
 
 INFO = Command(INFO_HELP, _info_arguments, _info)
@@ -205,14 +170,12 @@ def _push(options: argparse.Namespace) -> None:
 PUSH = Command(PUSH_HELP, _push_arguments, _push)
 
 EXPORT_HELP = (
-    "copy gates to a directory: other precision, fewer layers, from or to the published format, average",
-    "Write gates to a new directory, changed as you say. With several sources their average is written. With\n"
-    "--format published the result is what the published SeerAttention-R code loads. Gates in that format\n"
-    "(config.json and attn_gate_weights.pth) are read by every command, and decode as the published code does\n"
-    "(compat='published') unless you say otherwise.",
+    "copy gates to a directory: other precision, fewer layers, from or to the published format",
+    "Write gates to a new directory, changed as you say. With --format published the result is what the published\n"
+    "SeerAttention-R code loads. Gates in that format (config.json and attn_gate_weights.pth) are read by every\n"
+    "command, and decode as the published code does (compat='published') unless you say otherwise.",
     [
         "seergate export org/Qwen3-8B-gates my-gates --dtype bfloat16",
-        "seergate export runs/a,runs/b averaged --weights 0.25,0.75",
         "seergate export my-gates upper-half --layers 18-35",
         "seergate export my-gates published --format published",
         "seergate export SeerAttention/SeerAttention-Decode-Qwen3-8B-AttnGates qwen3-8b-gates",
@@ -233,12 +196,11 @@ def _layer_list(text: str) -> list[int]:
 
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("sources", metavar="SRC", help="directory or Hub id of gates; with commas, an average")
+    parser.add_argument("source", metavar="SRC", help="directory or Hub id of gates")
     parser.add_argument("out", type=Path, metavar="DST", help="new directory")
     parser.add_argument("--format", choices=["seergate", "published"], default="seergate", help="[%(default)s]")
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], help="dtype of the weights [unchanged]")
     parser.add_argument("--layers", type=_layer_list, metavar="I,J-K", help="keep the gates of these layers [all]")
-    parser.add_argument("--weights", type=listed(float), metavar="A,B", help="weights of an average [equal]")
     parser.add_argument("--loaded-as", metavar="NAME", help="directory or Hub id in the card's example [DST]")
     _add_card_options(parser)
     _add_source_options(parser)
@@ -249,17 +211,11 @@ def _export(options: argparse.Namespace) -> None:
     import torch
 
     from seergate.gates import Source, save_adapter
-    from seergate.models.gate_bank import GateBank
     from seergate.models.published import export_published
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")
-    named = [options.sources] if exists(options.sources) else options.sources.split(",")
-    sources = [source for source in named if source]
-    if options.weights and len(sources) < 2:
-        raise SeergateError("weights are for an average; name two sources or more, with commas")
-    banks = [_read_gates(source, options) for source in sources]
-    bank = banks[0] if len(banks) == 1 else GateBank.average(banks, options.weights)
+    bank = _read_gates(options.source, options)
     if options.layers is not None:
         bank = bank.subset(options.layers)
     if options.dtype is not None:

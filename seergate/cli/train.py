@@ -196,13 +196,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
     group.add_argument("--memory-gb", type=float, help="memory of the GPU that will train [this machine's]")
     group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
-    group.add_argument("--sample-tokens", type=int, help="typical length of a sample, to estimate the time [a pack's]")
     group.add_argument("--tflops", type=float, help="speed of a device in TFLOP/s, instead of measuring it")
     group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
 
 
 def _plan(options: argparse.Namespace) -> None:
-    names = ("processes", "memory_gb", "device", "sample_tokens", "tflops", "measure")
+    names = ("processes", "memory_gb", "device", "tflops", "measure")
     values = vars(options)
     own = {name: values.pop(name) for name in names}
     config = resolve(values)

@@ -108,11 +108,11 @@ def run(options: argparse.Namespace) -> None:
     if "decision" not in state:
         note(asked={name: requested[name] for name in ("model", "data", "dtype", "max_length")})
         held_out = job.write_texts()
-        packs, times = job.prepare(), job.measure()
-        choice = decide(options.hours, time.monotonic() - began, times, packs, held_out, len(job.budgets))
-        note(asked=requested, times=asdict(times), decision=asdict(choice))
+        packs, (step, pair) = job.prepare(), job.measure()
+        choice = decide(options.hours, time.monotonic() - began, step, pair, packs, held_out)
+        note(asked=requested, decision=asdict(choice))
     decision = Decision(**state["decision"])
-    print(job.describe(decision, Times(**state["times"])))
+    print(job.describe(decision))
     if "trained" not in state:
         job.train(decision.steps)
         note(trained=True)
@@ -167,27 +167,6 @@ def _checked(options: argparse.Namespace) -> _Job:
 
 
 @dataclass(frozen=True)
-class Times:
-    """Measured seconds.
-
-    Attributes:
-        step: seconds of a training step.
-        dense, gate: seconds of a needle problem, answered with dense attention and with gates.
-        dense_text, gate_text: seconds of a scored text, likewise.
-    """
-
-    step: float
-    dense: float
-    gate: float
-    dense_text: float
-    gate_text: float
-
-    def pair(self, budgets: int) -> float:
-        """Seconds of one problem and one text under all settings; dense attention scores a text twice."""
-        return self.dense + 2 * self.dense_text + budgets * (self.gate + self.gate_text)
-
-
-@dataclass(frozen=True)
 class Decision:
     """Training steps, needle problems and scored texts that fit into the time, and the expected seconds of training
     and of evaluation.
@@ -200,20 +179,28 @@ class Decision:
     evaluation: float
 
 
-def decide(hours: float, spent: float, times: Times, packs: int, held_out: int, budgets: int) -> Decision:
-    """Divide ``hours``, of which ``spent`` seconds are over, between training on ``packs`` packs and evaluation on at
-    most ``held_out`` texts at ``budgets`` budgets; refuse too few hours.
+def pair_seconds(budgets: int, dense: float, gate: float, dense_text: float, gate_text: float) -> float:
+    """Return the seconds of a needle problem and a scored text under all settings, given those of each with dense
+    attention, which scores a text twice, and with gates.
     """
-    left, pair, most_steps = 3600 * hours - spent, times.pair(budgets), EPOCHS * packs
-    steps = max(0, min(int(TRAINING_SHARE * left / times.step), most_steps))
-    problems = min(int((left - steps * times.step) / pair), MOST)
+    return dense + 2 * dense_text + budgets * (gate + gate_text)
+
+
+def decide(hours: float, spent: float, step: float, pair: float, packs: int, held_out: int) -> Decision:
+    """Divide ``hours``, of which ``spent`` seconds are over, between training on ``packs`` packs, in steps of ``step``
+    seconds, and evaluation, with ``pair`` seconds for a problem and one of at most ``held_out`` texts. Too few hours
+    are refused.
+    """
+    left, most_steps = 3600 * hours - spent, EPOCHS * packs
+    steps = max(0, min(int(TRAINING_SHARE * left / step), most_steps))
+    problems = min(int((left - steps * step) / pair), MOST)
     if steps < min(LEAST_STEPS, most_steps) or problems < LEAST:
-        needed = max(LEAST_STEPS * times.step / TRAINING_SHARE, LEAST * pair / (1 - TRAINING_SHARE)) + spent
+        needed = max(LEAST_STEPS * step / TRAINING_SHARE, LEAST * pair / (1 - TRAINING_SHARE)) + spent
         raise SeergateError(
             f"hours is {hours:g}; it must be at least {1.05 * needed / 3600:.2g}, as {LEAST_STEPS} steps of training "
-            f"take {duration(LEAST_STEPS * times.step)} here, and {LEAST} problems and texts {duration(LEAST * pair)}"
+            f"take {duration(LEAST_STEPS * step)} here, and {LEAST} problems and texts {duration(LEAST * pair)}"
         )
-    return Decision(steps, problems, min(problems, held_out), steps * times.step, problems * pair)
+    return Decision(steps, problems, min(problems, held_out), steps * step, problems * pair)
 
 
 @dataclass(frozen=True)
@@ -267,8 +254,8 @@ class _Job:
         print(report.summary())
         return report.packs
 
-    def measure(self) -> Times:
-        """Time a few training steps, needle problems and scored texts."""
+    def measure(self) -> tuple[float, float]:
+        """Return the seconds of a training step, and `pair_seconds`."""
         from seergate.distill.callbacks import Callback
         from seergate.eval import store
         from seergate.eval.running import checked_task, run_plan
@@ -291,7 +278,7 @@ class _Job:
             for label in ("dense", f"gate-{largest}"):
                 seconds.append(min(sample["seconds"] for sample in store.read_samples(runs / label)))
         shutil.rmtree(place)
-        return Times(sum(steps[1:]) / (STEPS_TIMED - 1), *seconds)
+        return sum(steps[1:]) / (STEPS_TIMED - 1), pair_seconds(len(self.budgets), *seconds)
 
     def train(self, steps: int) -> None:
         """Train, or resume from the last checkpoint."""
@@ -314,11 +301,11 @@ class _Job:
         store.write_text(self.out / DONE, "\n".join(lines) + "\n")
         print("", *lines, sep="\n")
 
-    def describe(self, decision: Decision, times: Times) -> str:
+    def describe(self, decision: Decision) -> str:
         """The decision as a sentence for the user."""
         budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
         return (
-            f"decided: {decision.steps} steps of training, {times.step:.3g} s each ({duration(decision.training)}); "
+            f"decided: {decision.steps} steps of training ({duration(decision.training)}); "
             f"then {decision.problems} needle problems of {self.context:,} tokens and {decision.texts} texts of "
             f"{self.length:,}, with dense attention and with gates at {budgets} tokens "
             f"({duration(decision.evaluation)})"

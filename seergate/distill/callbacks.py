@@ -64,32 +64,6 @@ class StepLog:
 
 
 @dataclass(frozen=True)
-class Far:
-    """KL and recall of gates on far blocks (those between the first and the newest), by layer; see
-    `seergate.distill.losses.far`.
-
-    Attributes:
-        kl_per_layer: KL over far blocks alone, in nats per row.
-        recall: token budget -> for each layer, the share of the teacher's mass on far blocks that the gate reads.
-        window: the same share for a window that reads the first block and the newest blocks.
-    """
-
-    kl_per_layer: list[float]
-    recall: dict[int, list[float]]
-    window: dict[int, list[float]]
-
-    @classmethod
-    def of(cls, sums: list[list[float]], budgets: tuple[int, ...]) -> Far | None:
-        """Compute the figures from each layer's `far_sums`; ``None`` if a layer has no rows with far blocks."""
-        if not all(count > 0 and mass > 0 for count, _, mass, *_ in sums):
-            return None
-        shares = [[each / mass for each in parts] for _, _, mass, *parts in sums]
-        by_budget = {budget: [row[i] for row in shares] for i, budget in enumerate(budgets)}
-        window = {budget: [row[len(budgets) + i] for row in shares] for i, budget in enumerate(budgets)}
-        return cls([kl / count for count, kl, *_ in sums], by_budget, window)
-
-
-@dataclass(frozen=True)
 class EvalLog:
     """An evaluation on the held-out packs. The fields are those of `StepLog`, but recall is per layer and KV head."""
 
@@ -97,37 +71,11 @@ class EvalLog:
     kl_per_layer: list[float]
     recall: dict[int, list[list[float]]]
     layers: tuple[int, ...]
-    far: Far | None = None
 
     @property
     def kl(self) -> float:
         """Mean over layers, in nats."""
         return sum(self.kl_per_layer) / len(self.kl_per_layer)
-
-    def far_text(self) -> list[str]:
-        """Return a line about far blocks at the first budget, and a warning line if some gates read no more there than
-        a window does. The list is empty if nothing was measured.
-        """
-        far = self.far
-        if far is None or not far.recall:
-            return []
-        budget, shares = next(iter(far.recall.items()))
-        window, count = far.window[budget], len(shares)
-        lines = [
-            f"beyond the first block and the newest: KL {sum(far.kl_per_layer) / count:.4f}  recall@{budget} "
-            f"{sum(shares) / count:.3f}, of a window {sum(window) / count:.3f}"
-        ]
-        no_better = [
-            str(layer)
-            for layer, gate, other in zip(self.layers, shares, window, strict=True)
-            if gate <= other < 1 - 1e-6  # skip windows that read everything
-        ]
-        if no_better:
-            lines.append(
-                f"warning: in layers {', '.join(no_better)} the gate reads no more of what lies there than a window "
-                f"of {budget} tokens would"
-            )
-        return lines
 
     def worst_layers(self, count: int = 3) -> dict[int, float]:
         """Return the layers with the highest KL -> their KL, in descending order."""
@@ -143,10 +91,6 @@ class EvalLog:
         values = {"held_out/kl": self.kl}
         values |= {f"held_out/kl_layer_{i}": v for i, v in zip(self.layers, self.kl_per_layer, strict=True)}
         values |= {f"held_out/recall_at_{budget}": v for budget, v in self.mean_recall().items()}
-        if self.far is not None:
-            values["held_out/far_kl"] = sum(self.far.kl_per_layer) / len(self.layers)
-            for name, shares in (("recall", self.far.recall), ("window", self.far.window)):
-                values |= {f"held_out/far_{name}_at_{b}": sum(v) / len(v) for b, v in shares.items()}
         return values
 
 
@@ -204,8 +148,6 @@ class Console(Callback):
         recall = "".join(f"  recall@{budget} {value:.3f}" for budget, value in log.mean_recall().items())
         worst = ", ".join(f"{layer} ({kl:.4f})" for layer, kl in log.worst_layers().items())
         self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}  worst layers {worst}")
-        for line in log.far_text():
-            self.on_message(line)
 
     def close(self) -> None:
         self._bar.close()

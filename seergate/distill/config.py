@@ -22,9 +22,9 @@ from seergate.config import POOLINGS, SCORERS, GateConfig, check_recipe, is_rete
 from seergate.durable import naming
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES
-from seergate.models.names import ORG_NAME, locate, preset_of
+from seergate.models.names import locate, preset_of
 from seergate.options import Parser, add_options, as_text, option
-from seergate.paths import exists, shipped
+from seergate.paths import HUB_ID, exists, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -108,7 +108,8 @@ class GateOptions:
     scorer: str = option(
         "attn_gate",
         "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
-        "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
+        "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip (those of TRIM-KV are not "
+        "trained here)",
         choices=SCORERS.keys(),  # a view, which shows those that a program adds
     )
     sink_blocks: int = option(0, "number of first blocks that are left out of training and always read in decoding")
@@ -186,9 +187,7 @@ class RecipeOptions:
         "what the gate learns of a block's attention: the largest probability, the sum of all, or the sum restricted "
         "to the blocks that the gate selects",
     )
-    target_budget: int = option(
-        2048, "token budget of the gate's selection (target selected), or of a KV head's cache (scorer trim_kv)"
-    )
+    target_budget: int = option(2048, "token budget of the gate's selection (target selected)")
     seed: int = option(0, "seed of the gates' initial values and of the order of the packs")
 
 
@@ -249,7 +248,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     ("model", bool, "a preset, a Hub id (org/name) or a directory"),
     ("init_gates", bool, "a directory or Hub id"),
     ("data", bool, "a Hub id, a local path or chain_sum"),
-    ("push_to_hub", ORG_NAME.fullmatch, "a Hub repository (org/name)"),
+    ("push_to_hub", HUB_ID.fullmatch, "a Hub repository (org/name)"),
     (
         "report_to",
         lambda names: names == ("none",) or set(names) <= set(TRACKERS),
@@ -317,19 +316,13 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         blocks = all(budget >= self.block_size for budget in self.recall_budgets)
         self._must("recall_budgets", blocks, f"numbers of tokens, each at least block_size ({self.block_size})")
         quantized, limited = self.quantize != "none", self.base_memory_gb is not None
-        through = scorer_kind(self.scorer).end_to_end
-        whole = f"with scorer {self.scorer!r}, which trains through the whole model"
         for name, clash, where in (
             ("base_memory_gb", limited and quantized, f"when quantize is {self.quantize}"),
             ("shard_base", self.shard_base and (limited or quantized), "with base_memory_gb or quantize"),
-            ("base_memory_gb", limited and through, whole),
-            ("shard_base", self.shard_base and through, whole),
             ("data_revision", any(shares) and self.data_revision, "where data names several sources, which have their "
              "own (org/a@REVISION:0.7)"),
         ):  # fmt: skip
             self._must(name, not clash, f"left out {where}")
-        # On a CPU, bitsandbytes' 4-bit layers pass no gradient back; GPUs were not tested.
-        self._must("quantize", not through or self.quantize != "bnb-4bit", f"none, torchao-int8 or bnb-8bit {whole}")
 
     def _must(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

@@ -20,7 +20,8 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
-from seergate.errors import DISK, SeergateError, sentence
+from seergate.durable import check_writable, naming
+from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
 from seergate.progress import working
 
@@ -334,19 +335,14 @@ def token_cache(config: TrainConfig) -> Path:
 def _usable(cache: Path) -> Iterator[Path]:
     """Make the directory of tokenised data, and name the option if it cannot be made or written to."""
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        yield cache
-    except OSError as error:
-        if error.errno in DISK:
-            error.filename = error.filename or str(cache)
-        file = Path(os.fsdecode(error.filename or os.devnull)).absolute()
-        place = cache.absolute()
-        if error.errno in DISK or (file != place and place not in file.parents and file not in place.parents):
-            raise
+        check_writable(cache)
+    except SeergateError as error:
         raise SeergateError(
-            f"the directory of tokenised data, {cache}, cannot be used: {sentence(error)}; name another with "
-            "--token-cache (token_cache), or its parent with XDG_CACHE_HOME"
+            f"the directory of tokenised data, {cache}, cannot be used: {error}; name another with --token-cache "
+            "(token_cache), or its parent with XDG_CACHE_HOME"
         ) from error
+    with naming(cache):
+        yield cache
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:

@@ -1,22 +1,28 @@
-"""Estimates a run before any weights are loaded: memory per component, whether it fits, tokens per second, time."""
+"""Estimates a run before any weights are loaded: memory per component, whether it fits, work and time of a step.
+
+The time is the number of floating-point operations divided by a rate: one given by the user, one measured on this
+machine with a layer of random weights, or a share of some GPUs' peak rates.
+"""
 
 from __future__ import annotations
 
+import copy
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from seergate.config import SCORERS
 from seergate.distill.base_model import base_dtype, gate_config, is_gguf, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
+from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
-from seergate.distill.speed import measure_speed, pack_flop
 from seergate.errors import SeergateError
-from seergate.models.families import gate_geometry, text_config, why_one_sequence
+from seergate.models.families import attention_modules, decoder_of, gate_geometry, text_config, why_one_sequence
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, skeleton
 from seergate.models.names import presets
@@ -24,7 +30,7 @@ from seergate.paths import shipped
 from seergate.yaml_file import read_yaml
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 GB = 1e9
 
@@ -32,7 +38,10 @@ PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)":
 """GPU -> the manufacturer's peak rate of dense bf16 matrix products with float32 accumulation, in TFLOP/s."""
 
 ASSUMED_SHARE = 0.3
-"""Share of the peak rate that is assumed if no speed was measured; it is printed as an assumption."""
+"""Share of the peak rate that is assumed if no rate was measured or given; it is printed as an assumption."""
+
+TIMED_TOKENS = 2048
+"""Length of the sequence with which a layer is timed, which takes seconds on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +53,9 @@ class Plan:
         memory: memory of tensors per process, in bytes.
         libraries: memory that is not available for tensors, in bytes; see `overhead`.
         capacity: memory of the device, in bytes.
-        step_flop: floating-point operations of an optimizer step's matrix products, over all processes.
-        step_seconds, timing: time of an optimizer step (``None`` if neither measured nor given), and its origin.
-        sample_tokens: sample length that the time is estimated for.
-        pack_tokens: tokens of a pack of such samples.
+        step_flop: floating-point operations of an optimizer step's matrix products, over all processes, if each sample
+            fills a pack, which takes longest.
+        rates: origin of a rate -> sustained rate of one device in TFLOP/s.
         why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
         checkpoint: size of a checkpoint, in bytes.
     """
@@ -60,10 +68,7 @@ class Plan:
     libraries: int
     capacity: int
     step_flop: float
-    step_seconds: float | None
-    timing: str
-    sample_tokens: int
-    pack_tokens: int
+    rates: dict[str, float]
     why_one_sample: str | None
     checkpoint: int
 
@@ -80,20 +85,13 @@ class Plan:
     @property
     def step_tokens(self) -> int:
         """Tokens of an optimizer step, over all processes."""
-        return self.config.packs_per_step * self.pack_tokens
+        return self.config.packs_per_step * self.config.max_length
 
     @property
-    def assumed_seconds(self) -> dict[str, float]:
-        """GPU of `PEAK_TFLOPS` -> seconds of an optimizer step if it sustains `ASSUMED_SHARE` of its peak rate.
-
-        Empty if a time was measured or given, or if the model does not compute in 16 bits on a GPU.
-        """
-        if self.step_seconds is not None or self.device.type != "cuda":
-            return {}
-        if base_dtype(self.config, self.device).itemsize != 2:
-            return {}
+    def step_seconds(self) -> dict[str, float]:
+        """Origin of a rate (`rates`) -> seconds of an optimizer step."""
         flop = self.step_flop / self.config.packs_per_step * self.config.most_packs(self.processes)
-        return {name: flop / (ASSUMED_SHARE * peak * 1e12) for name, peak in PEAK_TFLOPS.items()}
+        return {origin: flop / (rate * 1e12) for origin, rate in self.rates.items()}
 
     def text(self) -> str:
         """Format the plan for the console."""
@@ -138,24 +136,15 @@ class Plan:
         return f"does NOT fit in {room}: {ways}a smaller --max-length would need less"
 
     def _time(self) -> str:
-        work = f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products"
-        samples = f"samples of {self.sample_tokens:,} tokens"
-        if self.step_seconds is not None:
-            return f"{work}\ntime, {self.timing}, {samples}: {self._pace(self.step_seconds)}"
-        lines = [work, f"time: {self.timing}"]
-        if assumed := self.assumed_seconds:
-            share = f"{ASSUMED_SHARE:.0%} of its bf16 peak (small models do not)"
-            lines.append(f"ASSUMED time, {samples}, if a GPU sustains {share}:")
-            lines += [f"  {name}, {PEAK_TFLOPS[name]} TFLOP/s: {self._pace(time)}" for name, time in assumed.items()]
-        return "\n".join(lines)
-
-    def _pace(self, step_seconds: float) -> str:
-        """Format the tokens per second and the hours of the run, given the time of a step."""
-        speed = self.step_tokens / step_seconds
-        hours = self.config.max_steps * step_seconds / 3600
-        device_hours = hours * self.processes
-        pace = f"{speed:,.0f} tokens/s, {step_seconds:,.2f} s a step, {hours:,.2f} hours"
-        return f"{pace} ({device_hours:,.2f} device-hours)"
+        lines = [f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products, if each sample fills a pack"]
+        for origin, seconds in self.step_seconds.items():
+            hours = self.config.max_steps * seconds / 3600
+            lines.append(
+                f"time {origin}, {self.rates[origin]:,.3g} TFLOP/s a device: "
+                f"{self.step_tokens / seconds:,.0f} tokens/s, "
+                f"{seconds:,.2f} s a step, {hours:,.2f} hours ({self.processes * hours:,.2f} device-hours)"
+            )
+        return "\n".join(lines if self.rates else [*lines, "time: not measured; --tflops sets what a device sustains"])
 
 
 def make_plan(
@@ -164,7 +153,6 @@ def make_plan(
     processes: int = 1,
     memory_gb: float | None = None,
     device: str | None = None,
-    sample_tokens: int | None = None,
     tflops: float | None = None,
     measure: bool = True,
 ) -> Plan:
@@ -173,7 +161,6 @@ def make_plan(
     Args:
         memory_gb: memory of the target device in GB; by default that of this machine.
         device: ``"cpu"`` or ``"cuda"``; by default ``"cuda"`` if this machine has it or ``memory_gb`` is given.
-        sample_tokens: sample length that the time is estimated for; by default that of a pack, the slowest case.
         tflops: sustained rate of one device in TFLOP/s, to be used instead of a measurement.
         measure: whether to time one layer, if this machine has such a device.
 
@@ -181,14 +168,10 @@ def make_plan(
         SeergateError: if the model or an option is not supported, or ``"cuda"`` has neither a GPU nor ``memory_gb``.
         ValueError: if a number is not positive.
     """
-    numbers = {"processes": processes, "sample_tokens": sample_tokens, "memory_gb": memory_gb, "tflops": tflops}
+    numbers = {"processes": processes, "memory_gb": memory_gb, "tflops": tflops}
     for name, value in numbers.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be positive")
-    if SCORERS[config.scorer].end_to_end:
-        raise SeergateError(
-            f"scorer is {config.scorer!r}, which trains through the whole model; there is no plan for that"
-        )
     config = config.in_processes(processes)
     check_engine(config, processes)
     here = "cuda" if torch.cuda.is_available() else "cpu"
@@ -206,23 +189,14 @@ def make_plan(
     config = decide_sharding(model, bank, config, place, processes, whole - libraries)
     memory = estimate_memory(model, bank, config, processes=processes, device=place)
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
-    tokens = min(sample_tokens or config.max_length, config.max_length)
-    why_one_sample = why_one_sequence(text_config(model))
-    samples = [tokens] * (1 if why_one_sample else config.max_length // tokens)
-    samples += [left] if (left := config.max_length - sum(samples)) and not why_one_sample else []
-    flop, most_packs = pack_flop(model, bank, config, samples), config.most_packs(processes)
-    step_seconds, timing = None, "not measured, as this machine has no such device (--tflops sets what yours sustains)"
+    rates = {}
     if tflops is not None:
-        step_seconds = most_packs * flop / (tflops * 1e12)
-        timing = f"at {tflops:g} TFLOP/s a device"
+        rates["at the given rate"] = tflops
     elif measure and place.type == here:
-        speed = measure_speed(model, config, place)
-        pack = gated * speed.layer_seconds(samples) + (layers - gated) * speed.layer_seconds(samples, gated=False)
-        step_seconds = most_packs * pack
-        threads = f", {torch.get_num_threads()} threads" if place.type == "cpu" else ""
-        timing = f"from one layer measured on this machine ({place.type}{threads})"
-    elif not measure:
-        timing = "not measured"
+        rates["at the rate of one layer here"] = measured_tflops(model, config, place)
+    elif place.type == "cuda" and base_dtype(config, place).itemsize == 2:
+        share = f"if ASSUMED {ASSUMED_SHARE:.0%} of the bf16 peak are sustained (not by small models) on"
+        rates = {f"{share} {name}": ASSUMED_SHARE * peak for name, peak in PEAK_TFLOPS.items()}
     parameters = memory.gates // 4
     return Plan(
         config=config,
@@ -232,14 +206,64 @@ def make_plan(
         memory=memory,
         libraries=libraries,
         capacity=whole,
-        step_flop=config.packs_per_step * flop,
-        step_seconds=step_seconds,
-        timing=timing,
-        sample_tokens=tokens,
-        pack_tokens=sum(samples),
-        why_one_sample=why_one_sample,
+        step_flop=config.packs_per_step * pack_flop(model, bank, config, config.max_length),
+        rates=rates,
+        why_one_sample=why_one_sequence(text_config(model)),
         checkpoint=3 * memory.gates,
     )
+
+
+def pairs(length: int) -> float:
+    """Return the number of pairs of a query and a visible key in a causal sequence."""
+    return length * (length + 1) / 2
+
+
+def loss_pairs(length: int, config: TrainConfig) -> float:
+    """Return the number of pairs of a query that counts in the loss and a visible key."""
+    first = max(int(length * config.row_start), config.block_size)
+    return (pairs(length) - pairs(min(length, first))) / config.row_stride
+
+
+def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, length: int) -> float:
+    """Return the floating-point operations of the matrix products of a pack with one sample, from shapes alone."""
+    geometry = bank.geometry
+    layers: Any = decoder_of(model).layers
+    weights = sum(int(m.weight.numel()) for m in layers.modules() if isinstance(m, nn.Linear))
+    chosen = getattr(text_config(model), "num_experts_per_tok", None) or 0
+    experts = [p for m in layers.modules() if hasattr(m, "num_experts") for p in m.parameters(recurse=False)]
+    weights += sum(chosen * p[0].numel() for p in experts if p.ndim == 3)  # all experts: [experts, in, out]
+    weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, recomputation, gradient
+    queries = geometry.num_heads * geometry.head_dim
+    gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
+    seen = pairs(length) * 4 * queries * len(list(attention_modules(model)))
+    return 2.0 * weights * length + seen + loss_pairs(length, config) * (2 * queries + 6 * gate) * len(bank)
+
+
+def measured_tflops(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> float:
+    """Time a training step of one layer with the shapes of a model and random weights; return its TFLOP/s."""
+    from transformers import AutoModelForCausalLM
+
+    cut: Any = copy.deepcopy(model.config.get_text_config())
+    cut.num_hidden_layers, cut.vocab_size = 1, 16
+    cut.pad_token_id = cut.bos_token_id = cut.eos_token_id = None
+    if getattr(cut, "layer_types", None):
+        cut.layer_types = ["full_attention"]
+    length = min(TIMED_TOKENS, config.max_length)
+    with torch.random.fork_rng(devices=[]):
+        with torch.device(device):
+            layer = AutoModelForCausalLM.from_config(cut, dtype=base_dtype(config, device))
+        bank = GateBank.for_model(layer.eval().requires_grad_(False), gate_config(config, layer)).to(device)
+        ids = torch.randint(0, cut.vocab_size, (1, length), device=device)
+    options = config.loss_options | {"recall_budgets": ()}
+    wait = torch.cuda.synchronize if device.type == "cuda" else int
+    times = []
+    for _ in range(3):
+        wait()
+        start = time.perf_counter()
+        distill_step(bank, layer, ids, **options).loss.backward()
+        wait()
+        times.append(time.perf_counter() - start)
+    return pack_flop(layer, bank, config, length) / min(times[1:]) / 1e12  # the first is a warm-up
 
 
 def architecture(config: TrainConfig) -> PretrainedConfig:

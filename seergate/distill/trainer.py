@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from seergate.config import SCORERS, is_retention
+from seergate.config import is_retention
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
@@ -41,7 +41,7 @@ from seergate.distill.base_model import (
     load_frozen,
     offload_folder,
 )
-from seergate.distill.callbacks import Callback, Console, EvalLog, Far, StepLog
+from seergate.distill.callbacks import Callback, Console, EvalLog, StepLog
 from seergate.distill.checkpoint import (
     Checkpoint,
     check_same_run,
@@ -62,7 +62,6 @@ from seergate.distill.losses.distill_loss import PUBLISHED_SCALE, DistillOutput,
 from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
 from seergate.distill.packing import packs_of_step
-from seergate.distill.speed import loss_pairs
 from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.durable import lock, naming
 from seergate.errors import SeergateError, first_line
@@ -144,7 +143,6 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         raise SeergateError(
             f"report_to names {', '.join(sorted(services))}, which keeps one run at a time; use tensorboard"
         )
-    through_model = [config.scorer for config in configs if SCORERS[config.scorer].end_to_end]
     if configs[0].deepspeed:
         prepare_deepspeed()
     world = init_distributed(alone=bool(configs[0].deepspeed))
@@ -159,8 +157,6 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         with offline(world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
             for name, (config, callbacks) in runs.items():
                 config = config.in_processes(world.size)
-                if through_model:  # gradients flow through the model, which cannot be sharded
-                    config = replace(config, shard_base=False)
                 members.append(_Run(name, config, world, callbacks, shows_steps=not members))
                 members[-1].begin()
             for run in members:
@@ -169,7 +165,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
             base = None
             for run in members:
-                base = run.prepare(base, sharded, headless=not through_model)
+                base = run.prepare(base, sharded)
         expect_steps()
         with _stop_requests(world.is_main) as requested:
             _train(members, requested)
@@ -178,12 +174,9 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
-        advice = "`seergate plan` with the same options says what it needs; max_length and quantize help"
-        if through_model:
-            advice = f"scorer {through_model[0]!r} trains through the whole model; make max_length smaller"
         raise SeergateError(
             f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
-            f"{advice}"
+            "`seergate plan` with the same options says what it needs; max_length and quantize help"
         ) from error
     finally:
         for run in members:
@@ -348,7 +341,7 @@ class _Run:
         with world.fail_together():
             self.check_checkpoint()
 
-    def prepare(self, base: PreTrainedModel | None, sharded: bool, headless: bool) -> PreTrainedModel:
+    def prepare(self, base: PreTrainedModel | None, sharded: bool) -> PreTrainedModel:
         """Create gates and engine, resume, and open the callbacks; returns the frozen model, loaded if ``None``."""
         self.sharded = sharded
         config, world = self.config, self.world
@@ -357,7 +350,7 @@ class _Run:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
         with world.fail_together():
-            base = base or load_frozen(self.model_path, replace(config, shard_base=sharded), world, headless)
+            base = base or load_frozen(self.model_path, replace(config, shard_base=sharded), world)
             torch.manual_seed(config.seed)
             bank = fresh_gates(config, base).to(world.device, torch.float32)
             check_gates(base, bank)
@@ -535,7 +528,7 @@ class _Run:
         options = self.config.loss_options
         if held_out and self.config.eval_row_start is not None:
             options["row_start"] = self.config.eval_row_start
-        return DistillSpec(self.bank, **options, row_shift=number, far=held_out)
+        return DistillSpec(self.bank, **options, row_shift=number)
 
     def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
         """Take an optimizer step with the accumulated gradients, and report it with the time since ``started``.
@@ -583,18 +576,12 @@ class _Run:
 
     def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
         """Report an evaluation, given this process's outputs, and export the gates if they are the best so far."""
-        numbers = 3 + 2 * len(self.config.recall_budgets)
-        far = torch.zeros(len(self.bank), numbers, dtype=torch.float64, device=self.world.device)
-        for output in outputs:
-            if output.far is not None:
-                far += torch.where(output.loss.isfinite(), output.far, 0.0)
-        beyond = Far.of(self.world.sum(far).tolist(), self.config.recall_budgets)
         count = len(self.data.held_out)
         means = Averages.over(self, outputs, count)
         if means.non_finite:
             lost = f"{means.non_finite} of {count} held-out packs gave no finite loss and were left out"
             self._say(f"step {step + 1}: {lost}")
-        log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers, beyond)
+        log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:
             callback.on_eval(log)
         if math.isfinite(log.kl) and (self.progress.best_kl is None or log.kl < self.progress.best_kl):
@@ -631,17 +618,12 @@ class _Run:
 
 
 def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
-    """Return a warning, with the cost, if the loss has no GPU kernel; ``None`` if it has one."""
-    if is_retention(config.scorer):
+    """Return a warning if the loss has no GPU kernel; ``None`` if it has one."""
+    if is_retention(config.scorer) or (bank.gate(bank.geometry.layers[0]).fused and config.target == "max"):
         return None
-    geometry, gate = bank.geometry, bank.gate(bank.geometry.layers[0])
-    if gate.fused and config.target == "max":
-        return None
-    pairs = loss_pairs(config.max_length, config.block_size, config.row_start) / config.row_stride
-    work = 2.0 * pairs * geometry.num_heads * geometry.head_dim * len(bank)
     return (
         f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r} and target {config.target!r} has no kernel for "
-        f"GPUs: PyTorch computes the teacher's scores in float32, {work / 1e12:,.2g} TFLOP for a pack of one sample"
+        "GPUs: PyTorch computes the teacher's scores in float32, which takes longer"
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any, Self
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from seergate.checks import is_int, is_number
 from seergate.config import RULE_OPTIONS, RULES, SCORERS, DecodeConfig, GateConfig, class_of
 from seergate.errors import SeergateError, first_line
-from seergate.gates.differences import GatesDiff, TensorDiff
 from seergate.gates.geometry import ModelGeometry
 from seergate.gates.retention import RetentionGate
 from seergate.gates.scorer import Scorer
@@ -180,73 +178,11 @@ class Gates(nn.Module):
         defaults = {**self.decode_defaults, "anchors": list(anchors)}
         return self.subset(anchors).derived(decode_defaults=defaults, training={**self.training_record, **training})
 
-    @classmethod
-    def average(cls, banks: Sequence[Self], weights: Sequence[float] | None = None) -> Self:
-        """The weighted mean of gates for the same model, tensor by tensor, computed in fp32 or wider.
-
-        Args:
-            banks: two or more gates of the same architecture, for the same base model.
-            weights: one number for each of ``banks``; normalised by their sum. Equal by default.
-
-        Returns:
-            Gates in the dtype of the first ones, without results, which do not apply to the mean.
-
-        Raises:
-            SeergateError: for fewer than two, or if architectures or models differ, naming each field that differs.
-            ValueError: if ``weights`` are not as many finite numbers with a positive sum.
-        """
-        if len(banks) < 2:
-            raise SeergateError(f"{len(banks)} adapters are given; an average needs two or more")
-        given = [1.0] * len(banks) if weights is None else [float(weight) for weight in weights]
-        if len(given) != len(banks) or not all(map(math.isfinite, given)) or sum(given) <= 0:
-            raise ValueError(f"weights is {weights!r}; it must be {len(banks)} numbers with a positive sum")
-        shares = [weight / sum(given) for weight in given]
-        first, states = banks[0], [bank.state_dict() for bank in banks]
-        for number, other in enumerate(banks[1:], start=2):
-            if problems := _architecture_fields(first, other):
-                raise SeergateError(f"gates {number} cannot be averaged with the first: {'; '.join(problems)}")
-        tensors = {}
-        for name, tensor in states[0].items():
-            wide = torch.promote_types(tensor.dtype, torch.float32)
-            parts = [state[name].to(tensor.device, wide) * share for state, share in zip(states, shares, strict=True)]
-            tensors[name] = torch.stack(parts).sum(0).to(tensor.dtype)
-        training = {"average_of": [bank.training_record for bank in banks], "weights": shares}
-        return first.derived(tensors, training=training, results=())
-
-    def diff(self, other: Gates) -> GatesDiff:
-        """Differences from other gates, of any architecture and model, by field and by tensor."""
-        lines = _architecture_fields(self, other)
-        named = {"dtype": "dtype", "training": "training_record", "decode": "decode_defaults"}
-        for name, attribute in (named | {"results": "results", "licence": "licence"}).items():
-            own, its = getattr(self, attribute), getattr(other, attribute)
-            if own != its:
-                lines.append(f"{name} differs" if name in ("training", "results") else f"{name} is {own} and {its}")
-        ours, theirs = self.state_dict(), other.state_dict()
-        shared = [name for name, tensor in ours.items() if name in theirs and theirs[name].shape == tensor.shape]
-        tensors = {name: TensorDiff.of(ours[name], theirs[name]) for name in shared}
-        return GatesDiff(
-            lines,
-            {name: tensor for name, tensor in tensors.items() if tensor.largest},
-            sorted(ours.keys() - shared),
-            sorted(theirs.keys() - shared),
-        )
-
 
 def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:
     """A gate for one layer, with newly initialised weights."""
     gate: Scorer | RetentionGate = class_of(SCORERS[config.scorer].gate)(config, geometry)
     return gate
-
-
-def _architecture_fields(first: Gates, second: Gates) -> list[str]:
-    """Sentences about the fields in which the architectures or the models' geometries differ."""
-    lines = []
-    for own, other in ((first.config, second.config), (first.geometry, second.geometry)):
-        for entry in fields(own):
-            a, b = getattr(own, entry.name), getattr(other, entry.name)
-            if a != b:
-                lines.append(f"{entry.name} differs" if entry.name == "inv_freq" else f"{entry.name} is {a} and {b}")
-    return lines
 
 
 def _expected_shapes(config: GateConfig, geometry: ModelGeometry, source: str) -> dict[str, tuple[int, ...]]:

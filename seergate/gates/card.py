@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,12 @@ import yaml
 
 from seergate.checks import is_int
 from seergate.config import RULES, SCORERS, GateConfig
-from seergate.escaping import markdown_block, markdown_code, markdown_text, visible
+from seergate.escaping import markdown_block, markdown_code, markdown_text
 from seergate.gates.bank import Gates
 from seergate.gates.record import portable_base
 from seergate.paths import directory_here, is_hub_id
 
-CARD_FILE, PLOT_FILE = "README.md", "accuracy.png"
+CARD_FILE = "README.md"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
 LICENCE = ("license", "license_name", "license_link")
@@ -45,8 +44,8 @@ class Source:
         return json.dumps(self.name) + "".join(named)
 
 
-def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bool) -> str:
-    """The README of gates, with the owner's text of the ``existing`` card, and `accuracy.png` if ``plotted``."""
+def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
+    """The README of gates, with the owner's text of the ``existing`` card."""
     from huggingface_hub import ModelCard
 
     base, gate, record = portable_base(bank.geometry.base_model), bank.config, bank.training_record
@@ -58,8 +57,8 @@ def model_card(bank: Gates, source: Source, *, existing: str | None, plotted: bo
         **{"base": base, "has_tokenizer": base and _has_tokenizer(base)},
         rule="" if RULES.keys() & bank.decode_defaults.keys() else f", token_budget={_budget(bank)}",
         settings=", ".join(f"{key}={value!r}" for key, value in bank.decode_defaults.items()),
-        **{"paper": SCORERS[gate.scorer].paper, "plot": PLOT_FILE if plotted else None},
-        **{"options": _options(bank), "record": record, "whole_record": json.dumps(record, indent=2)},
+        **{"paper": SCORERS[gate.scorer].paper, "options": _options(bank)},
+        **{"record": record, "whole_record": json.dumps(record, indent=2)},
     )
     old, before, after = _parts(existing or "")
     merged = {**old, **card.data.to_dict()}
@@ -153,38 +152,3 @@ def scoring(gate: GateConfig) -> dict[str, str]:
     if SCORERS[gate.scorer].poolings:
         values |= {"key pooling": ", ".join(gate.k_pooling), "query pooling": gate.q_pooling}
     return values | ({"sink blocks": f"{gate.sink_blocks}, always read"} if gate.sink_blocks else {})
-
-
-def results_plot(results: Sequence[dict[str, Any]], path: Path) -> bool:
-    """Plot accuracy against token budget: a line per task and method, with 95 % intervals; dense as a horizontal line.
-
-    Returns False without a plot if there are no results at a budget, or matplotlib is not installed.
-    """
-    known = [result for result in results if result.get("accuracy") is not None]
-    lines: dict[str, list[tuple[int, float, float]]] = {}
-    for result in known:
-        if (budget := result.get("token_budget")) is not None:
-            point = budget, 100 * result["accuracy"], _HALF * (result.get("standard_error") or 0.0)
-            lines.setdefault(f"{result.get('method', '')}, {result.get('task', '')}", []).append(point)
-    if not lines:
-        return False
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(6.4, 4.0), layout="constrained")  # not pyplot, which has global state
-    axes = figure.add_subplot()
-    for label, points in lines.items():
-        budgets, means, errors = zip(*sorted(points), strict=True)
-        axes.errorbar(budgets, means, yerr=errors, marker="o", capsize=3, label=label)
-    for result in (each for each in known if each.get("method") == "dense"):
-        axes.axhline(100 * result["accuracy"], color="black", ls="--", lw=1, label=f"dense, {result.get('task', '')}")
-    axes.set_xscale("log", base=2)
-    ticks = sorted({budget for points in lines.values() for budget, _, _ in points})
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.minorticks_off()
-    axes.set(xlabel="token budget", ylabel="accuracy (%)", ylim=(0, 104))
-    for text in axes.legend(frameon=False).get_texts():
-        text.set(text=visible(text.get_text()), parse_math=False)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    return True

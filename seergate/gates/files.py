@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from seergate.durable import flush, save_file
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.gates.card import CARD_FILE, PLOT_FILE, Source, model_card, results_plot
+from seergate.gates.card import CARD_FILE, Source, model_card
 from seergate.gates.record import parse_record, to_record
 from seergate.json_file import read_json_text
 from seergate.version import __version__
@@ -81,16 +81,13 @@ def save_adapter(bank: Gates, directory: str | os.PathLike[str], *, card_source:
         weights = scratch / WEIGHTS_FILE
         save_file(bank.state_dict(), weights, {"format": "pt"})
         record["files"] = _sums(weights)
-        plotted = results_plot(bank.results, scratch / PLOT_FILE)
         # A link may lead to a file that is not for others to read; it is replaced, not followed.
         existing = None if (out / CARD_FILE).is_symlink() else read_card(out)
-        card = model_card(bank, card_source or Source(str(directory)), existing=existing, plotted=plotted)
+        card = model_card(bank, card_source or Source(str(directory)), existing=existing)
         (scratch / CARD_FILE).write_text(card, encoding="utf-8")
         if not (out / MARKER_FILE).exists():  # it may be a model's
             write_json(scratch / MARKER_FILE, MARKER)
         write_json(scratch / CONFIG_FILE, record)
-        if not plotted:
-            (out / PLOT_FILE).unlink(missing_ok=True)
     return out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
-from seergate.gates.card import CARD_FILE, LICENCE, PLOT_FILE, Source, has_own_text
+from seergate.gates.card import CARD_FILE, LICENCE, Source, has_own_text
 from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
 from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
@@ -108,7 +108,7 @@ def push_adapter(
     check_repo_id(repo_id)
     if create_pr and revision not in (None, "main"):
         raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
 
     api, inside = HfApi(token=token), _inside(subfolder)
     if not bank.licence:
@@ -129,8 +129,6 @@ def push_adapter(
         # A config.json that is already in the repository may be a model's.
         names = sorted(path.name for path in directory.iterdir() if path.name not in present & {MARKER_FILE})
         operations: list[Any] = [CommitOperationAdd(str(inside / name), directory / name) for name in names]
-        if PLOT_FILE in present and PLOT_FILE not in names:
-            operations.append(CommitOperationDelete(str(inside / PLOT_FILE)))
         # `upload_folder` may take several commits, and opens pull requests as drafts.
         commit = api.create_commit(
             repo_id,

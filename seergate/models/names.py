@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from seergate.errors import SeergateError, did_you_mean
-from seergate.paths import GGUF, gguf_file, is_local_model, shipped
+from seergate.paths import GGUF, HUB_ID, gguf_file, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 TINY = "tiny-reasoner"
 TINY_MODEL = "checkpoints/tiny-reasoner"
 TINY_GATES = "checkpoints/tiny-reasoner/gates"
-ORG_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-"""A Hub id."""
 
 
 def presets() -> dict[str, Path]:
@@ -46,7 +43,7 @@ def preset_of(model: object) -> Path | None:
         return known[model.lower()]
     if model.lower().endswith(GGUF):
         raise SeergateError(f"the model file {model!r} does not exist")
-    if ORG_NAME.fullmatch(model):
+    if HUB_ID.fullmatch(model):
         return next((path for path in known.values() if _model_of(path).lower() == model.lower()), None)
     hint = did_you_mean(model, known)
     raise SeergateError(
@@ -66,7 +63,7 @@ def locate(model: str) -> str:
         return str(shipped(model))
     except FileNotFoundError:
         pass
-    if ORG_NAME.fullmatch(model) and Path(model).parts[0] != "checkpoints":
+    if HUB_ID.fullmatch(model) and Path(model).parts[0] != "checkpoints":
         return model
     raise SeergateError(f"the model directory {model!r} does not exist")
 

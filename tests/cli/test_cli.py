@@ -338,12 +338,15 @@ def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
     assert done.stderr.endswith(said) and "Traceback" not in done.stderr
 
 
+SHORT = ["--max-steps", "20", "--max-length", "512", "--packs-per-step", "1", "--eval-packs", "0"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "limit", "said"),
     [
         (["methods"], None, "error: the output or a file cannot be written: no space left on device; what was"),
         (["eval", "--problems", "1", "--method", "dense", "--out", "o"], 900, "error: o/dense/"),
-        (["train", "--max-steps", "1", "--token-cache", "t", "--output-dir", "o"], 9000, "error: o/"),
+        (["train", *SHORT, "--token-cache", "t", "--output-dir", "o"], 9000, "error: o/tensorboard"),
         (["prepare", "--token-cache", "t", "--output-dir", "o"], 9000, "error: t cannot be written: file too large"),
     ],
     ids=["output", "eval", "train", "prepare"],

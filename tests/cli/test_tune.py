@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from seergate.cli import tune
-from seergate.cli.tune import Times, decide
+from seergate.cli.tune import decide, pair_seconds
 from seergate.distill.config import load_train_config
 from seergate.distill.held_out import divide
 from seergate.distill.long_text import texts, texts_here
@@ -27,7 +27,6 @@ from tests.models.test_gguf import llama, write_gguf
 from tests.support.running import ROOT, Done, run_seergate
 
 HOURS, MOST = 3, 8
-TIMES = Times(step=10.0, dense=4.0, gate=3.0, dense_text=2.0, gate_text=1.0)
 
 
 @pytest.fixture(scope="module")
@@ -48,26 +47,25 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_two_thirds_of_the_time_train_and_the_rest_evaluates() -> None:
-    """A problem and a text take 4 + 2 * 2 + 3 * (3 + 1) = 20 s under all settings."""
-    found = decide(1.0, 600.0, TIMES, packs=1000, held_out=40, budgets=3)
+    assert pair_seconds(dense=4.0, gate=3.0, dense_text=2.0, gate_text=1.0, budgets=3) == 4 + 2 * 2 + 3 * (3 + 1)
+    found = decide(1.0, 600.0, 10.0, 20.0, packs=1000, held_out=40)
     assert (found.steps, found.problems, found.texts) == (200, 50, 40)
     assert (found.training, found.evaluation) == (2000.0, 1000.0)
 
 
 def test_no_text_is_trained_on_more_than_twice_and_evaluation_gets_what_is_left() -> None:
-    found = decide(1.0, 600.0, TIMES, packs=30, held_out=400, budgets=3)
+    found = decide(1.0, 600.0, 10.0, 20.0, packs=30, held_out=400)
     assert (found.steps, found.problems, found.texts) == (60, 120, 120)
-    assert decide(10.0, 0.0, TIMES, packs=30, held_out=400, budgets=3).problems == tune.MOST
+    assert decide(10.0, 0.0, 10.0, 20.0, packs=30, held_out=400).problems == tune.MOST
 
 
 @pytest.mark.parametrize(("hours", "step"), [(0.1, 10.0), (0.5, 300.0)])
 def test_too_short_a_time_is_refused_with_one_that_is_enough(hours: float, step: float) -> None:
-    times = Times(step, 4.0, 3.0, 2.0, 1.0)
     with pytest.raises(SeergateError, match=rf"hours is {hours}; it must be at least ([\d.]+), as 20 steps") as error:
-        decide(hours, 60.0, times, packs=1000, held_out=40, budgets=3)
+        decide(hours, 60.0, step, 20.0, packs=1000, held_out=40)
     enough = float(str(error.value).split("at least ")[1].split(",")[0])
     assert hours < enough < 5
-    decide(enough, 60.0, times, packs=1000, held_out=40, budgets=3)
+    decide(enough, 60.0, step, 20.0, packs=1000, held_out=40)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,19 +13,27 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from seergate import GateBank
+from seergate import GateBank, GateConfig
 from seergate.cli.main import main
-from seergate.distill import load_train_config, speed
+from seergate.distill import estimate, load_train_config
 from seergate.distill.base_model import gate_config
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
-from seergate.distill.estimate import ASSUMED_SHARE, PEAK_TFLOPS, make_plan
+from seergate.distill.estimate import (
+    ASSUMED_SHARE,
+    PEAK_TFLOPS,
+    loss_pairs,
+    make_plan,
+    measured_tflops,
+    pack_flop,
+    pairs,
+)
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
-from seergate.distill.speed import Speed, loss_pairs, measure_speed, pack_flop, pairs
+from seergate.distill.trainer import without_kernel
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
-from tests.distill.test_trainer import Recorder, config, model_dir  # noqa: F401 (fixtures)
+from tests.support.models import tiny_model
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -39,13 +48,14 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> None:
     plan = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=2)
-    assert plan.fits and plan.libraries == 71_000_000_000 and plan.step_seconds  # 7 % and 1 GB
+    assert plan.fits and plan.libraries == 71_000_000_000  # 7 % and 1 GB
     if name in PARAMETERS:  # as published, in billions; two bytes each
         assert (plan.memory.base + plan.memory.loading) / 2e9 == pytest.approx(PARAMETERS[name], rel=2e-3)
     assert plan.memory.gradients == 2 * plan.memory.gates and plan.checkpoint == 3 * plan.memory.gates
     twice = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=1)
     per_process = load_train_config(name).gradient_accumulation_steps is not None
-    assert twice.step_seconds == pytest.approx((1 if per_process else 2) * plan.step_seconds)
+    (seconds,), (other,) = plan.step_seconds.values(), twice.step_seconds.values()
+    assert other == pytest.approx((1 if per_process else 2) * seconds)
 
 
 def test_some_of_a_gpu_is_not_for_tensors() -> None:
@@ -58,8 +68,7 @@ def test_some_of_a_gpu_is_not_for_tensors() -> None:
 
 def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
     run = load_train_config("qwen3-8b")
-    one = make_plan(replace(run, packs_per_step=1), memory_gb=80, tflops=300)
-    alone = replace(one, step_seconds=None).assumed_seconds
+    (one,) = make_plan(replace(run, packs_per_step=1), memory_gb=80, tflops=300).step_seconds.values()
     for processes, most, said in (
         (3, 6, ["16 packs a step: one less for 2 of 3 processes"]),
         (16, 1, []),
@@ -67,12 +76,10 @@ def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
         (64, 1, ["16 packs a step: none for 48 of 64 processes"]),
     ):
         plan = make_plan(run, memory_gb=80, tflops=300, processes=processes)
-        assert plan.step_seconds == pytest.approx(most * one.step_seconds)
-        hours = 800 * most * one.step_seconds / 3600
+        assert plan.step_seconds == {"at the given rate": pytest.approx(most * one)}
+        hours = 800 * most * one / 3600
         assert f"{hours:,.2f} hours ({processes * hours:,.2f} device-hours)" in plan.text()
         assert [line for line in plan.text().splitlines() if "packs a step: " in line] == said
-        assumed = replace(plan, step_seconds=None).assumed_seconds
-        assert assumed == pytest.approx({name: most * seconds for name, seconds in alone.items()})
 
 
 def test_what_does_not_fit_names_the_options_that_need_less() -> None:
@@ -99,22 +106,19 @@ def test_on_a_processor_weights_are_pages_of_their_file():
 def test_without_such_a_device_the_time_is_an_assumption_that_says_so() -> None:
     run = load_train_config("qwen3-8b")
     plan = make_plan(run, memory_gb=24, processes=2, measure=False)
-    assert plan.step_seconds is None  # nothing that was not measured
-    assert "time: not measured" in plan.text() and "ASSUMED time, samples of 32,768 tokens" in plan.text()
-    assert f"sustains {ASSUMED_SHARE:.0%} of its bf16 peak (small models do not)" in plan.text()
-    for name, peak in PEAK_TFLOPS.items():
-        given = make_plan(run, memory_gb=24, processes=2, tflops=ASSUMED_SHARE * peak)
-        assert given.step_seconds == pytest.approx(plan.assumed_seconds[name]) and not given.assumed_seconds
-        (line,) = (line for line in plan.text().splitlines() if name in line)
-        speed = 16 * 32768 * ASSUMED_SHARE * peak * 1e12 * 2 / plan.step_flop
-        hours = 800 * 16 * 32768 / speed / 3600
-        assert f"{peak} TFLOP/s: {speed:,.0f} tokens/s" in line and f"{hours:,.2f} hours ({2 * hours:,.2f}" in line
+    assert [rate / ASSUMED_SHARE for rate in plan.rates.values()] == pytest.approx([*PEAK_TFLOPS.values()])
+    for origin, rate in plan.rates.items():
+        given = make_plan(run, memory_gb=24, processes=2, tflops=rate)
+        assert [*given.step_seconds.values()] == pytest.approx([plan.step_seconds[origin]])
+        (line,) = (line for line in plan.text().splitlines() if origin in line)
+        speed = 16 * 32768 * rate * 1e12 * 2 / plan.step_flop
+        assert f"ASSUMED {ASSUMED_SHARE:.0%} of the bf16 peak" in line and f"{speed:,.0f} tokens/s" in line
         assert "ASSUMED" not in given.text()
     for other in (
         make_plan(replace(run, dtype="float32"), memory_gb=24, measure=False),
         make_plan(run, device="cpu", measure=False),
     ):
-        assert not other.assumed_seconds and "ASSUMED" not in other.text()
+        assert not other.rates and "time: not measured; --tflops" in other.text()
 
 
 SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 32, "bos_token_id": None}
@@ -216,49 +220,40 @@ def test_operations_agree_with_a_count_of_them(shape: str, stride: int) -> None:
         distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0, row_stride=stride)
     # Attention by plain matrix products is not causal but full, and the teacher's chunks run over some masked keys.
     attention = 2 * 4 * 64 * pairs(1024)
-    assert pack_flop(model, bank, run, [1024]) == pytest.approx(counter.get_total_flops() - attention, rel=0.1)
+    assert pack_flop(model, bank, run, 1024) == pytest.approx(counter.get_total_flops() - attention, rel=0.1)
 
 
 def test_pairs() -> None:
-    assert pairs(4) == 10 and loss_pairs(4, 2, 0.0) == 7 and loss_pairs(4, 1, 0.75) == 4
-    assert loss_pairs(100, 8, 0.5) == pairs(100) - pairs(50) and loss_pairs(5, 8, 0.0) == 0
+    def counted(length: int, block_size: int, row_start: float, row_stride: int = 1) -> float:
+        rows = {"block_size": block_size, "row_start": row_start, "row_stride": row_stride}
+        return loss_pairs(length, load_train_config("qwen3-8b", rows))
+
+    assert pairs(4) == 10 and counted(10, 8, 0.0) == 19 and counted(40, 8, 0.75) == pairs(40) - pairs(30)
+    assert counted(100, 8, 0.5, 2) == (pairs(100) - pairs(50)) / 2 and counted(5, 8, 0.0) == 0
 
 
-@pytest.mark.parametrize(("whole", "rest"), [(16.0, 4.0), (10.0, 0.0)])
-def test_a_layer_is_its_attention_its_lesson_and_the_rest(monkeypatch, whole: float, rest: float) -> None:
-    """The three timings of 2,048 tokens, in the order they are made; a whole shorter than its parts is noise."""
-    run = load_train_config("qwen3-8b", {"max_length": 2048})
-    model, timings = random_model(SHAPES["wide attention"]), iter((whole, 2.0, 1.0))
-
-    def seconds(run, device: torch.device, repeats: int = 3) -> float:
-        run()  # what is timed can be run
-        return next(timings)
-
-    monkeypatch.setattr(speed, "_seconds", seconds)
-    heads = model.config.num_key_value_heads  # one group is timed on a processor
-    measured = measure_speed(model, run, CPU)
-    attention, lesson = heads * 2.0, heads * 1.0
-    assert measured.layer_seconds([2048]) == pytest.approx(attention + lesson + rest)
-    assert measured.layer_seconds([2048], gated=False) == pytest.approx(attention + rest)
-    halves = attention * 2 * pairs(1024) / pairs(2048) + rest
-    assert measured.layer_seconds([1024, 1024], gated=False) == pytest.approx(halves)
+def test_the_rate_of_this_machine_is_that_of_a_step_of_one_layer(monkeypatch) -> None:
+    run, readings = load_train_config("qwen3-8b", {"max_length": 2048}), iter((0.0, 9.0, 10.0, 14.0, 20.0, 22.0))
+    model = random_model(SHAPES["wide attention"])
+    monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    of_two_layers = pack_flop(model, GateBank.for_model(model, gate_config(run, model)), run, 2048)
+    assert measured_tflops(model, run, CPU) == pytest.approx(of_two_layers / 2 / 2.0 / 1e12)
+    monkeypatch.setattr(estimate, "measured_tflops", lambda *_: 7.0)
+    assert make_plan(run, device="cpu").rates == {"at the rate of one layer here": 7.0}
 
 
-def test_a_step_is_the_sum_of_its_layers(config, monkeypatch) -> None:  # noqa: F811
-    """How near it comes to a real step is measured in benchmarks/distill_model.py."""
-    measured = Speed(per_token=1e-3, per_pair=1e-6, per_loss_pair=2e-6, block_size=64, row_start=0.5)
-    monkeypatch.setattr("seergate.distill.estimate.measure_speed", lambda *_: measured)
-    run = load_train_config("qwen3-8b", {"max_length": 2048})
-    for processes in (1, 2):
-        plan = make_plan(run, processes=processes, device="cpu", sample_tokens=800)
-        layer = measured.layer_seconds([800, 800, 448])
-        assert plan.step_seconds == pytest.approx(36 * layer * run.packs_per_step / processes)
+def test_what_has_no_kernel_for_gpus_is_named():
+    model, common = tiny_model("qwen3"), {"recipe": "paper", "block_size": 8, "max_length": 1024}
+    for options, named in (({"sink_blocks": 1}, None), ({"scorer": "msa"}, "'msa'"), ({"target": "sum"}, "'sum'")):
+        config = load_train_config("someone/model", common | options)
+        said = without_kernel(GateBank.for_model(model, GateConfig(8, 16, scorer=config.scorer)), config)
+        assert said is None if named is None else named in said
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--memory-gb", "24", "--no-measure"], ["ASSUMED time", "A100", "tokens/s", "hours"]),
+        (["--memory-gb", "24", "--no-measure"], ["ASSUMED", "A100", "tokens/s", "hours"]),
         (
             ["--memory-gb", "24", "--tflops", "300", "--processes", "8"],
             ["frozen model (bfloat16, without LM head)", "fits in 24.0 GB", "tokens/s", "device-hours", "419.4 M"],

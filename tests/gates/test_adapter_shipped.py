@@ -85,5 +85,5 @@ def test_budget_of_the_example():
     ):
         bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block, 16))
         bank.training_record = {"config": {"max_length": length}}
-        card = model_card(bank, Source("org/gates"), existing=None, plotted=False)
+        card = model_card(bank, Source("org/gates"), existing=None)
         assert f"token_budget={budget})" in card, length

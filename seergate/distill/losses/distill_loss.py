@@ -32,19 +32,16 @@ class DistillOutput:
         loss: scalar; ``.backward()`` adds the gates' gradients. If the loss or a gradient is not finite, the loss is
             NaN and ``.backward()`` adds zeros.
         kl_per_layer: ``[layers]``, mean KL in nats per row and KV head for every reduction. For Fast KVzip, it is per
-            token and KV head; for TRIM-KV, it is the loss on the model's output, repeated for all layers.
+            token and KV head.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that is in the gate's
             best blocks; for retention gates see `ops.retention_kl`.
         tokens: number of tokens of the pack.
-        far: ``[layers, 3 + 2 * budgets]``, see `seergate.distill.losses.far.far_sums`; ``None`` without
-            ``DistillSpec.far``.
     """
 
     loss: Tensor
     kl_per_layer: Tensor
     recall: Tensor
     tokens: int
-    far: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,6 @@ class DistillSpec:
         recall_budgets: token budgets for which recall is reported.
         target, target_budget: see `ops.scorer_kl`.
         row_stride, row_shift: see `ops.gate_kl`.
-        far: also measure KL and recall of block scorers on far blocks (`seergate.distill.losses.far`).
     """
 
     bank: Gates
@@ -69,7 +65,6 @@ class DistillSpec:
     target_budget: int | None = None
     row_stride: int = 1
     row_shift: int = 0
-    far: bool = False
 
 
 class DistillLoss(ABC):
@@ -84,7 +79,7 @@ class DistillLoss(ABC):
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
-        self.spec, self.bank, self.model = spec, spec.bank, model
+        self.spec, self.bank = spec, spec.bank
         self.cu_seqlens = cu_seqlens  # in host memory, where ops read it without synchronising
         self.tokens = int(cu_seqlens[-1])
         self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
@@ -92,7 +87,6 @@ class DistillLoss(ABC):
         self.wants_gradients = torch.is_grad_enabled()  # as the caller set it; the model runs without a graph
         self.losses: list[Tensor] = []
         self.stats: list[GateKLStats] = []
-        self.far: list[Tensor] = []
         self.gradients: dict[nn.Parameter, Tensor] = {}
 
     @abstractmethod
@@ -108,19 +102,11 @@ class DistillLoss(ABC):
         kl_per_layer = torch.stack([part.mean() for part in kls.split(readers)])
         recall = torch.stack([part.mean(1) for part in recalls.split(readers, dim=1)], dim=1)
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
-        sums = [sums.to(home) for sums in self.far]
-        far = torch.stack([part.sum(0) for part in torch.stack(sums).split(readers)]) if sums else None
-        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, far)
+        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens)
 
     def trainable(self, gates: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of gates that get gradients; empty if gradients are disabled."""
         return [p for p in gates.parameters() if p.requires_grad and self.wants_gradients]
-
-    def add(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
-        """Add a loss, and its gradients for ``parameters`` from its autograd graph."""
-        if parameters:
-            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
-        self.losses.append(loss.detach())
 
     def total(self, share: float) -> Tensor:
         """Return the sum of the layers' losses times ``share``, connected to the stored gradients."""
