@@ -26,9 +26,9 @@ class ScorerKind:
     Attributes:
         gate: class of the gates: a `seergate.gates.scorer.Scorer`, which scores blocks for the method ``gate``, or a
             `seergate.gates.retention.RetentionGate`, which scores tokens for the eviction method of the scorer's name.
-        loss: class of their distillation loss, a subclass of `seergate.distill.losses.distill_loss.DistillLoss`;
-            ``None`` for gates that are not trained here.
+        loss: class of their distillation loss, a subclass of `seergate.distill.losses.distill_loss.DistillLoss`.
         retention: whether ``gate`` is a retention gate.
+        end_to_end: whether the loss sends gradients through the whole model.
         poolings: whether the gates have the options ``k_pooling`` and ``q_pooling``.
         begins_as_model: whether new gates can be initialised from the model's own ``q . k`` (`Scorer.begin_as_model`).
         gate_dim: default width; if ``None``, 128, and in training the model's head dimension.
@@ -38,8 +38,9 @@ class ScorerKind:
     """
 
     gate: str | type
-    loss: str | type | None = "seergate.distill.losses.teacher_forward:BlockLoss"
+    loss: str | type = "seergate.distill.losses.teacher_forward:BlockLoss"
     retention: bool = False
+    end_to_end: bool = False
     poolings: bool = False
     begins_as_model: bool = False
     gate_dim: int | None = None
@@ -60,8 +61,9 @@ SCORERS = {
     ),
     "trim_kv": ScorerKind(
         "seergate.gates.retention:TrimKVGate",
-        loss=None,
+        "seergate.distill.losses.retention_loss:StudentLoss",
         retention=True,
+        end_to_end=True,
         gate_dim=512,
         paper="[TRIM-KV](https://arxiv.org/abs/2512.03324)",
     ),
@@ -79,7 +81,7 @@ def scorer_kind(name: str) -> ScorerKind:
     return SCORERS[name]
 
 
-def class_of(kind: str | type | None) -> Any:
+def class_of(kind: str | type) -> Any:
     """The class itself, imported if it is given as "module:Class"."""
     return pkgutil.resolve_name(kind) if isinstance(kind, str) else kind
 
@@ -100,10 +102,8 @@ def check_poolings(name: str, kinds: Any) -> tuple[str, ...]:
 
 
 def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: int | None, row_stride: int) -> None:
-    """Check that the gates have a loss, and its options; retention gates allow only defaults."""
+    """Check options of the loss; retention gates allow only defaults, and need a budget if trained end to end."""
     scorer = gates.scorer
-    trained = [name for name, kind in SCORERS.items() if kind.loss is not None]
-    check("scorer", scorer, scorer in trained, f"one of {(*trained,)}; others are not trained here")
     if not gates.retention:
         check_rows(reduction, gates.sink_blocks, row_stride)
         return check_target(target, target_budget, gates.block_size, gates.sink_blocks)
@@ -111,6 +111,11 @@ def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: 
     for name, value, default in given:
         if value != default:
             raise ValueError(f"{name} is {value!r}; with scorer {scorer!r} it must be left out")
+    if SCORERS[scorer].end_to_end and (not is_int(target_budget) or target_budget < 1):
+        raise ValueError(
+            f"target_budget is {target_budget!r}; with scorer {scorer!r} it must be the number of tokens that each KV "
+            "head learns to do with"
+        )
 
 
 def check_target(target: str, target_budget: int | None, block_size: int, sink_blocks: int) -> None:
@@ -138,7 +143,7 @@ class GateConfig:
 
     Attributes:
         block_size: tokens per block, 8..256. For ``fast_kvzip``: the number of newest tokens, which are never
-            evicted.
+            evicted. For ``trim_kv``: the minimum distance, in tokens, of attention that the reported recall counts.
         gate_dim: width of the gate's query and key vectors; must be even if ``rope`` is on. Default: 128, and for
             retention gates their authors' 16 (``fast_kvzip``) and 512 (``trim_kv``, the width of the hidden layer).
         k_pooling: only for ``attn_gate``: one to three of ``"max", "min", "avg"``, in the order of concatenation.

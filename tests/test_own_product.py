@@ -62,7 +62,7 @@ def test_gates_of_another_width_are_refused_before_the_data_is_read(config: Trai
         check_model(config.model, replace(config, init="model", gate_dim=8))
 
 
-@pytest.mark.parametrize("option", [{"scorer": "msa"}, {"scorer": "fast_kvzip"}, {"init_gates": "org/gates"}])
+@pytest.mark.parametrize("option", [{"scorer": "msa"}, {"scorer": "trim_kv"}, {"init_gates": "org/gates"}])
 def test_what_cannot_begin_so_is_refused(option) -> None:
     with pytest.raises(ValueError, match="init is 'model'; it must be random with init_gates or a scorer other than"):
         load_train_config("qwen3-8b", {"init": "model", **option})

@@ -202,11 +202,11 @@ def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
 
 
 def _each_scorer(model: str, steps: dict[str, int], out: Path) -> tuple[dict[str, str], list[str]]:
-    """Gates of every scorer that has a loss, trained together unless they exist, and a Markdown section about it."""
+    """Gates of every scorer, trained together unless they exist, and a Markdown section about the training."""
     from seergate.config import SCORERS
     from seergate.distill.ablation import Study, run_studies, table, variant_configs
 
-    study = Study(TRAINED, {}, {name: {"scorer": name} for name, kind in SCORERS.items() if kind.loss})
+    study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in SCORERS})
     configs = variant_configs(study, model, {"output_dir": str(out), **steps})
     (outcomes,) = run_studies([(study, configs)])
     gates = {name: str(config.run_dir) for name, config in configs.items()}

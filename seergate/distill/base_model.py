@@ -162,8 +162,8 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
     return CheckedModel(weights, why_one_sequence(text_config(bare)), gates, length)
 
 
-def load_frozen(path: str, config: TrainConfig, world: DistributedState) -> PreTrainedModel:
-    """Load the frozen model without gradients and without its LM head."""
+def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
+    """Load the frozen model without gradients; if ``headless``, without its LM head, which end-to-end gates need."""
     options = _load_options(config, world)
     if config.shard_base or config.rope_scaling:
         options["config"] = frozen_config(path, config)
@@ -175,10 +175,10 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState) -> PreT
     if config.shard_base:
         # The decoder becomes the FSDP root of all layers, so that the next layer is gathered while one computes.
         fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)
-    if not model.config.tie_word_embeddings:  # an unused LM head of a large vocabulary takes a gigabyte
+    if headless and not model.config.tie_word_embeddings:  # an unused LM head of a large vocabulary takes a gigabyte
         model.set_output_embeddings(nn.Identity())
     plain = config.quantize == "none" and config.base_memory_gb is None and not config.shard_base
-    if plain and world.device.type == "cuda" and choose(world.device) == "triton":
+    if headless and plain and world.device.type == "cuda" and choose(world.device) == "triton":
         compile_elementwise(model)
     return model
 

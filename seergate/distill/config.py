@@ -108,8 +108,7 @@ class GateOptions:
     scorer: str = option(
         "attn_gate",
         "what scores blocks to read: SeerAttention-R's gate, the index branch of MiniMax Sparse Attention or the "
-        "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip (those of TRIM-KV are not "
-        "trained here)",
+        "indexer of DeepSeek Sparse Attention; or tokens to keep: the gates of Fast KVzip or TRIM-KV",
         choices=SCORERS.keys(),  # a view, which shows those that a program adds
     )
     sink_blocks: int = option(0, "number of first blocks that are left out of training and always read in decoding")
@@ -187,7 +186,9 @@ class RecipeOptions:
         "what the gate learns of a block's attention: the largest probability, the sum of all, or the sum restricted "
         "to the blocks that the gate selects",
     )
-    target_budget: int = option(2048, "token budget of the gate's selection (target selected)")
+    target_budget: int = option(
+        2048, "token budget of the gate's selection (target selected), or of a KV head's cache (scorer trim_kv)"
+    )
     seed: int = option(0, "seed of the gates' initial values and of the order of the packs")
 
 
@@ -316,13 +317,19 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         blocks = all(budget >= self.block_size for budget in self.recall_budgets)
         self._must("recall_budgets", blocks, f"numbers of tokens, each at least block_size ({self.block_size})")
         quantized, limited = self.quantize != "none", self.base_memory_gb is not None
+        through = scorer_kind(self.scorer).end_to_end
+        whole = f"with scorer {self.scorer!r}, which trains through the whole model"
         for name, clash, where in (
             ("base_memory_gb", limited and quantized, f"when quantize is {self.quantize}"),
             ("shard_base", self.shard_base and (limited or quantized), "with base_memory_gb or quantize"),
+            ("base_memory_gb", limited and through, whole),
+            ("shard_base", self.shard_base and through, whole),
             ("data_revision", any(shares) and self.data_revision, "where data names several sources, which have their "
              "own (org/a@REVISION:0.7)"),
         ):  # fmt: skip
             self._must(name, not clash, f"left out {where}")
+        # On a CPU, bitsandbytes' 4-bit layers pass no gradient back; GPUs were not tested.
+        self._must("quantize", not through or self.quantize != "bnb-4bit", f"none, torchao-int8 or bnb-8bit {whole}")
 
     def _must(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

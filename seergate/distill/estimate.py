@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from seergate.config import SCORERS
 from seergate.distill.base_model import base_dtype, gate_config, is_gguf, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
@@ -172,6 +173,10 @@ def make_plan(
     for name, value in numbers.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be positive")
+    if SCORERS[config.scorer].end_to_end:
+        raise SeergateError(
+            f"scorer is {config.scorer!r}, which trains through the whole model; there is no plan for that"
+        )
     config = config.in_processes(processes)
     check_engine(config, processes)
     here = "cuda" if torch.cuda.is_available() else "cpu"

@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from seergate.config import is_retention
+from seergate.config import SCORERS, is_retention
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
@@ -143,6 +143,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         raise SeergateError(
             f"report_to names {', '.join(sorted(services))}, which keeps one run at a time; use tensorboard"
         )
+    through_model = [config.scorer for config in configs if SCORERS[config.scorer].end_to_end]
     if configs[0].deepspeed:
         prepare_deepspeed()
     world = init_distributed(alone=bool(configs[0].deepspeed))
@@ -157,6 +158,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         with offline(world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
             for name, (config, callbacks) in runs.items():
                 config = config.in_processes(world.size)
+                if through_model:  # gradients flow through the model, which cannot be sharded
+                    config = replace(config, shard_base=False)
                 members.append(_Run(name, config, world, callbacks, shows_steps=not members))
                 members[-1].begin()
             for run in members:
@@ -165,7 +168,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
             sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
             base = None
             for run in members:
-                base = run.prepare(base, sharded)
+                base = run.prepare(base, sharded, headless=not through_model)
         expect_steps()
         with _stop_requests(world.is_main) as requested:
             _train(members, requested)
@@ -174,9 +177,12 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         world.leave()
         return [run.dir for run in members]
     except torch.OutOfMemoryError as error:
+        advice = "`seergate plan` with the same options says what it needs; max_length and quantize help"
+        if through_model:
+            advice = f"scorer {through_model[0]!r} trains through the whole model; make max_length smaller"
         raise SeergateError(
             f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
-            "`seergate plan` with the same options says what it needs; max_length and quantize help"
+            f"{advice}"
         ) from error
     finally:
         for run in members:
@@ -341,7 +347,7 @@ class _Run:
         with world.fail_together():
             self.check_checkpoint()
 
-    def prepare(self, base: PreTrainedModel | None, sharded: bool) -> PreTrainedModel:
+    def prepare(self, base: PreTrainedModel | None, sharded: bool, headless: bool) -> PreTrainedModel:
         """Create gates and engine, resume, and open the callbacks; returns the frozen model, loaded if ``None``."""
         self.sharded = sharded
         config, world = self.config, self.world
@@ -350,7 +356,7 @@ class _Run:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
         with world.fail_together():
-            base = base or load_frozen(self.model_path, replace(config, shard_base=sharded), world)
+            base = base or load_frozen(self.model_path, replace(config, shard_base=sharded), world, headless)
             torch.manual_seed(config.seed)
             bank = fresh_gates(config, base).to(world.device, torch.float32)
             check_gates(base, bank)

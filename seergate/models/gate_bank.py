@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from seergate.config import GateConfig
+from seergate.config import GateConfig, check_recipe
 from seergate.errors import SeergateError
 from seergate.gates import Gates, check_repo_id, push_adapter, save_adapter
 from seergate.hub import only_commit
@@ -135,6 +135,8 @@ class GateBank(Gates):
         """Return the distillation loss of the gates against the model's attention; ``.backward()`` adds gradients.
 
         The frozen model runs once, without its LM head; the gradients are computed layer by layer in its forward pass.
+        Gates of ``trim_kv`` learn from the model's output instead (`distill.losses.retention_loss`): the model runs
+        with its LM head, and a second time with an autograd graph.
 
         Args:
             model: the base model, in eval mode.
@@ -144,7 +146,8 @@ class GateBank(Gates):
             reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
                 ``"published"``, the weighting of the published code, summed over layers and times 10 (`ops.gate_kl`).
             target: distribution over blocks to learn: ``"max"``, ``"sum"`` or ``"selected"`` (`ops.scorer_kl`).
-            target_budget: for ``"selected"``, the token budget of the gates' selection.
+            target_budget: for ``"selected"``, the token budget of the gates' selection; for ``trim_kv``, which needs
+                it, the maximum number of tokens of a KV head.
             row_stride, row_shift: count only every ``row_stride``-th of these rows, starting with number
                 ``row_shift % row_stride``; a different shift for each pack covers all positions in a block.
 
@@ -167,6 +170,7 @@ class GateBank(Gates):
         if lowest < 0 or highest >= vocabulary:
             wrong = lowest if lowest < 0 else highest
             raise ValueError(f"input_ids holds {wrong}; the model has the ids 0..{vocabulary - 1}")
+        check_recipe(self.config, target, reduction, target_budget, row_stride)
         from seergate.distill.losses.distill_loss import DistillSpec
         from seergate.distill.losses.teacher_forward import distill_steps
 

@@ -147,8 +147,8 @@ def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, 
         assert_identical(weights(run.run_dir), weights(path))
 
 
-def test_runs_in_one_forward_share_a_model(config: TrainConfig) -> None:  # noqa: F811
-    """Its options must be the same; what needs less memory is said."""
+def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+    """It is whole where gates are trained through it, whichever run comes first; what needs less memory is said."""
     with pytest.raises(SeergateError, match="must have the same dtype"):
         run_together({"a": (config, []), "b": (replace(config, dtype="bfloat16"), [])})
 
@@ -156,8 +156,12 @@ def test_runs_in_one_forward_share_a_model(config: TrainConfig) -> None:  # noqa
         def on_step(self, log: StepLog) -> None:
             raise torch.OutOfMemoryError
 
-    with pytest.raises(SeergateError, match="a pack of 768 tokens does not fit in the memory .* quantize help"):
-        run_together({"first": (config, [Full()])})
+    first = replace(config, max_steps=1, packs_per_step=1, eval_packs=0, output_dir=str(tmp_path / "first"))
+    second = replace(first, scorer="trim_kv", gate_dim=None, output_dir=str(tmp_path / "second"))
+    with pytest.raises(SeergateError, match="trains through the whole model; make max_length smaller"):
+        run_together({"first": (first, [Full()]), "second": (second, [])})
+    for run in (first, second):
+        assert "shard_base: false" in (run.run_dir / "train_config.yaml").read_text()
 
 
 def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, monkeypatch):  # noqa: F811

@@ -96,5 +96,5 @@ def test_a_run_trains_the_gates_of_its_anchors_alone(tmp_path):
         fresh_gates(TrainConfig(model="x", block_size=BLOCK, anchors=(0, 9), gate_dim=16), model)
     with pytest.raises(ValueError, match=r"anchors is \(-1,\); it must be layers, 0 or greater"):
         TrainConfig(model="x", anchors=(-1,))
-    with pytest.raises(ValueError, match="anchors is .*; it must be left out with scorer 'fast_kvzip', which evicts"):
-        TrainConfig(model="x", scorer="fast_kvzip", anchors=(0,))
+    with pytest.raises(ValueError, match="anchors is .*; it must be left out with scorer 'trim_kv', which evicts"):
+        TrainConfig(model="x", scorer="trim_kv", anchors=(0,), target_budget=64)

@@ -143,6 +143,7 @@ def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainCo
     ("options", "why"),
     [
         *(({"rope_scaling": x}, 'it must be a JSON object with "rope_type"') for x in ("{", "4.0", '{"factor": 4.0}')),
+        ({"scorer": "trim_kv", "gate_dim": None, "quantize": "bnb-4bit"}, "it must be none, torchao-int8 or bnb-8bit"),
         ({"quantize": "bnb-4bit", "base_memory_gb": 1.0}, "it must be left out when quantize is bnb-4bit"),
         ({"quantize": "bnb-4bit", "shard_base": True}, "it must be left out with base_memory_gb or quantize"),
     ],
@@ -161,7 +162,14 @@ def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "package"), [("bnb-4bit", "bitsandbytes"), ("bnb-8bit", "bitsandbytes"), ("torchao-int8", "torchao")]
+    ("kind", "package", "scorer"),
+    [
+        ("bnb-4bit", "bitsandbytes", "attn_gate"),
+        ("bnb-8bit", "bitsandbytes", "attn_gate"),
+        ("torchao-int8", "torchao", "attn_gate"),
+        ("bnb-8bit", "bitsandbytes", "trim_kv"),
+        ("torchao-int8", "torchao", "trim_kv"),
+    ],
 )
 def test_a_quantised_model_teaches_almost_the_same(
     config: TrainConfig,  # noqa: F811
@@ -169,12 +177,14 @@ def test_a_quantised_model_teaches_almost_the_same(
     tmp_path: Path,
     kind: str,
     package: str,
+    scorer: str,
 ) -> None:
     wide = tmp_path / "wide"  # quantisers take blocks of 64 weights
     shape = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_dir, **shape)).save_pretrained(wide)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(wide)
-    config = replace(config, model=str(wide), quantize=kind, max_steps=4)
+    gates: dict[str, Any] = {"scorer": scorer, "gate_dim": None} if scorer == "trim_kv" else {}
+    config = replace(config, model=str(wide), quantize=kind, max_steps=4, **gates)
     if importlib.util.find_spec(package) is None:
         with pytest.raises(SeergateError, match=rf"quantize is '{kind}', which needs {package}"):
             run_distillation(replace(config, data="/does/not/exist.jsonl"))

@@ -72,13 +72,55 @@ def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
         assert found[name].any(), name
 
 
+def test_trim_kv_learns_from_the_whole_model(model):
+    """Loss and gradients are those of autograd through a model whose attention is the reference's."""
+    model, bank = model.double(), retention_for(model, "trim_kv").double()
+    for _, gate in ((layer, bank.retention_gate(layer)) for layer in bank.geometry.layers):
+        gate.linear2.bias.data += 2.0  # ages of up to 40 leave something
+    lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
+    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
+    out.loss.backward()
+    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    bank.zero_grad()
+
+    excess = []
+
+    def attend(call):
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        log_beta = bank.retention_gate(call.layer)(call.hidden_BSW)[0].T
+        output, held = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
+        excess.append((held - room).clamp(min=0).mean())
+        return output[None]
+
+    kl, ce, capacity, rows, followed = 0.0, 0.0, 0.0, 0, 0
+    for part in ids[0].split(lengths):
+        with torch.no_grad():
+            plain = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        excess.clear()
+        with intercepted_attention(model, {}, attend):
+            gated = model(input_ids=part[None], use_cache=False).logits[0].log_softmax(-1)
+        for row in range(int(len(part) * 0.25), len(part)):
+            kl, rows = kl + (plain[row].exp() * (plain[row] - gated[row])).sum(), rows + 1
+            if row + 1 < len(part):
+                ce, followed = ce - gated[row, part[row + 1]], followed + 1
+        capacity = capacity + sum(excess) / len(excess)  # a sequence's rows, each over its length: its mean
+    loss = kl / rows + ce / followed + capacity / len(ids[0])
+    loss.backward()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert out.kl_per_layer.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
+    for name, parameter in bank.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-8, msg=name)
+        assert found[name].any(), name
+
+
+@EACH
 @pytest.mark.parametrize("broken", ["gates", "model"])
-def test_what_is_not_finite_teaches_nothing(model, broken):
+def test_what_is_not_finite_teaches_nothing(model, scorer, broken):
     """The loss says so, as that of other gates does; a run leaves the pack out."""
-    bank = retention_for(model, "fast_kvzip")
+    bank = retention_for(model, scorer)
     parameters = bank.parameters() if broken == "gates" else model.model.layers[0].self_attn.k_proj.parameters()
     next(parameters).data.flatten()[0] = torch.nan
-    out = distill_step(bank, model, prompt(40, 3), recall_budgets=(16,))
+    out = distill_step(bank, model, prompt(40, 3), target_budget=4, recall_budgets=(16,))
     out.loss.backward()
     assert out.loss.isnan() and not any(parameter.grad.any() for parameter in bank.parameters())
 
@@ -126,6 +168,18 @@ def test_trim_kv_changes_its_mind_as_tokens_age(model):
         assert [(0, 19)[i] for i in scores_T.argsort(descending=True)] == order
 
 
+def test_logits_are_made_for_the_rows_that_count(model):
+    """By the frozen model too, for all gates that learn together."""
+    bank, made = retention_for(model, "trim_kv"), []
+    model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
+    specs = [DistillSpec(bank, start, target_budget=4) for start in (0.5, 0.75)]
+    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
+    assert made == [30, 30, 15]
+    for spec, found in zip(specs, together, strict=True):
+        (alone,) = distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))
+        torch.testing.assert_close(found.loss, alone.loss)
+
+
 def test_base_keys_stay_equal(model):
     """They begin as the authors' do, with nothing to tell them apart, and then learn the same."""
     bank = GateBank.for_model(model, GateConfig(SIZE, scorer="fast_kvzip"))
@@ -139,19 +193,38 @@ def test_base_keys_stay_equal(model):
     torch.testing.assert_close(keys_KNE, keys_KNE[:, :1].expand_as(keys_KNE))
 
 
-def test_beside_others_in_one_forward(model):
+def test_gates_that_keep_everything_are_the_plain_model(model):
+    """Fresh gates of TRIM-KV begin near it, and with beta of 1 they are it."""
+    bank = GateBank.for_model(model, GateConfig(scorer="trim_kv"))
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    assert bank.retention_gate(0)(hidden).exp().min() > 0.9999
+    for parameter in bank.parameters():
+        parameter.data.zero_()
+    for layer in bank.geometry.layers:
+        bank.retention_gate(layer).linear2.bias.data.fill_(100.0)
+    ids = prompt(40, 3)
+    labels, logits = ids[0, 21:], model(input_ids=ids).logits[0, 20:-1]
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert distill_step(bank, model, ids, target_budget=40).loss.item() == pytest.approx(expected, rel=1e-4)
+    over = (sum(range(1, 41)) - sum(min(n, 10) for n in range(1, 41))) / 40 / 40
+    assert distill_step(bank, model, ids, target_budget=10).loss.item() == pytest.approx(expected + over, rel=1e-4)
+
+
+@EACH
+def test_beside_others_in_one_forward(model, scorer):
     """In a forward that several gates learn from, each gets what it gets alone."""
-    bank, other = retention_for(model, "fast_kvzip"), GateBank.for_model(model, GateConfig(SIZE, 16))
-    specs = [DistillSpec(other), DistillSpec(bank)]
+    bank, other = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+    specs = [DistillSpec(other), DistillSpec(bank, target_budget=4)]
     together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
     alone = [distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))[0] for spec in specs]
     for one, both in zip(alone, together, strict=True):
         assert torch.equal(one.loss, both.loss) and torch.equal(one.recall, both.recall)
 
 
-def test_sequences_of_a_pack_do_not_mix(model):
-    bank = retention_for(model, "fast_kvzip")
-    run = partial(distill_step, bank, model, recall_budgets=(16,))
+@EACH
+def test_sequences_of_a_pack_do_not_mix(model, scorer):
+    bank = retention_for(model, scorer)
+    run = partial(distill_step, bank, model, target_budget=4, recall_budgets=(16,))
     ids = prompt(70, 6)
     whole = run(ids, borders_of(70)).loss
     ids2 = torch.cat((ids, prompt(70, 7)), 1)
@@ -162,22 +235,21 @@ def test_sequences_of_a_pack_do_not_mix(model):
 
 
 def test_trained_by_the_command(tmp_path):
-    """It then decodes with the method of its name. Gates without a loss are refused."""
+    """Both beside each other, on the model that ships; each then decodes with the method of its name."""
     options = ["--max-steps", "2", "--packs-per-step", "1", "--data-limit", "24", "--chain-sum-variables", "8,9"]
     options += ["--max-length", "300", "--eval-packs", "1", "--eval-steps", "2", "--output-dir", str(tmp_path)]
-    done = run_seergate("train", "--report-to", "none", "--scorer", "fast_kvzip", *options)
+    done = run_seergate("ablate", "retention", "--report-to", "none", "--target-budget", "40", *options)
     assert done.returncode == 0, done.stderr
-    model = seergate.load(tmp_path, token_budget=40)
-    assert seergate.handle_of(model).method.name == "fast_kvzip"
-    ids = torch.tensor([[5, 6, 7]])
-    assert model.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
-    done = run_seergate("train", "--scorer", "trim_kv", *options)
-    assert done.returncode == 2 and "scorer is 'trim_kv'; it must be one of ('attn_gate', " in done.stderr
-
-
-def test_gates_without_a_loss_are_not_trained(model):
-    with pytest.raises(ValueError, match="scorer is 'trim_kv'; it must be one of .*; others are not trained here"):
-        retention_for(model, "trim_kv").distill_loss(model, input_ids=prompt(30, 1))
+    for scorer in KINDS:
+        (record,) = [
+            path
+            for path in tmp_path.rglob("gate_config.json")
+            if f'"{scorer}"' in path.read_text() and "best" not in str(path)
+        ]
+        model = seergate.load(record.parent, token_budget=40)
+        assert seergate.handle_of(model).method.name == scorer
+        ids = torch.tensor([[5, 6, 7]])
+        assert model.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
 
 
 @EACH
@@ -293,6 +365,12 @@ def test_refused_configurations(options, message):
     [
         ({"target": "sum"}, "target is 'sum'; with scorer 'fast_kvzip' it must be left out"),
         ({"reduction": "published"}, "reduction is 'published'; with scorer 'fast_kvzip' it must be left out"),
+        ({"scorer": "trim_kv", "target_budget": 0}, "target_budget is 0; with scorer 'trim_kv' it must be the number"),
+        ({"scorer": "trim_kv", "shard_base": True}, "shard_base is True; it must be left out with scorer 'trim_kv'"),
+        (
+            {"scorer": "trim_kv", "base_memory_gb": 2.0},
+            "base_memory_gb is 2.0; it must be left out with scorer 'trim_kv'",
+        ),
     ],
 )
 def test_refused_recipes(model, options, message):

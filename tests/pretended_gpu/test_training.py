@@ -27,11 +27,22 @@ SCORERS: dict[str, dict[str, Any]] = {
     "msa": {},
     "indexer": {},
     "fast_kvzip": {},
+    "trim_kv": {},
 }
 
 
+_STUDENT, _FORWARD = "seergate/distill/losses/retention_loss.py", "seergate/distill/losses/teacher_forward.py"
 WAITS: dict[str, dict[str, str]] = {
     "fast_kvzip": {"seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts"},
+    "trim_kv": {
+        "seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts",
+        f"{_FORWARD} distill_steps: copy from pageable memory": "the rows of which the model's output is compared",
+        f"{_FORWARD} distill_steps: mask as index": "the same",
+        f"{_STUDENT} _gated_logits: copy from pageable memory": "the same",
+        f"{_STUDENT} compare: copy from pageable memory": "the same",
+        f"{_STUDENT} compare: mask as index": "the same",
+        f"{_STUDENT} compare: item": "how many there are",
+    },
 }
 """Where a pack's step waits for the device, and why; block gates never wait."""
 
@@ -43,6 +54,8 @@ def test_a_scorer_learns_the_same(case: str) -> None:
     bank = seergate.GateBank.for_model(model, gates)
     ends = torch.tensor([0, 120, 200], dtype=torch.int32)
     options: dict[str, Any] = {"recall_budgets": (32, 64)}
+    if case == "trim_kv":
+        options["target_budget"] = 64
     want = distill_steps([DistillSpec(bank, **options)], model, prompt(200), ends)[0]
     want.loss.backward()
     with pretended() as device:

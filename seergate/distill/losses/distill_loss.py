@@ -32,7 +32,7 @@ class DistillOutput:
         loss: scalar; ``.backward()`` adds the gates' gradients. If the loss or a gradient is not finite, the loss is
             NaN and ``.backward()`` adds zeros.
         kl_per_layer: ``[layers]``, mean KL in nats per row and KV head for every reduction. For Fast KVzip, it is per
-            token and KV head.
+            token and KV head; for TRIM-KV, it is the loss on the model's output, repeated for all layers.
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that is in the gate's
             best blocks; for retention gates see `ops.retention_kl`.
         tokens: number of tokens of the pack.
@@ -79,7 +79,7 @@ class DistillLoss(ABC):
     def __init__(self, spec: DistillSpec, model: PreTrainedModel, cu_seqlens: Tensor) -> None:
         if len(cu_seqlens) > 2 and (reason := families.why_one_sequence(families.text_config(model))):
             raise SeergateError(f"{reason}; its packs must hold one sequence each")
-        self.spec, self.bank = spec, spec.bank
+        self.spec, self.bank, self.model = spec, spec.bank, model
         self.cu_seqlens = cu_seqlens  # in host memory, where ops read it without synchronising
         self.tokens = int(cu_seqlens[-1])
         self.segments = [(a, b) for a, b in pairwise(cu_seqlens.tolist()) if b > a]
@@ -107,6 +107,12 @@ class DistillLoss(ABC):
     def trainable(self, gates: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of gates that get gradients; empty if gradients are disabled."""
         return [p for p in gates.parameters() if p.requires_grad and self.wants_gradients]
+
+    def add(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        """Add a loss, and its gradients for ``parameters`` from its autograd graph."""
+        if parameters:
+            self.gradients |= dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        self.losses.append(loss.detach())
 
     def total(self, share: float) -> Tensor:
         """Return the sum of the layers' losses times ``share``, connected to the stored gradients."""

@@ -2,7 +2,8 @@
 
 In each gated layer, the teacher's targets, the gate's loss and the gradients of the gate's parameters are computed at
 once, and all intermediate tensors are freed. So peak memory is that of one layer, and linear in the pack's length. The
-model runs without its LM head and without an autograd graph.
+model runs without its LM head and without an autograd graph. Gates that are trained end to end need its output and a
+second pass with a graph (`seergate.distill.losses.retention_loss`).
 
 Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N
 blocks.
@@ -18,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from seergate import ops
-from seergate.config import SCORERS, check_recipe, class_of, nearest_anchor
+from seergate.config import SCORERS, class_of, nearest_anchor
 from seergate.distill.losses.distill_loss import DistillLoss, DistillOutput, DistillSpec
+from seergate.distill.losses.retention_loss import StudentLoss
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.scorer import Scorer
@@ -73,10 +75,10 @@ def distill_steps(
     cu_seqlens = cu_seqlens.cpu() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     check_cu_seqlens(cu_seqlens, total)
 
-    distill_losses: list[DistillLoss] = []
-    for spec in specs:
-        check_recipe(spec.bank.config, spec.target, spec.reduction, spec.target_budget, spec.row_stride)
-        distill_losses.append(class_of(SCORERS[spec.bank.config.scorer].loss)(spec, model, cu_seqlens))
+    distill_losses: list[DistillLoss] = [
+        class_of(SCORERS[spec.bank.config.scorer].loss)(spec, model, cu_seqlens) for spec in specs
+    ]
+    students = [each for each in distill_losses if isinstance(each, StudentLoss)]
     gated = {layer for each in distill_losses for layer in each.gate_of}
 
     def attend(call: TeacherCall) -> Tensor:
@@ -91,7 +93,13 @@ def distill_steps(
     device = next(specs[0].bank.parameters()).device if model.device.type == "meta" else model.device
     ids, positions = copied(input_ids, device), copied(positions_of(cu_seqlens), device)[None]
     with intercepted_attention(model, gated, attend), torch.no_grad():
-        families.decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
+        if students:
+            rows = torch.cat([each.counted for each in students]).unique()
+            output = model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=copied(rows, device))
+        else:
+            families.decoder_of(model)(input_ids=ids, position_ids=positions, use_cache=False)
+    for each in students:
+        each.compare(ids, positions, output.logits[0].to(device)[torch.isin(rows, each.counted).to(device)])
     return [each.result() for each in distill_losses]
 
 
