@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -15,7 +14,6 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
@@ -159,6 +157,10 @@ def flip_bits(path, rng):
     path.write_bytes(data)
 
 
+def truncate(path, rng):
+    path.unlink() if rng.random() < 0.5 else path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+
+
 def places(node):
     """All places of a JSON value, as (dictionary or list, key)."""
     for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
@@ -184,67 +186,32 @@ def edit_json(path, rng):
     return path.write_bytes(size + text + (data[start:] if start else b""))
 
 
-def exchange(path, rng):
-    """The file of the other adapter, another file of this one, or two tensors of one shape in each other's place."""
-    tensors = load_file(path) if path.suffix == ".safetensors" and rng.random() < 0.5 else {}
-    pairs = [(a, b) for a in tensors for b in tensors if a < b and tensors[a].shape == tensors[b].shape]
-    if pairs:
-        a, b = rng.choice(pairs)
-        return save_file({**tensors, a: tensors[b].clone(), b: tensors[a].clone()}, path)
-    theirs = path.parent.parent / "other" / path.name
-    return path.write_bytes((theirs if theirs.is_file() else rng.choice(sorted(path.parent.iterdir()))).read_bytes())
-
-
-def plant_bomb(path, rng):
-    target = path.parent.parent / "exploded"
-    if path.suffix == ".md":
-        path.write_text(f"---\nbomb: !!python/object/apply:builtins.open [{target}, w]\n---\n\nMine.\n")
-    elif rng.random() < 0.5:
-        path.write_bytes(pickle.dumps(Bomb(target)))
-    else:
-        torch.save({"layers.0.k_proj.weight": Bomb(target)}, path)
-
-
-def truncate(path, rng):
-    path.unlink() if rng.random() < 0.5 else path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
-
-
-HARMS = [flip_bits, flip_bits, truncate, truncate, *[edit_json] * 4, exchange, plant_bomb]
-
-
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.soak)])
 def test_mutations(count, banks, tmp_path, capsys):
-    """One or two files are changed at random: an error, or exactly the gates that were saved; nothing is run.
-
-    They are read alone, by `seergate info` and by `seergate.load`, and saved over.
-    """
-    bank, other = banks
-    config = {"data": "org/data", "learning_rate": 0.001, "max_length": 64}
-    for each, name in ((bank, "original"), (bank, "unsummed"), (other, "other")):
-        each.training_record, each.licence = {"config": config, "kl_last_step": 0.5}, {"license": "mit"}
-        each.results = ({"task": "t", "method": "dense", "accuracy": 0.5, "standard_error": 0.1, "samples": 8},)
-        each.save_pretrained(tmp_path / name)
+    """A file is changed at random: an error, or exactly the gates that were saved; also of `info` and `load`."""
+    bank, config = banks[0], {"data": "org/data", "learning_rate": 0.001, "max_length": 64}
+    bank.training_record, bank.licence = {"config": config, "kl_last_step": 0.5}, {"license": "mit"}
+    bank.results = ({"task": "t", "method": "dense", "accuracy": 0.5, "standard_error": 0.1, "samples": 8},)
+    for name in ("original", "unsummed"):
+        bank.save_pretrained(tmp_path / name)
     without_sum(tmp_path / "unsummed")
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     warnings.simplefilter("ignore", UserWarning)
-    accepted, refused, rng = 0, 0, random.Random(count)
-    mutant, before = tmp_path / "mutant", sorted(path.name for path in tmp_path.iterdir())
+    accepted, refused, rng, mutant = 0, 0, random.Random(count), tmp_path / "mutant"
     for number in range(count):
         shutil.rmtree(mutant, ignore_errors=True)
-        origin = rng.choice(["original", "unsummed"])
+        origin, harm = rng.choice(["original", "unsummed"]), rng.choice([flip_bits, truncate, edit_json, edit_json])
         shutil.copytree(tmp_path / origin, mutant)
-        what, files = f"mutation {number} of {origin}:", sorted(mutant.iterdir())
-        first = mutant / rng.choice([CONFIG, CONFIG, WEIGHTS, rng.choice(files).name])
-        for path in {first, rng.choice(files) if rng.random() < 0.2 else first}:
-            harm = rng.choice(HARMS)
-            harm(path, rng)
-            what += f" {harm.__name__} of {path.name}"
+        path = mutant / rng.choice([CONFIG, CONFIG, WEIGHTS, rng.choice(sorted(mutant.iterdir())).name])
+        harm(path, rng)
+        what = f"mutation {number} of {origin}: {harm.__name__} of {path.name}"
         try:
             found = GateBank.from_pretrained(mutant)
             accepted += 1
             # Tensors that no SHA-256 protects may have changed; a record that fits the tensors is believed.
-            assert ("unsummed" in what and WEIGHTS in what) or any(same_tensors(found, one) for one in banks), what
-            assert CONFIG in what or (found.config, found.geometry.layers) == (bank.config, bank.geometry.layers), what
+            assert (origin == "unsummed" and path.name == WEIGHTS) or same_tensors(found, bank), what
+            described = (found.config, found.geometry.layers)
+            assert path.name == CONFIG or described == (bank.config, bank.geometry.layers), what
         except SeergateError as error:
             found, refused = None, refused + 1
             assert str(error).strip(), what
@@ -254,15 +221,9 @@ def test_mutations(count, banks, tmp_path, capsys):
             error = capsys.readouterr().err
             assert code == (2 if found is None else 0) or "surrogates" in error, what
             assert code == 0 or (error.startswith("error: ") and error.count("\n") == 1), what
-        if number % 20 == 0 or (found is not None and accepted % 10 == 0):
+        if found is not None and accepted % 10 == 0:
             try:
                 seergate.load(mutant, token_budget=16, base_model=tmp_path / "base")
-                assert found is not None, what
             except SeergateError as error:
-                assert found is None or "for another model" in str(error) or "RoPE" in str(error), what
-        if "README.md" in what and number % 2:
-            bank.save_pretrained(mutant)
-            assert same(GateBank.from_pretrained(mutant), bank), what
+                assert "for another model" in str(error) or "RoPE" in str(error), what
     assert refused > 0.4 * count and accepted > 0.1 * count, (refused, accepted)
-    shutil.rmtree(mutant)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before, "something was run, or written elsewhere"

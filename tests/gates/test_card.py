@@ -104,13 +104,15 @@ def test_an_owners_text_stays(bank, tmp_path):
     assert "Mine, Löwe 狮." in text and text.count("## Use") == 1
 
 
-@pytest.mark.parametrize(
-    "broken",
-    ["---\n: [\n---\ntext", "---\nno end", "", "---\n---\n", "---\ndate: 2026-99-99\n---\ntext", "text", b"\xff"],
-)
-def test_a_card_that_is_not_well_formed_gets_its_metadata(bank, tmp_path, broken):
-    (tmp_path / "README.md").write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+BROKEN = ["---\n: [\n---\ntext", "---\nno end", "", "---\n---\n", "---\ndate: 2026-99-99\n---\ntext", "text", b"\xff"]
+
+
+@pytest.mark.parametrize("text", [*BROKEN, "---\na: !!python/object/apply:os.mkdir [exploded]\n---\n"])
+def test_a_card_that_is_not_well_formed_gets_its_metadata(bank, tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_bytes(text if isinstance(text, bytes) else text.encode())
     assert metadata(saved(bank, tmp_path))["library_name"] == "seergate"
+    assert not (tmp_path / "exploded").exists(), "code in the metadata was run"
 
 
 def test_results_of_an_evaluation(bank, tmp_path, capsys):
