@@ -7,33 +7,16 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import GateConfig, methods, ops
+from seergate import methods, ops
 from seergate.config import MAX_BLOCK_SIZE
-from seergate.gates.gate import AttnGate
 from seergate.ops import reference
 from tests.decode.test_decode import gates
-from tests.gates.test_gate import naive
-from tests.support.models import geometry, left_padded, prompt, tiny_model
-from tests.support.op_inputs import Pack, cu_seqlens, relative
+from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.op_inputs import Pack, relative
 from tests.support.reference_decoder import ReferenceRow, Rule
 
 SIZE = MAX_BLOCK_SIZE
 LENGTHS = [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE + 63]
-
-
-@pytest.mark.parametrize("group", [1, 5])
-def test_a_gate_against_naive(group):
-    inv_freq = 1.0 / 100.0 ** (torch.arange(0, 6, 2) / 6)
-    gate = AttnGate(GateConfig(SIZE, 6), geometry(2 * group, 2, 4, inv_freq=inv_freq))
-    for parameter in gate.parameters():
-        parameter.data.normal_()
-    q, k = torch.randn(1, 2 * group, 2 * SIZE + 3, 4), torch.randn(1, 2, 2 * SIZE + 3, 4)
-    pooled = ops.pool_keys(k[:, :, : 2 * SIZE], SIZE)
-    places = torch.arange(2 * SIZE + 3)
-    found = gate.scores(gate.queries(q, places), gate.keys(pooled, torch.tensor([0, SIZE])))[0]
-    expected = naive(gate.double(), q[0].double(), k[0].double(), SIZE)
-    assert expected.shape[-1] == 2
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 4])
@@ -90,10 +73,3 @@ def test_decoding_against_a_slow_decoder(name):
             density = handle.stats()["density"]
     torch.testing.assert_close(torch.stack(found, 1), torch.stack(expected), rtol=1e-9, atol=1e-9)
     assert density < 0.9, "something is left out"
-
-
-def test_a_pack_of_one_segment_of_many_blocks():
-    pack = Pack.random([5 * SIZE + 1], block_size=SIZE, kv_heads=1, group=1, dim=8, dtype=torch.float32)
-    found = ops.block_targets(pack.q, pack.k, cu_seqlens([5 * SIZE + 1]), SIZE)
-    assert found.shape == (5 * SIZE + 1, 1, 6)
-    torch.testing.assert_close(found[-1].sum(), torch.tensor(1.0))

@@ -14,7 +14,6 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.models import families
 from seergate.models.hooks import QKHook
-from seergate.models.published import export_published
 from seergate.ops import reference
 from tests.support.models import left_padded, prompt, tiny_model
 
@@ -207,42 +206,17 @@ def test_adapters(model, scorer, tmp_path):
     assert f"| scorer | {scorer} |" in (tmp_path / "README.md").read_text()
     again = GateBank.from_pretrained(tmp_path)
     assert again.config == bank.config and again.diff(bank).same_weights
-    mean = GateBank.average([bank, again])
-    assert mean.config == bank.config
     assert [*bank.subset([1]).state_dict()] == [name for name in bank.state_dict() if name.startswith("layers.1.")]
     other = gates(model, "msa" if scorer == "indexer" else "indexer")
-    with pytest.raises(SeergateError, match="cannot be averaged with the first: scorer is"):
-        GateBank.average([bank, other])
-    with pytest.raises(SeergateError, match=r"scorer is .* \(they have attn_gate\)"):
-        export_published(bank, tmp_path / "published")
     wrong = "is missing" if scorer == "msa" else "belongs to no gate"
     with pytest.raises(SeergateError, match=rf"layers\.0\.head_weights\.weight {wrong}"):
         other.derived(bank.state_dict())
-
-
-def test_a_query_per_head_is_not_published(model, tmp_path):
-    bank = gates(model, "attn_gate", q_pooling="none")
-    with pytest.raises(SeergateError, match=r"q_pooling is 'none' \(they have proj, avgproj, avg\)"):
-        export_published(bank, tmp_path)
 
 
 def test_the_gate_is_recorded_as_before():
     config = GateConfig()
     assert [*config.to_dict()] == ["block_size", "gate_dim", "k_pooling", "q_pooling", "qk_norm", "rope"]
     assert GateConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scorer": "quest"}, "scorer is 'quest'; it must be one of"),
-        ({"scorer": "msa", "k_pooling": ("max",)}, "k_pooling is .* with scorer 'msa' it must be left out"),
-        ({"scorer": "indexer", "q_pooling": "avg"}, "q_pooling is 'avg'; with scorer 'indexer' it must be left out"),
-    ],
-)
-def test_refused_configurations(options, message):
-    with pytest.raises(ValueError, match=message):
-        GateConfig(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 import seergate
-from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
+from seergate import DecodeConfig, GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.eval.report.published import published
 from seergate.methods import Gate, Quest, make_method
-from seergate.models.published import export_published
 from seergate.models.resolving import method_of
 from seergate.serving.common.settings import Settings
 from tests.support.models import prompt, tiny_model
@@ -28,44 +25,16 @@ def gates(model, **options):
     return bank
 
 
+@pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("scorer", ["attn_gate", "msa", "indexer"])
-def test_they_are_saved_with_the_gates(model, tmp_path, scorer):
-    gates(model, scorer=scorer).save_pretrained(tmp_path / "plain")
-    assert "sink_blocks" not in (tmp_path / "plain" / "gate_config.json").read_text()  # as before there were any
-    gates(model, scorer=scorer, sink_blocks=2).save_pretrained(tmp_path / "sinks")
-    assert json.loads((tmp_path / "sinks" / "gate_config.json").read_text())["gate"]["sink_blocks"] == 2
-    assert GateBank.from_pretrained(tmp_path / "plain").config.sink_blocks == 0
-    assert GateBank.from_pretrained(tmp_path / "sinks").config == GateConfig(SIZE, 16, scorer=scorer, sink_blocks=2)
-
-
-def test_card_and_info_name_them(model, tmp_path, capsys):
-    for sinks in (0, 2):
-        gates(model, sink_blocks=sinks).save_pretrained(tmp_path)
-        assert main(["info", str(tmp_path)]) == 0
-        shown = capsys.readouterr().out
-        assert ("sink blocks          2, always read" in shown) == (sinks == 2)
-        assert ("| sink blocks | 2, always read |" in (tmp_path / "README.md").read_text()) == (sinks == 2)
-
-
-def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
-    bank = gates(tiny_model("qwen3"), sink_blocks=1)
-    with pytest.raises(SeergateError, match=r"cannot use these gates: .*sink_blocks is 1 \(they have none\)"):
-        export_published(bank, tmp_path)
-    with pytest.raises(SeergateError, match="sink_blocks is 1 and 0"):
-        GateBank.average([bank, gates(tiny_model("qwen3"))])
-    with pytest.raises(ValueError, match='compat is "published"'):
-        Gate(bank=bank, token_budget=64, compat="published")
-
-
-@pytest.mark.parametrize("value", [-1, True, 1.0, None])
-def test_what_is_no_number_of_blocks_is_refused(value):
-    with pytest.raises(ValueError, match=f"sink_blocks is {value}; it must be a whole number, 0 or greater"):
-        GateConfig(sink_blocks=value)
-
-
-def test_gates_that_evict_have_none():
-    with pytest.raises(ValueError, match="sink_blocks is 1; with scorer 'trim_kv' it must be left out"):
-        GateConfig(scorer="trim_kv", sink_blocks=1)
+def test_they_are_saved_and_shown(model, tmp_path, capsys, scorer, sinks):
+    bank = gates(model, scorer=scorer, sink_blocks=sinks)
+    bank.save_pretrained(tmp_path)
+    assert ("sink_blocks" in (tmp_path / "gate_config.json").read_text()) == (sinks > 0)  # as before there were any
+    assert GateBank.from_pretrained(tmp_path).config == bank.config
+    assert main(["info", str(tmp_path)]) == 0
+    assert ("sink blocks          2, always read" in capsys.readouterr().out) == (sinks == 2)
+    assert ("| sink blocks | 2, always read |" in (tmp_path / "README.md").read_text()) == (sinks == 2)
 
 
 def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
@@ -84,8 +53,10 @@ def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
     assert method_of(bank).sink_blocks == 3
 
 
-def test_a_budget_must_leave_a_block_to_choose(model):
+def test_budgets_that_leave_no_block_and_the_published_rule_are_refused(model):
     bank = gates(model, sink_blocks=2)
+    with pytest.raises(ValueError, match='compat is "published"'):
+        Gate(bank=bank, token_budget=64, compat="published")
     with pytest.raises(ValueError, match="token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32"):
         Gate(bank=bank, token_budget=31)
     assert Gate(bank=bank, token_budget=32).budget == 32
