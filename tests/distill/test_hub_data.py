@@ -21,10 +21,10 @@ from seergate.eval.tasks.chain_sum import make_problems
 from tests.gates.test_hub import hub as reached
 from tests.support.hub_server import File, Hub
 from tests.support.models import tiny_model
+from tests.support.running import ROOT
 
 __all__ = ["reached"]
 
-ROOT = Path(__file__).resolve().parents[2]
 CARD = b"""---
 configs:
 - config_name: short
