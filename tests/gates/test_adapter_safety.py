@@ -15,7 +15,6 @@ import warnings
 import pytest
 import torch
 
-import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
 from tests.gates.conftest import CONFIG, WEIGHTS, same, same_tensors
@@ -157,10 +156,6 @@ def flip_bits(path, rng):
     path.write_bytes(data)
 
 
-def truncate(path, rng):
-    path.unlink() if rng.random() < 0.5 else path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
-
-
 def places(node):
     """All places of a JSON value, as (dictionary or list, key)."""
     for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ():
@@ -186,23 +181,30 @@ def edit_json(path, rng):
     return path.write_bytes(size + text + (data[start:] if start else b""))
 
 
+def truncate(path, rng):
+    path.unlink() if rng.random() < 0.5 else path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+
+
+HARMS = [flip_bits, flip_bits, truncate, truncate, *[edit_json] * 4]
+
+
 @pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.soak)])
 def test_mutations(count, banks, tmp_path, capsys):
-    """A file is changed at random: an error, or exactly the gates that were saved; also of `info` and `load`."""
-    bank, config = banks[0], {"data": "org/data", "learning_rate": 0.001, "max_length": 64}
-    bank.training_record, bank.licence = {"config": config, "kl_last_step": 0.5}, {"license": "mit"}
+    """A file is changed at random: an error, or exactly the gates that were saved, also by `seergate info`."""
+    bank, _ = banks
+    bank.training_record, bank.licence = {"config": {"data": "org/data"}, "kl_last_step": 0.5}, {"license": "mit"}
     bank.results = ({"task": "t", "method": "dense", "accuracy": 0.5, "standard_error": 0.1, "samples": 8},)
     for name in ("original", "unsummed"):
         bank.save_pretrained(tmp_path / name)
     without_sum(tmp_path / "unsummed")
-    tiny_model("qwen3").save_pretrained(tmp_path / "base")
     warnings.simplefilter("ignore", UserWarning)
     accepted, refused, rng, mutant = 0, 0, random.Random(count), tmp_path / "mutant"
     for number in range(count):
         shutil.rmtree(mutant, ignore_errors=True)
-        origin, harm = rng.choice(["original", "unsummed"]), rng.choice([flip_bits, truncate, edit_json, edit_json])
+        origin = rng.choice(["original", "unsummed"])
         shutil.copytree(tmp_path / origin, mutant)
         path = mutant / rng.choice([CONFIG, CONFIG, WEIGHTS, rng.choice(sorted(mutant.iterdir())).name])
+        harm = rng.choice(HARMS)
         harm(path, rng)
         what = f"mutation {number} of {origin}: {harm.__name__} of {path.name}"
         try:
@@ -210,8 +212,7 @@ def test_mutations(count, banks, tmp_path, capsys):
             accepted += 1
             # Tensors that no SHA-256 protects may have changed; a record that fits the tensors is believed.
             assert (origin == "unsummed" and path.name == WEIGHTS) or same_tensors(found, bank), what
-            described = (found.config, found.geometry.layers)
-            assert path.name == CONFIG or described == (bank.config, bank.geometry.layers), what
+            assert path.name == CONFIG or (found.config, found.geometry) == (bank.config, bank.geometry), what
         except SeergateError as error:
             found, refused = None, refused + 1
             assert str(error).strip(), what
@@ -221,9 +222,4 @@ def test_mutations(count, banks, tmp_path, capsys):
             error = capsys.readouterr().err
             assert code == (2 if found is None else 0) or "surrogates" in error, what
             assert code == 0 or (error.startswith("error: ") and error.count("\n") == 1), what
-        if found is not None and accepted % 10 == 0:
-            try:
-                seergate.load(mutant, token_budget=16, base_model=tmp_path / "base")
-            except SeergateError as error:
-                assert "for another model" in str(error) or "RoPE" in str(error), what
     assert refused > 0.4 * count and accepted > 0.1 * count, (refused, accepted)

@@ -167,8 +167,6 @@ def test_scaled_rope_comes_along(published):
         ("qwen3", GateConfig(block_size=32, gate_dim=8), "gate_dim is 8"),
         ("qwen3", GateConfig(block_size=32, gate_dim=16, k_pooling=("avg", "max")), "k_pooling is"),
         ("qwen3", GateConfig(32, 16, q_pooling="none"), r"q_pooling is 'none' \(they have proj, avgproj, avg\)"),
-        ("qwen3", GateConfig(32, 16, scorer="msa"), r"scorer is 'msa' \(they have attn_gate\)"),
-        ("qwen3", GateConfig(32, 16, sink_blocks=1), r"cannot use these gates: .*sink_blocks is 1 \(they have none\)"),
         ("llama", GateConfig(block_size=16, gate_dim=16), "model_type is 'llama'"),
     ],
 )

@@ -12,8 +12,10 @@ import torch
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill.losses.teacher_forward import distill_step
+from seergate.fingerprint import fingerprint
 from seergate.models import families
 from seergate.models.hooks import QKHook
+from seergate.models.published import export_published
 from seergate.ops import reference
 from tests.support.models import left_padded, prompt, tiny_model
 
@@ -205,9 +207,11 @@ def test_adapters(model, scorer, tmp_path):
     assert record == {"block_size": SIZE, "gate_dim": 16, "qk_norm": True, "rope": True, "scorer": scorer}
     assert f"| scorer | {scorer} |" in (tmp_path / "README.md").read_text()
     again = GateBank.from_pretrained(tmp_path)
-    assert again.config == bank.config and again.diff(bank).same_weights
+    assert again.config == bank.config and fingerprint(again) == fingerprint(bank)
     assert [*bank.subset([1]).state_dict()] == [name for name in bank.state_dict() if name.startswith("layers.1.")]
     other = gates(model, "msa" if scorer == "indexer" else "indexer")
+    with pytest.raises(SeergateError, match=r"scorer is .* \(they have attn_gate\)"):
+        export_published(bank, tmp_path / "published")
     wrong = "is missing" if scorer == "msa" else "belongs to no gate"
     with pytest.raises(SeergateError, match=rf"layers\.0\.head_weights\.weight {wrong}"):
         other.derived(bank.state_dict())

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import seergate
-from seergate import DecodeConfig, GateBank, GateConfig
+from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
 from seergate.eval.report.published import published
 from seergate.methods import Gate, Quest, make_method
+from seergate.models.published import export_published
 from seergate.models.resolving import method_of
 from seergate.serving.common.settings import Settings
 from tests.support.models import prompt, tiny_model
@@ -37,6 +38,14 @@ def test_they_are_saved_and_shown(model, tmp_path, capsys, scorer, sinks):
     assert ("| sink blocks | 2, always read |" in (tmp_path / "README.md").read_text()) == (sinks == 2)
 
 
+def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
+    bank = gates(tiny_model("qwen3"), sink_blocks=1)
+    with pytest.raises(SeergateError, match=r"cannot use these gates: .*sink_blocks is 1 \(they have none\)"):
+        export_published(bank, tmp_path)
+    with pytest.raises(ValueError, match='compat is "published"'):
+        Gate(bank=bank, token_budget=64, compat="published")
+
+
 def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
     bank = gates(model, sink_blocks=2)
     settings = Settings(gates="org/gates", rule={"token_budget": 64}).selector(bank, SIZE)
@@ -53,10 +62,8 @@ def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
     assert method_of(bank).sink_blocks == 3
 
 
-def test_budgets_that_leave_no_block_and_the_published_rule_are_refused(model):
+def test_a_budget_must_leave_a_block_to_choose(model):
     bank = gates(model, sink_blocks=2)
-    with pytest.raises(ValueError, match='compat is "published"'):
-        Gate(bank=bank, token_budget=64, compat="published")
     with pytest.raises(ValueError, match="token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32"):
         Gate(bank=bank, token_budget=31)
     assert Gate(bank=bank, token_budget=32).budget == 32
