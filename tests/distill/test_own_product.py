@@ -66,7 +66,7 @@ def test_what_cannot_begin_so_is_refused(config: TrainConfig, model) -> None:  #
     for call, message in (
         (partial(check_model, config.model, narrow), r"gate_dim is 8; .* it must be the head dimension \(16\)"),
         (partial(load_train_config, "qwen3-8b", options | {"scorer": "msa"}), elsewhere),
-        (partial(load_train_config, "qwen3-8b", options | {"scorer": "trim_kv"}), elsewhere),
+        (partial(load_train_config, "qwen3-8b", options | {"scorer": "fast_kvzip"}), elsewhere),
         (partial(load_train_config, "qwen3-8b", options | {"init_gates": "org/gates"}), elsewhere),
         (other.begin_as_model, "init is 'model'; with scorer 'msa' it must be 'random'"),
     ):
