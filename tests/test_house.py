@@ -267,7 +267,7 @@ def test_documented_commands_have_their_options(monkeypatch: pytest.MonkeyPatch)
     asked: dict[str, set[str]] = {}
     for path in DOCUMENTS:
         for line in (line for block in code_blocks(path, "bash", "sh", "console") for line in shell_lines(block)):
-            if match := re.search(r"(seergate [a-z-]+|\btrain\.py|[\w/]+/\w+\.py)(.*)", line):
+            if match := re.search(r"(seergate [a-z-]+|\b[\w/]+\.py\b)(.*)", line):
                 asked.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
     check_options(asked, monkeypatch)
 
