@@ -10,23 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.running import ROOT
+
 pytest.importorskip("triton")
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("machine", "right", "large", "sanitizer", "generation", "gate_times", "decode_times", "teacher_times",
          "lesson_times", "train", "model_times", "serving_times")  # fmt: skip
 
 
-def gpu_check(folder: Path, *steps: str) -> tuple[subprocess.CompletedProcess[str], dict]:
+def check_everything(folder: Path, *steps: str) -> dict:
+    """Run steps of the plan, which must find nothing wrong; returns their rows."""
     command = [sys.executable, "benchmarks/gpu_check.py", "--minutes", "60", "--output", str(folder), "--only", *steps]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    (path,) = folder.glob("gpu_check-*.json")
-    return done, json.loads(path.read_text())
-
-
-def check_everything(folder: Path, *steps: str) -> dict:
-    done, record = gpu_check(folder, *steps)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (path,) = folder.glob("gpu_check-*.json")
+    record = json.loads(path.read_text())
     assert list(record["steps"]) == list(steps) and all(record["steps"][name]["rows"] for name in steps)
     assert not [line for line in record["verdict"].values() if "WRONG" in line]
     return {name: step["rows"] for name, step in record["steps"].items()}

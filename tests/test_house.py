@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 import seergate
-from seergate.cli.main import COMMANDS
 from tests.support.running import run_script, run_seergate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,7 +111,7 @@ def methods_named(tree: ast.AST, single: set[str]) -> set[str]:
     names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            names |= {*(alias.name for alias in node.names), (node.module or "").rpartition(".")[2]}
+            names |= {*(alias.name for alias in node.names), *(node.module or "").split(".")}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(re.sub(r"[:+]\S*$", "", node.value))
         else:
@@ -126,7 +125,7 @@ def test_methods_answer_for_themselves() -> None:
 
     single = {*METHODS, *(method_class(name).__name__ for name in METHODS), GateOnEvictor.__name__}
     text = "isinstance(x, (Gate, a.SnapKVState, SelectingMethod)) or x.name == 'h2o:interval=8' or x == 'h2o is good'"
-    planted = "from seergate.methods.rpc import RPC"
+    planted = "from seergate.methods.rpc.core import RPC"
     assert methods_named(ast.parse(text), single) == {"Gate", "SnapKVState", "h2o"}
     assert methods_named(ast.parse(planted), single) == {"rpc", "RPC"}
     found = {
@@ -138,19 +137,6 @@ def test_methods_answer_for_themselves() -> None:
         if (asked := methods_named(ast.parse(path.read_text()), single))
     }
     assert not found
-
-
-def test_nobody_imports_reasoncache() -> None:
-    """Only the table of methods, `Paging` and the paper's figures name ReasonCache's package."""
-    found = {
-        named(path)
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if "reason_cache" not in path.parts and "seergate.methods.reason_cache" in path.read_text()
-    }
-    assert found == {
-        "seergate/methods/__init__.py",
-        *(f"seergate/{x}.py" for x in ("cache/paging", "cache/sharing", "eval/papers/looks")),
-    }
 
 
 def test_entry_points_name_what_there_is() -> None:
@@ -247,29 +233,17 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT /
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
-def test_documented_commands_exist(path: Path) -> None:
+def test_what_a_document_names_exists(path: Path) -> None:
+    """Targets of `make` and of links; and its Python compiles."""
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
-    for block in code_blocks(path, "bash", "sh", "console"):
-        for line in shell_lines(block):
-            if match := re.match(r"make ([a-z]+)$", line):
-                assert match[1] in targets, line
-            if match := re.match(r"seergate ([a-z-]+)", line):
-                assert match[1] in COMMANDS, line
-            for script in re.findall(r"\b[\w/]+\.py\b", line):
-                assert (ROOT / script).exists(), line
+    lines = [line for block in code_blocks(path, "bash", "sh", "console") for line in shell_lines(block)]
+    assert {match[1] for line in lines if (match := re.match(r"make ([a-z]+)$", line))} <= targets
     for block in code_blocks(path, "python"):
         compile(block, named(path), "exec")
-
-
-def documented_options() -> dict[str, set[str]]:
-    """Command -> the options that the documents pass to it."""
-    found: dict[str, set[str]] = {}
-    for path in DOCUMENTS:
-        for block in code_blocks(path, "bash", "sh", "console"):
-            for line in shell_lines(block):
-                if match := re.search(r"(seergate [a-z-]+|\btrain\.py|[\w/]+/\w+\.py)(.*)", line):
-                    found.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
-    return found
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+        if "://" not in target and not target.startswith(("#", "mailto:")):
+            linked = (path.parent / target.split("#")[0]).resolve()
+            assert linked.is_relative_to(ROOT) and linked.exists(), f"{named(path)} links to {target}"
 
 
 def check_options(asked: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,16 +262,14 @@ def check_options(asked: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -
         assert not missing, (command, missing)
 
 
-def test_documented_options_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_options(documented_options(), monkeypatch)
-
-
-@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
-        if "://" not in target and not target.startswith(("#", "mailto:")):
-            linked = (path.parent / target.split("#")[0]).resolve()
-            assert linked.is_relative_to(ROOT) and linked.exists(), f"{named(path)} links to {target}"
+def test_documented_commands_have_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and scripts in the shell blocks of the documents exist, with the options that are passed to them."""
+    asked: dict[str, set[str]] = {}
+    for path in DOCUMENTS:
+        for line in (line for block in code_blocks(path, "bash", "sh", "console") for line in shell_lines(block)):
+            if match := re.search(r"(seergate [a-z-]+|\b[\w/]+\.py\b)(.*)", line):
+                asked.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
+    check_options(asked, monkeypatch)
 
 
 def tracked_files() -> list[Path]:

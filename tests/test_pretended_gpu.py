@@ -6,13 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.running import ROOT
 
 
 def missing() -> str | None:

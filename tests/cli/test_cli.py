@@ -50,6 +50,12 @@ def saved(tmp_path_factory):
     return str(support.save(tmp_path_factory.mktemp("model")))
 
 
+@pytest.fixture
+def weightless(saved, tmp_path):
+    """A copy of the model that cannot be loaded: what is told of it is told before."""
+    return shutil.copytree(saved, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+
+
 def test_help_names_every_command(seergate):
     done = seergate("--help")
     assert done.returncode == 0 and seergate().stdout == done.stdout
@@ -145,17 +151,13 @@ def test_a_device_that_is_missing_is_told_with_those_that_are_there():
         load_model("checkpoints/tiny-reasoner", device="cuda:77")
 
 
-def test_the_shipped_model_has_its_gates_by_name_and_by_directory(saved):
+def test_gates_of_a_model_are_found_beside_it(tmp_path):
+    """The shipped model's by its name, too; a directory of that name that holds something else is none."""
     assert gates_for("tiny-reasoner", None) == gates_for("checkpoints/tiny-reasoner", None) is not None
-    assert gates_for(saved, None) is gates_for("Qwen/Qwen3-8B", None) is None
     assert gates_for("tiny-reasoner", "mine") == "mine"
-
-
-def test_gates_that_lie_beside_a_model_are_its_own(tmp_path):
-    """As `save_pretrained` of a model with gates leaves them; a directory of that name that holds others is none."""
     saved = support.save(tmp_path)
     (tmp_path / "gates").mkdir()
-    assert gates_for(str(saved), None) is None
+    assert gates_for(str(saved), None) is gates_for("Qwen/Qwen3-8B", None) is None
     GateBank.for_model(load_model(str(saved)), GateConfig(8, 16)).save_pretrained(tmp_path / "gates")
     assert gates_for(str(saved), None) == str(tmp_path / "gates")
 
@@ -175,74 +177,61 @@ def test_gates_that_lie_beside_a_model_are_its_own(tmp_path):
         (["--out", __file__], "is a file"),
     ],
 )
-def test_what_cannot_be_run_is_told_before_the_model_is_loaded(seergate, saved, tmp_path, arguments, said):
-    model = tmp_path / "without weights"
-    shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    task = tmp_path / "task.jsonl"
+def test_what_cannot_be_run_is_told_before_the_model_is_loaded(seergate, weightless, tmp_path, arguments, said):
+    task, out = tmp_path / "task.jsonl", tmp_path / "out"
     task.write_text('{"question": "1 + 1?", "answer": "2"}\n')
     given = [str(task) if word == "TASK" else word for word in arguments]
-    out = tmp_path / "out"
-    common = ["eval", "--task", "chain_sum", "--model", str(model), "--budget", "128", "--out", str(out)]
+    common = ["eval", "--task", "chain_sum", "--model", str(weightless), "--budget", "128", "--out", str(out)]
     assert said in refusal(seergate(*common, "--method", "dense,oracle", *given))
     assert not out.exists()
     assert "could not be loaded" in refusal(seergate(*common, "--method", "dense,oracle"))
 
 
-def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, saved, tmp_path):
+def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, weightless, tmp_path):
     """Before dense attention has answered everything, too."""
-    model, out = tmp_path / "without weights", tmp_path / "out"
-    shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    gates = str(ROOT / "checkpoints" / "tiny-reasoner" / "gates")
-    common = ["eval", "--task", "chain_sum", "--model", str(model), "--budget", "128", "--out", str(out)]
-    said = refusal(seergate(*common, "--gates", gates, "--method", "dense,gate"))
+    gates, out = ROOT / "checkpoints" / "tiny-reasoner" / "gates", tmp_path / "out"
+    common = ["eval", "--task", "chain_sum", "--model", str(weightless), "--budget", "128", "--out", str(out)]
+    said = refusal(seergate(*common, "--gates", str(gates), "--method", "dense,gate"))
     assert "these gates are for another model" in said and "layers" in said
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(
-        json.dumps(config | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]})
-    )
+    config = json.loads((weightless / "config.json").read_text())
+    config |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (weightless / "config.json").write_text(json.dumps(config))
     assert "gpt2" in refusal(seergate(*common, "--method", "dense"))
     assert not out.exists()
 
 
-def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(seergate, saved, tmp_path, monkeypatch):
+def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(
+    seergate, weightless, tmp_path, monkeypatch
+):
     """As in an environment without matplotlib."""
-    model, sweep, out = tmp_path / "without weights", tmp_path / "sweep.yaml", tmp_path / "out"
-    shutil.copytree(saved, model, ignore=shutil.ignore_patterns("*.safetensors"))
-    sweep.write_text(f"model: {model}\ntask: chain_sum\nmethod: [dense]\nout: {out}\n")
+    sweep, out = tmp_path / "sweep.yaml", tmp_path / "out"
+    sweep.write_text(f"model: {weightless}\ntask: chain_sum\nmethod: [dense]\nout: {out}\n")
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
-    evaluation = ("eval", "--task", "chain_sum", "--model", str(model), "--method", "dense", "--out", str(out))
+    evaluation = ("eval", "--task", "chain_sum", "--model", str(weightless), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
         said = refusal(seergate(*arguments))
         assert 'the report needs matplotlib; run: pip install "seergate[eval]"' in said and "--no-report" in said
         assert not out.exists()
         assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
         out.rmdir()
-    assert "plots need matplotlib" in refusal(seergate("figure", "5", "--out", str(out))) and not out.exists()
-    for arguments in (("demo", "--out", str(out)), ("report", str(tmp_path))):
+    for arguments, message in (
+        (("figure", "5", "--out", str(out)), "plots need matplotlib"),
+        (("demo", "--out", str(out)), "the report needs matplotlib"),
+        (("report", str(tmp_path)), "the report needs matplotlib"),
+        (
+            ("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)),
+            "did you mean 'tiny-reasoner'",
+        ),  # no plot
+    ):
         said = refusal(seergate(*arguments))
-        assert "the report needs matplotlib" in said and "--no-report" not in said
+        assert message in said and "--no-report" not in said
         assert not out.exists()
-    said = refusal(seergate("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)))
-    assert "did you mean 'tiny-reasoner'" in said, "a table needs no plots"
 
 
 def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
-    command = (
-        *("eval", "--task", "chain_sum", "--model", saved, "--method", "dense,oracle", "--budget", "32"),
-        *(
-            "--block-size",
-            "16",
-            "--problems",
-            "3",
-            "--variables",
-            "5",
-            "--max-new-tokens",
-            "40",
-            "--measure-recall",
-            "--out",
-            str(tmp_path),
-        ),
-    )
+    options = "--task chain_sum --method dense,oracle --budget 32 --block-size 16 --problems 3 --variables 5"
+    command = ["eval", *options.split(), "--max-new-tokens", "40", "--measure-recall"]
+    command += ["--model", saved, "--out", str(tmp_path)]
     done = seergate(*command)
     assert done.returncode == 0, done.stderr
     assert "[1/2] dense: 3/3 answers" in done.stdout
@@ -297,12 +286,6 @@ def test_doctor(seergate, saved, tmp_path, model, said):
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     done = seergate("doctor", "--model", str(tmp_path))
     assert done.returncode == 2 and "multi-head latent attention" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_train_is_passed_on(seergate):
-    done = seergate("train", "--model", "tiny-reasoner", "--max-steps", "7", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "steps: 7" in done.stdout
 
 
 def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):

@@ -19,8 +19,7 @@ from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
-
-ROOT = Path(__file__).parents[2]
+from tests.support.running import ROOT
 
 
 def test_every_preset_loads_and_names_an_existing_kind_of_model(tmp_path, monkeypatch):

@@ -21,10 +21,10 @@ from seergate.eval.tasks.chain_sum import make_problems
 from tests.gates.test_hub import hub as reached
 from tests.support.hub_server import File, Hub
 from tests.support.models import tiny_model
+from tests.support.running import ROOT
 
 __all__ = ["reached"]
 
-ROOT = Path(__file__).resolve().parents[2]
 CARD = b"""---
 configs:
 - config_name: short
@@ -95,7 +95,7 @@ def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
 def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
     """Over a connection that breaks off once, and a server that is once not well."""
     sha = hub.repos["datasets/org/rows"].refs["main"]
-    hub.cut("GET", "/lfs/", after=3000)
+    hub.fail("GET", "/lfs/", cut_after=3000)
     hub.fail("GET", "/lfs/", status=503)
     cases = [{"data_split": "rest"}, {"data_config": "long", "data_revision": sha}]
     cases = [{"streaming": True}, {}, *({"streaming": True} | case for case in cases)]

@@ -17,9 +17,8 @@ import torch
 
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
+from tests.gates.conftest import CONFIG, WEIGHTS, same, same_tensors
 from tests.support.models import tiny_model
-
-CONFIG, WEIGHTS = "gate_config.json", "gate_model.safetensors"
 
 
 @pytest.fixture
@@ -27,15 +26,6 @@ def banks():
     """Two banks of different shapes."""
     model = tiny_model("qwen3")
     return GateBank.for_model(model, GateConfig(8, 16)), GateBank.for_model(model, GateConfig(16, 8, ("avg", "max")))
-
-
-def same_tensors(a, b):
-    a, b = a.state_dict(), b.state_dict()
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
-
-
-def same(a, b):
-    return a.config == b.config and not a.geometry.mismatches(b.geometry) and same_tensors(a, b)
 
 
 def without_sum(directory):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import tomllib
 
 import pytest
-import yaml
 from transformers import AutoTokenizer
 
 import seergate
@@ -16,6 +14,7 @@ from seergate.cli.main import main
 from seergate.eval import make_task
 from seergate.gates.card import Source, model_card
 from seergate.paths import is_hub_id, shipped
+from tests.gates.conftest import metadata, run_example
 from tests.support.models import tiny_model
 from tests.test_house import ROOT
 
@@ -38,7 +37,7 @@ def test_shipped_gates_load_from_elsewhere(elsewhere, capsys):
     licence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"].lower()
     assert (facts["name"], facts["licence"]) == ("checkpoints/tiny-reasoner", licence)
     card = (shipped(GATES) / "README.md").read_text()
-    assert yaml.safe_load(card.split("---")[1])["license"] == licence
+    assert metadata(card)["license"] == licence
     for source, options, message in (
         (GATES, {"revision": "main"}, "is a directory, which has none"),
         ("checkpoints/tiny-reasoner", {}, "holds no gate_config"),
@@ -68,9 +67,7 @@ def test_gates_of_msa_answer_with_four_blocks():
 
 
 def test_the_shipped_cards_example_answers_and_skips(capsys):
-    text = (shipped(GATES) / "README.md").read_text()
-    names: dict = {}
-    exec(compile(re.search(r"```python\n(.*?)```", text, re.S)[1], "card", "exec"), names)
+    names = run_example((shipped(GATES) / "README.md").read_text())
     answer = capsys.readouterr().out
     tokenizer, handle = names["tokenizer"], seergate.handle_of(names["model"])
     assert tokenizer.unk_token_id not in names["input_ids"].tolist()[0] and "\\boxed{" in answer.split("assistant")[-1]

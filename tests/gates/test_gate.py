@@ -101,19 +101,6 @@ def test_against_naive(group, q_pooling, k_pooling, gate_dim, qk_norm, rope):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_permuting_the_group_together_with_its_weights_changes_nothing():
-    config = GateConfig(8, 8, rope=False)
-    gate = AttnGate(config, geometry(10, 2, 8))
-    q = torch.randn(1, 10, 3, 8)
-    order = torch.tensor([3, 0, 4, 1, 2])
-    before = gate.queries(q, torch.arange(3))
-    gate.q_proj.weight.data = gate.q_proj.weight.data[:, order]
-    after = gate.queries(q.unflatten(1, (2, 5))[:, :, order].flatten(1, 2), torch.arange(3))
-    torch.testing.assert_close(after, before)
-    shuffled = gate.queries(q, torch.arange(3))
-    assert not torch.allclose(shuffled, before), "the heads of a group must not be interchangeable"
-
-
 def test_initialisation():
     gate = AttnGate(GateConfig(64, 128, rope=False), geometry(32, 8, 128))
     for linear in (gate.q_proj, gate.k_proj):
@@ -144,6 +131,12 @@ def test_frequencies_survive_a_change_of_dtype():
         ({"q_pooling": "sum"}, "q_pooling is 'sum'"),
         ({"qk_norm": "yes"}, "qk_norm is 'yes'"),
         ({"rope": 3}, "rope is 3"),
+        *(({"sink_blocks": x}, f"sink_blocks is {x}; it must be a whole number") for x in (-1, True, 1.0, None)),
+        ({"scorer": "quest"}, "scorer is 'quest'; it must be one of"),
+        *(({"scorer": name, "k_pooling": ("max",)}, "it must be left out") for name in ("msa", "fast_kvzip")),
+        ({"scorer": "indexer", "q_pooling": "avg"}, "q_pooling is 'avg'; with scorer 'indexer' it must be left out"),
+        ({"scorer": "fast_kvzip", "qk_norm": False}, "qk_norm is False; with scorer 'fast_kvzip' it must be left out"),
+        ({"scorer": "trim_kv", "sink_blocks": 1}, "sink_blocks is 1; with scorer 'trim_kv' it must be left out"),
     ],
 )
 def test_bad_configurations(options, message):

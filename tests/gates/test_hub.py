@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import HfApi, constants, utils
 from transformers import AutoModelForCausalLM
 
@@ -17,16 +15,16 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
-from seergate.fingerprint import fingerprint
 from seergate.hub import hub_call, offline
 from seergate.models.loading import base_config, download_weights, load_base
 from tests.distill.conftest import PLAIN, byte_tokenizer
+from tests.gates.conftest import CONFIG, WEIGHTS, metadata, run_example, same
 from tests.gates.test_legacy import SMALL
 from tests.support.hub_server import File, Hub
 from tests.support.models import prompt, tiny_model
 
 REPO, UNREAD = "org/gates", "could not be read from the Hub"
-FILES = {"README.md", "config.json", "gate_config.json", "gate_model.safetensors"}
+FILES = {"README.md", "config.json", CONFIG, WEIGHTS}
 W = {"token": "writer"}
 
 
@@ -50,9 +48,7 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def bank(tmp_path):
-    tiny_model("qwen3").save_pretrained(tmp_path / "base")
-    bank = GateBank.for_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), GateConfig(8, 16))
+def bank(bank):
     bank.training_record = {"config": {"data": "open-r1/OpenR1-Math-220k", "max_steps": 3}, "kl_held_out_best": 0.5}
     return bank
 
@@ -61,21 +57,8 @@ def pull(source=REPO, **options):
     return GateBank.from_pretrained(source, **options)
 
 
-def same(a, b):
-    return a.config == b.config and fingerprint(a) == fingerprint(b) and a.dtype == b.dtype
-
-
 def card(hub, repo=REPO, revision="main", path="README.md"):
-    """The text of a card, and its metadata."""
-    text = hub.repos[repo].tree(revision)[path].data.decode()
-    return text, yaml.safe_load(text.split("---")[1])
-
-
-def run(text):
-    """Run a card's example; what it defined."""
-    names: dict = {}
-    exec(compile(re.search(r"```python\n(.*?)```", text, re.S)[1], "card", "exec"), names)
-    return names
+    return hub.repos[repo].tree(revision)[path].data.decode()
 
 
 def test_push_and_pull(hub, bank, tmp_path):
@@ -93,7 +76,7 @@ def test_push_and_pull(hub, bank, tmp_path):
         assert len(hub.seen("GET", "/lfs/")) == downloads, "what is there is not downloaded again"
     asked = len(hub.requests)
     assert same(pull(local_files_only=True), bank) and len(hub.requests) == asked
-    facts = card(hub)[1]
+    facts = metadata(card(hub))
     assert facts["library_name"] == "seergate" and facts["pipeline_tag"] == "text-generation"
     assert facts["datasets"] == ["open-r1/OpenR1-Math-220k"] and "seergate" in facts["tags"]
     (metric,) = facts["model-index"][0]["results"][0]["metrics"]
@@ -127,7 +110,7 @@ def test_the_cards_example_loads_what_was_pushed(hub, bank, place, based):
     bank.push_to_hub(REPO, **W, **place)
     inside = f"{place['subfolder']}/" if "subfolder" in place else ""
     assert {inside + name for name in FILES} <= {*hub.repos[REPO].tree(place["revision"])}
-    names = run(card(hub, revision=place["revision"], path=f"{inside}README.md")[0])
+    names = run_example(card(hub, revision=place["revision"], path=f"{inside}README.md"))
     assert same(seergate.handle_of(names["model"]).method.bank if based else names["bank"], bank)
     for outside in ("../other", "a/../../b", "/etc"):
         with pytest.raises(SeergateError, match="it must be a path inside"):
@@ -150,21 +133,22 @@ def test_what_an_owner_has_in_the_repository_stays(hub, bank):
     files = {"README.md": File(b"---\nlanguage: en\nlicense: mit\n---\n# Mine\n"), "notes.txt": File(b"mine")}
     repo.commit("main", repo.tree() | files | {"config.json": File(b'{"model_type": "qwen3"}')})
     bank.push_to_hub(REPO, **W, revision="half")
-    assert "# Mine" in card(hub, revision="half")[0] and "## Use" in card(hub, revision="half")[0]
+    assert "# Mine" in card(hub, revision="half") and "## Use" in card(hub, revision="half")
     assert repo.tree()["README.md"] == files["README.md"]
     bank.results = ({"task": "t", "method": "gate", "token_budget": 64, "accuracy": 0.5},)
     bank.push_to_hub(REPO, **W)
     assert repo.tree()["config.json"].data == b'{"model_type": "qwen3"}' and same(pull(), bank)
-    assert "## Results" in card(hub)[0]
-    repo.commit("main", repo.tree() | {"README.md": File(card(hub)[0].encode() + b"\n## Thanks\n")})
+    assert "## Results" in card(hub)
+    repo.commit("main", repo.tree() | {"README.md": File(card(hub).encode() + b"\n## Thanks\n")})
     bank.training_record, bank.results = {**bank.training_record, "kl_held_out_best": 0.25}, ()
     bank.push_to_hub(REPO, **W)
-    text, facts = card(hub)
+    text = card(hub)
+    facts = metadata(text)
     assert "# Mine" in text and text.rstrip().endswith("## Thanks") and "notes.txt" in repo.tree()
     assert (facts["language"], facts["license"]) == ("en", "mit") and text.count("# Attention gates for") == 1
     assert "0.25" in text and "0.5 " not in text and "## Results" not in text
     bank.push_to_hub(REPO, **W, card=text[text.index("<!-- seergate: what") : text.index("## Thanks")])
-    assert "# Mine" in card(hub)[0], "a card without own text does not replace one that has some"
+    assert "# Mine" in card(hub), "a card without own text does not replace one that has some"
 
 
 def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
@@ -177,13 +161,8 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     gates = GateBank.for_model(AutoModelForCausalLM.from_pretrained("org/base"), GateConfig(8, 16))
     assert (gates.geometry.base_model, gates.geometry.base_revision) == ("org/base", pinned)
     gates.push_to_hub(REPO, **W)
-    text, facts = card(hub)
-    assert [facts[key] for key in ("base_model", "base_model_relation", "license")] == [
-        "org/base",
-        "adapter",
-        "apache-2.0",
-    ]
-    assert pinned in text
+    text, expected = card(hub), {"base_model": "org/base", "base_model_relation": "adapter", "license": "apache-2.0"}
+    assert expected.items() <= metadata(text).items() and pinned in text
     tiny_model("qwen3", seed=1).save_pretrained(changed)
     api.upload_folder(repo_id="org/base", folder_path=changed)
     model, expected = seergate.load(REPO, token_budget=16), tiny_model("qwen3")
@@ -193,7 +172,7 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     for base, is_pinned in (("org/base", True), (str(changed), False)):
         other = seergate.load(REPO, token_budget=16, base_model=base).get_input_embeddings().weight
         assert torch.equal(other, model.get_input_embeddings().weight) == is_pinned
-    run(text)
+    run_example(text)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +293,7 @@ def test_commands(hub, bank, tmp_path, monkeypatch, capsys):
     assert main(["push", gates, REPO, "--private", "--message", "From the shell"]) == 0
     output = capsys.readouterr().out
     assert f"{hub.url}/{REPO}/commit/" in output and "lets others find it" in output
-    assert "Written before it was pushed." in card(hub)[0] and f'seergate.load("{REPO}"' in card(hub)[0]
+    assert "Written before it was pushed." in card(hub) and f'seergate.load("{REPO}"' in card(hub)
     assert hub.repos[REPO].private and hub.repos[REPO].log[-1]["summary"] == "From the shell"
     assert main(["info", REPO, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gates"]["block size"] == 8
@@ -330,7 +309,7 @@ def test_save_pretrained_pushes(hub, bank, tmp_path, monkeypatch):
     bank.save_pretrained(tmp_path / "my-gates", push_to_hub=True, **W, private=True)
     assert [*hub.repos] == ["writer/my-gates"] and hub.repos["writer/my-gates"].private
     assert same(pull(tmp_path / "my-gates"), bank) and same(pull("writer/my-gates", **W), bank)
-    assert 'seergate.load("writer/my-gates", token_budget=' in card(hub, "writer/my-gates")[0]
+    assert 'seergate.load("writer/my-gates", token_budget=' in card(hub, "writer/my-gates")
     bank.save_pretrained(tmp_path / "my-gates", push_to_hub=True, **W)
     assert len(hub.repos["writer/my-gates"].log) == 2, "the same card, so no second commit"
     monkeypatch.chdir(tmp_path / "my-gates")

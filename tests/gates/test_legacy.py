@@ -167,6 +167,7 @@ def test_scaled_rope_comes_along(published):
         ("qwen3", GateConfig(block_size=8, gate_dim=16), "block_size is 8 .*"),
         ("qwen3", GateConfig(block_size=32, gate_dim=8), "gate_dim is 8"),
         ("qwen3", GateConfig(block_size=32, gate_dim=16, k_pooling=("avg", "max")), "k_pooling is"),
+        ("qwen3", GateConfig(32, 16, q_pooling="none"), r"q_pooling is 'none' \(they have proj, avgproj, avg\)"),
         ("llama", GateConfig(block_size=16, gate_dim=16), "model_type is 'llama'"),
     ],
 )

@@ -217,29 +217,10 @@ def test_adapters(model, scorer, tmp_path):
         other.derived(bank.state_dict())
 
 
-def test_a_query_per_head_is_not_published(model, tmp_path):
-    bank = gates(model, "attn_gate", q_pooling="none")
-    with pytest.raises(SeergateError, match=r"q_pooling is 'none' \(they have proj, avgproj, avg\)"):
-        export_published(bank, tmp_path)
-
-
 def test_the_gate_is_recorded_as_before():
     config = GateConfig()
     assert [*config.to_dict()] == ["block_size", "gate_dim", "k_pooling", "q_pooling", "qk_norm", "rope"]
     assert GateConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"scorer": "quest"}, "scorer is 'quest'; it must be one of"),
-        ({"scorer": "msa", "k_pooling": ("max",)}, "k_pooling is .* with scorer 'msa' it must be left out"),
-        ({"scorer": "indexer", "q_pooling": "avg"}, "q_pooling is 'avg'; with scorer 'indexer' it must be left out"),
-    ],
-)
-def test_refused_configurations(options, message):
-    with pytest.raises(ValueError, match=message):
-        GateConfig(**options)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -57,21 +58,20 @@ def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F
     assert noise.std().item() == pytest.approx(INIT_STD, rel=0.05)
 
 
-def test_gates_of_another_width_are_refused_before_the_data_is_read(config: TrainConfig) -> None:  # noqa: F811
-    with pytest.raises(ValueError, match=r"gate_dim is 8; with init 'model' it must be the head dimension \(16\)"):
-        check_model(config.model, replace(config, init="model", gate_dim=8))
-
-
-@pytest.mark.parametrize("option", [{"scorer": "msa"}, {"scorer": "trim_kv"}, {"init_gates": "org/gates"}])
-def test_what_cannot_begin_so_is_refused(option) -> None:
-    with pytest.raises(ValueError, match="init is 'model'; it must be random with init_gates or a scorer other than"):
-        load_train_config("qwen3-8b", {"init": "model", **option})
-
-
-def test_other_scorers_have_no_product(model) -> None:
-    gate = GateBank.for_model(model, GateConfig(SIZE, 16, scorer="msa")).gate(0)
-    with pytest.raises(ValueError, match="init is 'model'; with scorer 'msa' it must be 'random'"):
-        gate.begin_as_model()
+def test_what_cannot_begin_so_is_refused(config: TrainConfig, model) -> None:  # noqa: F811
+    """Another width before the data is read, and scorers that have no product."""
+    other = GateBank.for_model(model, GateConfig(SIZE, 16, scorer="msa")).gate(0)
+    narrow, options = replace(config, init="model", gate_dim=8), {"init": "model"}
+    elsewhere = "init is 'model'; it must be random with init_gates or a scorer other than"
+    for call, message in (
+        (partial(check_model, config.model, narrow), r"gate_dim is 8; .* it must be the head dimension \(16\)"),
+        (partial(load_train_config, "qwen3-8b", options | {"scorer": "msa"}), elsewhere),
+        (partial(load_train_config, "qwen3-8b", options | {"scorer": "fast_kvzip"}), elsewhere),
+        (partial(load_train_config, "qwen3-8b", options | {"init_gates": "org/gates"}), elsewhere),
+        (other.begin_as_model, "init is 'model'; with scorer 'msa' it must be 'random'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_bank_for_a_model_begins_as_the_papers(config: TrainConfig, model) -> None:  # noqa: F811
