@@ -26,7 +26,6 @@ from seergate.eval.report.plots import (
     draw_published,
     error_bars,
     length_plot,
-    line_style,
     powers_of_two,
     pyplot,
     save,
@@ -146,8 +145,8 @@ def _plot_own_bytes(sweep: Sweep, path: Path) -> Path:
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
         curve = read_curve(s, column=2)
-        how = {"linestyle": line_style(s.series, names), **style(s.series)}
-        axis.plot(list(curve), [own_bytes / 1e6 for own_bytes in curve.values()], label=s.label, alpha=0.8, **how)
+        megabytes = [own_bytes / 1e6 for own_bytes in curve.values()]
+        axis.plot(list(curve), megabytes, label=s.label, alpha=0.8, **style(s.series, names))
     axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
     axis.legend(**LEGEND)
     tidy(axis)
@@ -416,7 +415,7 @@ def _trained(sweep: Sweep, path: Path) -> Path:
     for name, line in by_budget.items():
         measured = [(budget, 100 * s.metrics["recall"]) for budget, s in line if s.metrics["recall"] is not None]
         if measured:  # evicting methods have no recall
-            axes[1, 1].plot(*zip(*measured, strict=True), linestyle=line_style(name, list(lines)), **style(name))
+            axes[1, 1].plot(*zip(*measured, strict=True), **style(name, list(lines)))
     axes[1, 1].set(ylabel="attention mass recalled (%)")
     for axis in (axes[0, 0], axes[1, 1]):
         budget_axis(axis, budgets)
