@@ -14,7 +14,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from types import ModuleType
 
 from seergate.cli import (
@@ -63,8 +62,6 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "push": adapters.PUSH,
     "export": adapters.EXPORT,
 }
-ENTRY_POINTS = "seergate.commands"
-"""Entry-point group in which installed packages register commands: name of the command = its module."""
 
 
 def build_parser() -> Parser:
@@ -76,26 +73,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"seergate {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name in (*COMMANDS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))):
-        try:
-            says = _command_of(name).HELP[0]
-        except SeergateError as error:
-            says = str(error)
-        commands.add_parser(name, help=says)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.HELP[0])
     return parser
-
-
-def _command_of(name: str) -> ModuleType | Command:
-    """Return a command of seergate or of an installed package."""
-    if name in COMMANDS:
-        return COMMANDS[name]
-    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if name in offered:
-        try:
-            return offered[name].load()  # type: ignore[no-any-return]
-        except ImportError as error:
-            raise SeergateError(f"the command {name!r} ({offered[name].value}) cannot be loaded: {error}") from error
-    raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, [*COMMANDS, *offered])}")
 
 
 def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
@@ -132,7 +112,7 @@ def _parser_of(command: ModuleType | Command, name: str) -> Parser:
             allow_abbrev=False,
         )
     command.add_arguments(parser)
-    if getattr(command, "TAKES_METHODS", False) or name.split()[0] not in COMMANDS:  # those of plugins always do
+    if getattr(command, "TAKES_METHODS", False):
         _add_plugin(parser, argparse.SUPPRESS)
     return parser
 
@@ -165,7 +145,9 @@ def _run(arguments: list[str]) -> int:
     name, *others = arguments
     if name.startswith("-"):
         build_parser().parse_args(arguments)
-    command = _command_of(name)
+    if name not in COMMANDS:
+        raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, COMMANDS)}")
+    command = COMMANDS[name]
     if command is train:
         return train.main(others, "seergate train")
     below = getattr(command, "SUBCOMMANDS", {})

@@ -123,23 +123,6 @@ def test_mistakes_are_one_sentence(seergate, arguments, said, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_commands_of_other_packages(seergate, tmp_path, monkeypatch):
-    """What is found is what is installed: the metadata that come first on the path count."""
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, declared in (("seergate", ""), ("theirs", "mine = their_command\nlost = nowhere.at_all\n")):
-        package = tmp_path / f"{name}-1.0.dist-info"
-        package.mkdir()
-        (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        (package / "entry_points.txt").write_text(f"[seergate.commands]\n{declared}")
-    own = "HELP = ('says mine', '', [])\nadd_arguments = lambda parser: None\n"
-    (tmp_path / "their_command.py").write_text(f"{own}def run(options):\n    print('mine was run')\n    return 0\n")
-    assert "the command 'lost' (nowhere.at_all) cannot be loaded" in refusal(seergate("lost"))
-    assert "did you mean 'mine'?" in refusal(seergate("mines"))
-    assert seergate("mine", "--plugin", "tests.support.evictors").stdout == "mine was run\n"
-    listed = seergate("--help").stdout
-    assert "says mine" in listed and "cannot be loaded" in listed
-
-
 def test_a_device_that_is_missing_is_told_with_those_that_are_there():
     with pytest.raises(SeergateError, match="device is 'cuda:77'; this machine has cpu"):
         load_model("checkpoints/tiny-reasoner", device="cuda:77")
