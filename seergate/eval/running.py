@@ -118,9 +118,8 @@ def run_plan(plan: SweepPlan) -> Path:
         chosen = plan.sampling or task.sampling
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
         sampling = plan.resolved_sampling(task, model)
-        unlike = "" if chosen else sampling.unlike_generate(model)
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
-        print(f"sampling: {sampling} ({source}{unlike}); {limit}{cut}")
+        print(f"sampling: {sampling} ({source}); {limit}{cut}")
         if plan.measure_recall and specs[0].name != Dense.name:
             found = reference_in(out, model, tokenizer, task)
             whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
