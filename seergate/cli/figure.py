@@ -35,7 +35,7 @@ HELP = (
 )
 
 ATTENTION = {
-    "kept": ("method", "budget", "layer", "head"),
+    "kept": ("method", "budget"),
     "recurrence": ("budget", "alpha"),
 }
 """Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
@@ -65,8 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method", type=listed(str), metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]"
     )
     args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
-    args.add_argument("--layer", type=int, metavar="N", help="layer to draw [the first from 1 on that can be gated]")
-    args.add_argument("--head", type=int, metavar="N", help="KV head to draw [0]")
     args.add_argument(
         "--alpha",
         type=float,
@@ -162,7 +160,6 @@ def _attention(
     check_counts(options, optional=True, budget=1, max_new_tokens=1)
     task = make_task(task_name, **task_options)
     check_writable(out)
-    options.head = options.head or 0
     options.alpha = options.alpha or (0.01 if tiny else 1e-4)
     began = time.monotonic()
     page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)

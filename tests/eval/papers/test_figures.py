@@ -78,7 +78,6 @@ def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
     assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
 
 
-SMALL = ("--problems", 1, "--variables", 8)
 OF_OTHERS = [name for name in FIGURES if name not in OF_SEER]
 
 
@@ -126,14 +125,11 @@ def test_the_document_lists_every_figure():
         (("5", "--budget", 32), "the figure 5 does not take --budget, which is for kept and recurrence"),
         (("table2", "--max-new-tokens", 9), "the figure table2 does not take --max-new-tokens"),
         (("kept", "--alpha", 0.1), "the figure kept does not take --alpha, which is for recurrence"),
-        (("recurrence", "--head", 0), "the figure recurrence does not take --head, which is for kept"),
+        (("recurrence", "--method", "raas"), "the figure recurrence does not take --method, which is for kept"),
         (("5", "--problems", 0), "problems is 0"),
         (("5", "--workers", -1, "--max-steps", 1), "workers is -1"),
         (("5", "--samples", 0, "--max-steps", 1), "samples is 0"),
         (("5", "--task", "perplexity:length=64:scored=8"), "the figure 5 compares answers, and 'perplexity"),
-        (("kept", *SMALL, "--head", 7), "error: head is 7; layer 1 has 2 KV heads, 0..1\n"),
-        (("kept", *SMALL, "--head", -1), "error: head is -1; layer 1 has 2 KV heads, 0..1\n"),
-        (("kept", *SMALL, "--layer", 9), "layer is 9; it must be a layer with full attention and keys of its own, in"),
     ],
 )
 def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said, tmp_path, capsys):
