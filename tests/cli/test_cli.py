@@ -282,12 +282,6 @@ def test_doctor(seergate, saved, tmp_path, model, said):
     assert done.returncode == 2 and "multi-head latent attention" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_train_is_passed_on(seergate):
-    done = seergate("train", "--model", "tiny-reasoner", "--max-steps", "7", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    assert "steps: 7" in done.stdout
-
-
 def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
     """Below a file nobody can make a directory, not even an administrator."""
     (tmp_path / "file").write_text("")
