@@ -19,7 +19,6 @@ class Command:
         add_arguments: declares the options.
         run: runs the command; may return an exit code.
         TAKES_METHODS: whether it takes names of methods, and therefore ``--plugin``.
-        REPORTS: whether it ends with a report; matplotlib is then required before it starts.
         trains: whether it also takes the options of `seergate train`.
     """
 
@@ -27,7 +26,6 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
     TAKES_METHODS: bool = False
-    REPORTS: bool = False
     trains: bool = False
 
 

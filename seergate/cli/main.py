@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import sys
@@ -34,7 +33,7 @@ from seergate.cli import eval as evaluation
 from seergate.cli.arguments import Command
 from seergate.cli.console import OK, guarded
 from seergate.cli.openmp import bound_spinning
-from seergate.errors import SeergateError, did_you_mean, how_to_install
+from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import Terminal
 from seergate.options import Parser
 from seergate.version import __version__
@@ -117,15 +116,6 @@ def _parser_of(command: ModuleType | Command, name: str) -> Parser:
     return parser
 
 
-def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> None:
-    """Refuse to start a command whose report could not be drawn because matplotlib is missing."""
-    if not getattr(command, "REPORTS", False) or getattr(options, "no_report", False):
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        without = ", or leave the report out with --no-report" if hasattr(options, "no_report") else ""
-        raise SeergateError(f"the report needs matplotlib; {how_to_install('eval')}{without}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command given by ``argv``, by default the process's arguments, and return the exit code."""
     bound_spinning()
@@ -154,7 +144,6 @@ def _run(arguments: list[str]) -> int:
     if others and others[0] in below:
         name, command, others = f"{name} {others[0]}", below[others[0]], others[1:]
     options = _parser_of(command, name).parse_args(others)
-    _check_plots(command, options)
     return int(command.run(options) or OK)
 
 

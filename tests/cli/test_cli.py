@@ -195,16 +195,12 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(see
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
     evaluation = ("eval", "--task", "chain_sum", "--model", str(model), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
-        said = refusal(seergate(*arguments))
-        assert 'the report needs matplotlib; run: pip install "seergate[eval]"' in said and "--no-report" in said
+        assert 'plots need matplotlib; run: pip install "seergate[eval]"' in refusal(seergate(*arguments))
         assert not out.exists()
         assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
         out.rmdir()
-    assert "plots need matplotlib" in refusal(seergate("figure", "5", "--out", str(out))) and not out.exists()
-    for arguments in (("demo", "--out", str(out)), ("report", str(tmp_path))):
-        said = refusal(seergate(*arguments))
-        assert "the report needs matplotlib" in said and "--no-report" not in said
-        assert not out.exists()
+    for arguments in (("figure", "5"), ("demo",)):
+        assert "plots need matplotlib" in refusal(seergate(*arguments, "--out", str(out))) and not out.exists()
     said = refusal(seergate("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)))
     assert "did you mean 'tiny-reasoner'" in said, "a table needs no plots"
 
@@ -212,19 +208,8 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(see
 def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
     command = (
         *("eval", "--task", "chain_sum", "--model", saved, "--method", "dense,oracle", "--budget", "32"),
-        *(
-            "--block-size",
-            "16",
-            "--problems",
-            "3",
-            "--variables",
-            "5",
-            "--max-new-tokens",
-            "40",
-            "--measure-recall",
-            "--out",
-            str(tmp_path),
-        ),
+        *("--block-size", "16", "--problems", "3", "--variables", "5", "--max-new-tokens", "40", "--measure-recall"),
+        *("--out", str(tmp_path)),
     )
     done = seergate(*command)
     assert done.returncode == 0, done.stderr

@@ -168,18 +168,8 @@ def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
     rows = [{"prompt": f"[a{i}] \\boxed{{", "answer": "3"} for i in (1, 2)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ["--model", str(support.save(tmp_path / "model")), "--task", str(tmp_path / "rows.jsonl")]
-    given += [
-        "--grader",
-        "digit",
-        "--method",
-        "dense",
-        "--max-new-tokens",
-        "4",
-        "--temperature",
-        "0",
-        "--out",
-        str(tmp_path / "runs"),
-    ]
+    given += ["--grader", "digit", "--method", "dense", "--max-new-tokens", "4", "--temperature", "0"]
+    given += ["--out", str(tmp_path / "runs")]
     done = run_seergate("eval", *given)
     assert done.returncode == 0, done.stderr
     assert "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`" in done.stdout
