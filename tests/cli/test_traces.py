@@ -125,7 +125,7 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
     assert done.returncode == 2 and f"--prompts is {prompts!r}, in which no row is usable {why}" in done.stderr
-    assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
+    assert "of fewer tokens than --max-length (72)" in done.stderr and not out.exists()
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "4097")
     assert "a text of --max-length has 4,097 tokens; the model has 4,096 positions" in done.stderr
     done = run_seergate("traces", "--prompts", "chain_sum:1,b.jsonl:1", "--out", str(out))
