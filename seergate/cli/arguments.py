@@ -36,10 +36,10 @@ def eval_args(parser: argparse._ActionsContainer, *names: str, defaults: bool = 
     add_options(parser, SweepPlan, *names, defaults=defaults, **changed)
 
 
-def model_args(parser: argparse._ActionsContainer, gates: str = "[gates/ of the model]") -> None:
-    """Add ``--model`` and ``--gates``; ``gates`` is the default of ``--gates`` as its help shows it."""
+def model_args(parser: argparse._ActionsContainer) -> None:
+    """Add ``--model`` and ``--gates``."""
     eval_args(parser, "model")
-    parser.add_argument("--gates", metavar="DIR", help=f"directory or Hub id of gates {gates}")
+    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id of gates [gates/ of the model]")
 
 
 def decoding_args(parser: argparse._ActionsContainer, method: str, budget: str) -> None:

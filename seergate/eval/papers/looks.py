@@ -120,12 +120,12 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
     return save(figure, path)
 
 
-def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float, float]:
+def read_curve(setting: Setting, column: int = 1) -> dict[float, float]:
     """Context length -> tokens read per step (with column 2, bytes held), mean over the samples that reached it."""
     points = [point for s in setting.samples for point in s.get("read_curve") or [] if len(point) > column]
     if not points:
         return {}
-    width = max(1, max(point[0] for point in points) // bins)
+    width = max(1, max(point[0] for point in points) // 40)
     groups: dict[int, list[float]] = defaultdict(list)
     for point in points:
         groups[int(point[0]) // width].append(float(point[column]))
