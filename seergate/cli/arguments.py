@@ -19,7 +19,6 @@ class Command:
         add_arguments: declares the options.
         run: runs the command; may return an exit code.
         TAKES_METHODS: whether it takes names of methods, and therefore ``--plugin``.
-        REPORTS: whether it ends with a report; matplotlib is then required before it starts.
         trains: whether it also takes the options of `seergate train`.
     """
 
@@ -27,7 +26,6 @@ class Command:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int | None]
     TAKES_METHODS: bool = False
-    REPORTS: bool = False
     trains: bool = False
 
 
@@ -38,10 +36,10 @@ def eval_args(parser: argparse._ActionsContainer, *names: str, defaults: bool = 
     add_options(parser, SweepPlan, *names, defaults=defaults, **changed)
 
 
-def model_args(parser: argparse._ActionsContainer, gates: str = "[gates/ of the model]") -> None:
-    """Add ``--model`` and ``--gates``; ``gates`` is the default of ``--gates`` as its help shows it."""
+def model_args(parser: argparse._ActionsContainer) -> None:
+    """Add ``--model`` and ``--gates``."""
     eval_args(parser, "model")
-    parser.add_argument("--gates", metavar="DIR", help=f"directory or Hub id of gates {gates}")
+    parser.add_argument("--gates", metavar="DIR", help="directory or Hub id of gates [gates/ of the model]")
 
 
 def decoding_args(parser: argparse._ActionsContainer, method: str, budget: str) -> None:

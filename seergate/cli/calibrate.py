@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 HELP = (
     "measure LazyEviction's window and TriAttention's statistics",
     "lazy_eviction: answers some problems of a task and notes when attention comes back to each token. The window is\n"
-    "the recurrence interval that 80 % of tokens do not exceed. Also tells how many tokens are milestones (used, and\n"
-    "then no more) or phoenixes (used again after a cache of the budget would have lost them). Writes JSON.\n"
+    "the recurrence interval that 80 % of tokens do not exceed. Writes JSON.\n"
     "tri_attention: averages the queries of every head over problems and answers. Writes the file that the method\n"
     "takes as centres=.",
     [
@@ -40,9 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
     parser.add_argument("--share", type=float, default=0.8, help="of tokens inside the window [%(default)s]")
-    parser.add_argument(
-        "--budget", type=int, default=1024, metavar="N", help="cache size, for phoenixes [%(default)s]"
-    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="[runs/calibrate-MODEL-METHOD.*]")
     eval_args(parser, "dtype", "device")
 

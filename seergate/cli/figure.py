@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
-from seergate.eval.papers.figures import FIGURES, TRAINED
+from seergate.eval.papers.figures import FIGURES
 from seergate.options import listed
 
 HELP = (
@@ -23,8 +23,6 @@ HELP = (
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.\n"
-    "trained: gates of every scorer, trained at once, at equal budgets and at equal bytes, and what training took.\n"
-    "proxies: how well recall, KL and perplexity, measured in minutes, predict accuracy.\n"
     "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
     [
@@ -37,7 +35,7 @@ HELP = (
 )
 
 ATTENTION = {
-    "kept": ("method", "budget", "layer", "head"),
+    "kept": ("method", "budget"),
     "recurrence": ("budget", "alpha"),
 }
 """Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
@@ -67,8 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--method", type=listed(str), metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]"
     )
     args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
-    args.add_argument("--layer", type=int, metavar="N", help="layer to draw [the first from 1 on that can be gated]")
-    args.add_argument("--head", type=int, metavar="N", help="KV head to draw [0]")
     args.add_argument(
         "--alpha",
         type=float,
@@ -81,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.durable import check_writable
     from seergate.eval.report.plots import pyplot
-    from seergate.models.names import TINY, is_tiny
+    from seergate.models.names import is_tiny
 
     if options.name not in NAMES:
         raise SeergateError(
@@ -121,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
         "out": str(out / "eval"),
     }
     from seergate.eval.running import checked_task, run_plan
-    from seergate.eval.sweep_plan import MATCHES, SweepPlan
+    from seergate.eval.sweep_plan import SweepPlan
 
     plan = SweepPlan.of(values, "the figure")
     if checked_task(plan)[0].scored is not None:
@@ -129,17 +125,11 @@ def run(options: argparse.Namespace) -> None:
             f"the figure {options.name} compares answers, and {task!r} scores texts; use `seergate eval`"
         )
     check_writable(out)
-    began, more = time.monotonic(), list[str]()
-    if options.name == TRAINED:
-        values["gates"] = options.gates
-        if tiny and not options.gates:
-            values["gates"], more = _each_scorer(TINY, given(options, "max_steps"), out / "gates")
-        values["method"] = [*plan.method, *_methods_with(values["gates"], tiny)]
-    elif "gate" in plan.method:
-        values["gates"] = _gates(options, plan.block_size, tiny, out)
-    for match in dict.fromkeys((MATCHES[0], plan.match)):
-        run_plan(SweepPlan.of({**values, "match": match}, "the figure"))
-    page = _write(options.name, out, label, more)
+    began = time.monotonic()
+    if "gate" in plan.method:
+        plan = replace(plan, gates=_gates(options, plan.block_size, tiny, out))
+    run_plan(plan)
+    page = _write(options.name, out, label)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
 
 
@@ -170,7 +160,6 @@ def _attention(
     check_counts(options, optional=True, budget=1, max_new_tokens=1)
     task = make_task(task_name, **task_options)
     check_writable(out)
-    options.head = options.head or 0
     options.alpha = options.alpha or (0.01 if tiny else 1e-4)
     began = time.monotonic()
     page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
@@ -190,29 +179,6 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
     return {size: own if size == known else str(_distilled(options, size, out)) for size in sizes}
 
 
-def _methods_with(gates: str | dict[str, str] | None, tiny: bool) -> list[str]:
-    """The methods that decode with the given gates."""
-    from seergate.models.gate_bank import GateBank
-
-    sources = gates.values() if isinstance(gates, dict) else [gates]
-    configs = [GateBank.from_pretrained(source).config for source in sources if source]
-    interval = ":interval=16" if tiny else ""  # the default, 128, is too long for answers of 250 tokens
-    methods = [config.scorer + interval if config.retention else "gate" for config in configs] or ["gate"]
-    return list(dict.fromkeys(methods))
-
-
-def _each_scorer(model: str, steps: dict[str, int], out: Path) -> tuple[dict[str, str], list[str]]:
-    """Gates of every scorer, trained together unless they exist, and a Markdown section about the training."""
-    from seergate.config import SCORERS
-    from seergate.distill.ablation import Study, run_studies, table, variant_configs
-
-    study = Study(TRAINED, {}, {scorer: {"scorer": scorer} for scorer in SCORERS})
-    configs = variant_configs(study, model, {"output_dir": str(out), **steps})
-    (outcomes,) = run_studies([(study, configs)])
-    gates = {name: str(config.run_dir) for name, config in configs.items()}
-    return gates, [f"## What training took on {model}", table(study, outcomes)]
-
-
 def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     """Gates of this block size, distilled unless they exist."""
     from seergate.distill import load_train_config, run_distillation
@@ -227,12 +193,11 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     return run_distillation(config)
 
 
-def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
-    """Write the page of a figure, with the sections ``more`` after its tables, and return its path."""
+def _write(name: str, out: Path, label: str) -> Path:
+    """Write the page of a figure and return its path."""
     from seergate.eval.papers.looks import STYLES, beside
     from seergate.eval.report import load_sweeps, write_report
     from seergate.eval.report.load import apart
-    from seergate.eval.report.tables import equal_bytes
     from seergate.eval.store import write_text
 
     figure = FIGURES[name]
@@ -245,13 +210,11 @@ def _write(name: str, out: Path, label: str, more: Sequence[str] = ()) -> Path:
             + "; ".join(f"{name} is {one[name]!r} and {other[name]!r}" for name in one)
             + f"): grade them alike with `seergate regrade {out / 'eval'} --grader NAME`, or use another --out"
         )
-    parts = [f"# {figure.source} on our runs: {figure.title}" if figure.source else f"# {figure.title}"]
+    parts = [f"# {figure.source} on our runs: {figure.title}"]
     if draw is not None:
         parts.append(f"![{figure.title}]({draw(sweep, out / f'{label}.png').name})")
     lines = read(sweep)
     parts += ["\n".join(f"- {markdown_text(line)}" for line in lines), table(sweep)]
-    parts += [f"## {heading}\n\n{text}" for heading, text in equal_bytes(sweep)]
-    parts += more
     if compared := beside(sweep, figure.published, figure.real):
         parts += ["## Beside the paper's numbers", compared, *([figure.caution] if figure.caution else [])]
     parts.append("Everything else about these runs, and what to bear in mind: `report.md`.")

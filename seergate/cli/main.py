@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from types import ModuleType
 
 from seergate.cli import (
@@ -35,7 +33,7 @@ from seergate.cli import eval as evaluation
 from seergate.cli.arguments import Command
 from seergate.cli.console import OK, guarded
 from seergate.cli.openmp import bound_spinning
-from seergate.errors import SeergateError, did_you_mean, how_to_install
+from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import Terminal
 from seergate.options import Parser
 from seergate.version import __version__
@@ -63,8 +61,6 @@ COMMANDS: dict[str, ModuleType | Command] = {
     "push": adapters.PUSH,
     "export": adapters.EXPORT,
 }
-ENTRY_POINTS = "seergate.commands"
-"""Entry-point group in which installed packages register commands: name of the command = its module."""
 
 
 def build_parser() -> Parser:
@@ -76,26 +72,9 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"seergate {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND")
-    for name in (*COMMANDS, *(entry.name for entry in entry_points(group=ENTRY_POINTS))):
-        try:
-            says = _command_of(name).HELP[0]
-        except SeergateError as error:
-            says = str(error)
-        commands.add_parser(name, help=says)
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.HELP[0])
     return parser
-
-
-def _command_of(name: str) -> ModuleType | Command:
-    """Return a command of seergate or of an installed package."""
-    if name in COMMANDS:
-        return COMMANDS[name]
-    offered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    if name in offered:
-        try:
-            return offered[name].load()  # type: ignore[no-any-return]
-        except ImportError as error:
-            raise SeergateError(f"the command {name!r} ({offered[name].value}) cannot be loaded: {error}") from error
-    raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, [*COMMANDS, *offered])}")
 
 
 def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
@@ -132,18 +111,9 @@ def _parser_of(command: ModuleType | Command, name: str) -> Parser:
             allow_abbrev=False,
         )
     command.add_arguments(parser)
-    if getattr(command, "TAKES_METHODS", False) or name.split()[0] not in COMMANDS:  # those of plugins always do
+    if getattr(command, "TAKES_METHODS", False):
         _add_plugin(parser, argparse.SUPPRESS)
     return parser
-
-
-def _check_plots(command: ModuleType | Command, options: argparse.Namespace) -> None:
-    """Refuse to start a command whose report could not be drawn because matplotlib is missing."""
-    if not getattr(command, "REPORTS", False) or getattr(options, "no_report", False):
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        without = ", or leave the report out with --no-report" if hasattr(options, "no_report") else ""
-        raise SeergateError(f"the report needs matplotlib; {how_to_install('eval')}{without}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -165,14 +135,15 @@ def _run(arguments: list[str]) -> int:
     name, *others = arguments
     if name.startswith("-"):
         build_parser().parse_args(arguments)
-    command = _command_of(name)
+    if name not in COMMANDS:
+        raise SeergateError(f"there is no command {name!r}; {did_you_mean(name, COMMANDS)}")
+    command = COMMANDS[name]
     if command is train:
         return train.main(others, "seergate train")
     below = getattr(command, "SUBCOMMANDS", {})
     if others and others[0] in below:
         name, command, others = f"{name} {others[0]}", below[others[0]], others[1:]
     options = _parser_of(command, name).parse_args(others)
-    _check_plots(command, options)
     return int(command.run(options) or OK)
 
 

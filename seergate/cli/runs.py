@@ -37,7 +37,7 @@ def _report(options: argparse.Namespace) -> None:
     say_report(write_report(first, options.out, *others))
 
 
-REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True, REPORTS=True)
+REPORT = Command(REPORT_HELP, _report_arguments, _report, TAKES_METHODS=True)
 
 REGRADE_HELP = (
     "grade stored samples again",

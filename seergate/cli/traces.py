@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from seergate.cli.arguments import decoding_args, eval_args, given, model_args
-from seergate.durable import lock
+from seergate.durable import check_writable, lock
 from seergate.errors import SeergateError
 
 HELP = (
@@ -178,11 +178,8 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
-    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file, and no
-    directory that was made for it.
-    """
-    missing = [place for place in path.parents if not place.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
+    check_writable(path.parent)
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
         try:
@@ -190,8 +187,6 @@ def _locked(path: Path) -> Iterator[FileIO]:
         except BaseException:
             if not path.stat().st_size:
                 path.unlink()
-                for place in missing:
-                    place.rmdir()
             raise
 
 

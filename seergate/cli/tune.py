@@ -36,8 +36,6 @@ HELP = (
         "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine",
     ],
 )
-REPORTS = True
-
 CONTEXT = 4096
 """Default number of tokens of a text, in training and evaluation; fewer if the model has fewer positions."""
 
@@ -84,9 +82,11 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.train import prepare_process
     from seergate.durable import check_writable
     from seergate.eval import store
+    from seergate.eval.report.plots import pyplot
 
     began = time.monotonic()
     prepare_process()
+    pyplot()  # fails before any work if matplotlib is missing
     job = _checked(options)
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}

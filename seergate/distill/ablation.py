@@ -23,6 +23,7 @@ from seergate.distill.config import TrainConfig, load_train_config
 from seergate.durable import replacing
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
+from seergate.eval.report.tables import markdown
 from seergate.gates import CONFIG_FILE
 from seergate.paths import shipped
 from seergate.yaml_file import read_yaml
@@ -190,7 +191,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     heads = ["variant", "parameters", "tokens", "held-out KL", *recalls, "s/step"]
     rows = [
         [
-            markdown_text(outcome.variant),
+            outcome.variant,
             f"{outcome.parameters:,}",
             f"{outcome.tokens:,}",
             f"{outcome.kl:.4f}",
@@ -199,9 +200,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
         ]
         for outcome in outcomes
     ]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    line = lambda cells: "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"  # noqa: E731
-    text = "\n".join([line(heads), line(["-" * w for w in widths]), *map(line, rows)])
+    text = markdown(heads, rows)
     if any("block_size" in given for given in study.variants.values()):
         text += "\n\nThe KL of different block sizes is over different blocks: compare the recall."
     if len(outcomes) > 1:

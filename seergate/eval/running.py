@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.checks import check_counts
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
+from seergate.eval import store
+from seergate.eval.calibration.calibrator import Calibrator, check_auto
+from seergate.eval.calibration.matching import MEASURES, Replay, distinct, match, record_path, replayed
+from seergate.eval.generation.served import check_served, engine_version
+from seergate.eval.method_text import read_method
+from seergate.eval.progress import EvalProgress
+from seergate.eval.report.findings import UNANSWERED
+from seergate.eval.runner import encoded_prompts, reference_in, sweep
+from seergate.eval.settings import Banks, MethodSpec, with_each
+from seergate.eval.sweep_plan import MATCHES, SweepPlan
+from seergate.eval.tasks.registry import TASKS
+from seergate.eval.tasks.task import Problem, Task
+from seergate.fingerprint import fingerprint, rope_of
+from seergate.methods import Dense, Method
+from seergate.models.families import check_length, family_of, why_no_longer
+from seergate.models.gate_bank import GateBank
+from seergate.models.gated_model import check_base
+from seergate.models.loading import base_config
+from seergate.models.names import TINY, check_file_served, is_tiny, load_banks, load_model, model_path, say_gates
+from seergate.models.resolving import check_dense_layers
 from seergate.paths import exists
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from seergate.eval.settings import Banks, MethodSpec
-    from seergate.eval.sweep_plan import SweepPlan
-    from seergate.eval.tasks.task import Problem, Task
-    from seergate.methods import Method
-    from seergate.models.gate_bank import GateBank
+from seergate.pretrained import load_tokenizer
 
 
 def load_worker(plan: SweepPlan, path: str, threads: int) -> Any:
     """Load the model, tokenizer and gates of a worker. Ray makes one GPU visible to each worker."""
-    import torch
-
-    from seergate.models.names import load_banks, load_model
-    from seergate.pretrained import load_tokenizer
-
     torch.set_num_threads(threads)
     return load_model(path, plan.dtype, plan.device), load_tokenizer(path), load_banks(plan.model, plan.gates)
 
 
 def each_task(plan: SweepPlan) -> list[SweepPlan]:
     """Split a plan with comma-separated tasks into one plan per task."""
-    from seergate.eval.tasks.registry import TASKS
-    from seergate.models.names import TINY, is_tiny
-
     if not plan.task and not is_tiny(plan.model):
         raise SeergateError(
             f"task is missing, and chain_sum, the default, is for {TINY} only; give --task (in a file: task): "
@@ -59,10 +65,6 @@ def directory_of(task: str) -> str:
 
 def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     """The task of a plan and its problems. Refuses bad values that can be found without the model and the gates."""
-    from seergate.eval.method_text import read_method
-    from seergate.models.names import model_path
-    from seergate.pretrained import load_tokenizer
-
     for text in plan.method:
         read_method(text)
     task = plan.make_task()
@@ -77,19 +79,6 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keep samples of earlier runs, and return the directory of the runs."""
-    from seergate.durable import check_writable
-    from seergate.eval import sweep
-    from seergate.eval.calibration.calibrator import Calibrator, check_auto
-    from seergate.eval.calibration.matching import distinct
-    from seergate.eval.report.findings import UNANSWERED
-    from seergate.eval.runner import encoded_prompts, reference_in
-    from seergate.eval.settings import with_each
-    from seergate.eval.sweep_plan import MATCHES
-    from seergate.methods import Dense
-    from seergate.models.families import check_length, why_no_longer
-    from seergate.models.names import load_banks, load_model, model_path, say_gates
-    from seergate.pretrained import load_tokenizer
-
     task, problems = checked_task(plan)
     path = model_path(plan.model)
     banks = load_banks(plan.model, plan.gates)
@@ -120,10 +109,6 @@ def run_plan(plan: SweepPlan) -> Path:
     if banks is not None and any(spec.has_gates for spec in specs):
         print(say_gates(plan.model, plan.gates))
 
-    import torch
-
-    from seergate.eval.progress import EvalProgress
-
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
     loader = partial(load_worker, plan, path, threads)
@@ -133,9 +118,8 @@ def run_plan(plan: SweepPlan) -> Path:
         chosen = plan.sampling or task.sampling
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
         sampling = plan.resolved_sampling(task, model)
-        unlike = "" if chosen else sampling.unlike_generate(model)
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
-        print(f"sampling: {sampling} ({source}{unlike}); {limit}{cut}")
+        print(f"sampling: {sampling} ({source}); {limit}{cut}")
         if plan.measure_recall and specs[0].name != Dense.name:
             found = reference_in(out, model, tokenizer, task)
             whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
@@ -180,9 +164,6 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
     """Refuse settings of a plan that do not work with a server."""
-    from seergate.eval.generation.served import check_served, engine_version
-    from seergate.models.names import check_file_served, model_path
-
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)
     _leave_out(plan, ("workers", "match"), f"with --engine {plan.engine}")
@@ -194,11 +175,6 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     """Refuse an unsupported model, dense layers that it lacks, and gates for another model. Reads only the model's
     configuration, and returns it.
     """
-    from seergate.models.families import family_of
-    from seergate.models.gated_model import check_base
-    from seergate.models.loading import base_config
-    from seergate.models.resolving import check_dense_layers
-
     config = base_config(path)
     family_of(config)
     for method in methods:
@@ -219,10 +195,6 @@ def _matched(
     banks: Banks,
 ) -> list[MethodSpec]:
     """Find the budgets at which the methods of a plan need equal bytes; measurements are stored with the runs."""
-    from seergate.eval import store
-    from seergate.eval.calibration.matching import MEASURES, Replay, match, record_path, replayed
-    from seergate.fingerprint import fingerprint, rope_of
-
     dense = store.in_order(store.read_samples(out / specs[0].label))
     answer = replayed(dense)
     made = {

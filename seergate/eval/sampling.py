@@ -41,9 +41,6 @@ NOT_FOLLOWED = {
 """Fields of a generation configuration that are not supported here -> the values at which they do nothing. Models with
 another value are refused."""
 
-GENERATE_TOP_K = 50
-"""Default of ``top_k`` in transformers' `generate`."""
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -93,16 +90,6 @@ class Sampling:
         names = [field.name for field in fields(cls)] if config.do_sample else ["repetition_penalty"]
         given = {name: value for name in names if (value := getattr(config, name, None)) is not None}
         return cls(**({"temperature": 1.0} if config.do_sample else {}) | given)
-
-    def unlike_generate(self, model: Any) -> str:
-        """A note if `generate` would sample this model with top-k; empty otherwise.
-
-        If a configuration does not set top-k, `generate` uses `GENERATE_TOP_K`. The published evaluation samples
-        without top-k, so here it stays off.
-        """
-        if self.greedy or self.top_k or getattr(model.generation_config, "top_k", None) is not None:
-            return ""
-        return f", which leaves top-k open: off here, {GENERATE_TOP_K} in generate"
 
     def __str__(self) -> str:
         """The rule in words: ``temperature 0.6, top-p 0.95``; ``greedy``."""

@@ -91,24 +91,6 @@ def test_regrade_tells_what_changes(runs, capsys):
     assert call("regrade", runs / "nowhere") == 2
 
 
-@pytest.mark.soak
-def test_gates_of_several_block_sizes_and_several_processes(tmp_path, capfd):
-    """What `seergate figure 7 --workers 1` runs; gates come from files, by block size."""
-    model, gates = support.model(), {}
-    support.save(tmp_path / "model")
-    for size in (8, 16):
-        bank = GateBank.for_model(model, GateConfig(block_size=size, gate_dim=16))
-        gates[size] = str(tmp_path / f"gates-{size}")
-        bank.save_pretrained(gates[size])
-    values = {"model": str(tmp_path / "model"), "gates": gates, "method": ["dense", "gate"], "block_size": [8, 16]}
-    small = {"budget": 32, "task_options": {"problems": 4, "variables": 6}, "max_new_tokens": 40, "workers": 1}
-    file = tmp_path / "sweep.yaml"
-    file.write_text(yaml.safe_dump({**values, **small, "out": str(tmp_path / "runs")}))
-    assert call("sweep", file, "--no-report") == 0, capfd.readouterr().err
-    for label in ("dense", "gate-32-b8", "gate-32-b16"):
-        assert len((tmp_path / "runs" / label / "samples.jsonl").read_text().splitlines()) == 4
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [

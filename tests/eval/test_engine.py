@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from seergate import methods
 from seergate.cache.offload import Offload
@@ -15,7 +15,7 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.generation.engine import Batch, Limit, Request
-from seergate.eval.sampling import GENERATE_TOP_K, SampledRow, Sampling, TokenChooser, sample_seed
+from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import beginning, encode, prompt_text
 from seergate.eval.tasks.task import Problem
 from seergate.models.attach import attached
@@ -291,11 +291,6 @@ def test_a_generation_configuration_that_is_not_followed_is_refused():
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
     assert Sampling.of_model(model) == Sampling(0.6, 20, 0.95)
     assert str(Sampling.of_model(model)) == "temperature 0.6, top-k 20, top-p 0.95"
-    assert Sampling.of_model(model).unlike_generate(model) == ""
-    model.generation_config.top_k = None
-    said = ", which leaves top-k open: off here, 50 in generate"
-    assert Sampling.of_model(model).unlike_generate(model) == said
-    assert GenerationConfig._get_default_generation_params()["top_k"] == GENERATE_TOP_K == 50
     model.generation_config.no_repeat_ngram_size = 3
     with pytest.raises(SeergateError, match="no_repeat_ngram_size=3"):
         Sampling.of_model(model)

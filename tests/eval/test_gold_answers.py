@@ -102,17 +102,3 @@ def test_gold_answers_of_the_hub(judges, name):
         assert len(refused) <= (1 - SHARE) * len(golds), (rewriting, refused)
     taken = misjudged(judges, task.grader, golds, perturbed, right=False)
     assert len(taken) <= (1 - SHARE) * len(golds), taken
-
-
-def test_the_measure_of_the_hub_test(judges):
-    """On golds of its kinds, one of which cannot be judged rightly."""
-    changed = {"204": "304", r"\frac{9}{2}": r"\frac{8}{2}", r"\text{even}": r"\text{eveo}", r"\pi": r"2\pi", "Z": "A"}
-    assert {gold: perturbed(gold) for gold in changed} == changed and perturbed("p - q") == "p - r"
-    golds = ["204", r"\left( 3, \frac{\pi}{2} \right)", r"\text{Evelyn}", "6 - 5i"]
-    for change in REWRITINGS.values():
-        assert misjudged(judges, "math", golds, change, right=True) == []
-    assert misjudged(judges, "math", golds, perturbed, right=False) == []
-    assert [gold for gold, *_ in misjudged(judges, "math", golds, lambda gold: "204", right=True)] == golds[1:]
-    for change in REWRITINGS.values():
-        assert misjudged(judges, "letter", list("ABCD"), change, right=True) == []
-    assert misjudged(judges, "letter", list("ABCD"), perturbed, right=False) == []

@@ -13,7 +13,7 @@ from seergate.eval.generation.engine import Batch, Limit, sample_bytes
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.prompts import encode
 from seergate.models.attach import attached
-from tests.eval.test_engine import LONG, PROMPTS, arguments_of, requests_for, run, tokens
+from tests.eval.test_engine import LONG, PROMPTS, requests_for, run, tokens
 from tests.support import evaluation as support
 
 
@@ -32,81 +32,6 @@ def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
     hook.remove()
     assert tokens(found) == tokens(expected)
     assert max(sizes) == 7 and sizes[-1] < 7
-
-
-@pytest.fixture
-def failing():
-    """Makes a model run out of memory, once, within a layer of one of its forward passes; and counts these."""
-    hooks, passes = [], []
-
-    def fail(model, layer, when):
-        def count(module, args, kwargs):
-            passes.append(tuple(kwargs["input_ids"].shape))
-
-        def full(module, args):
-            if len(passes) == when and passes[-1] != "failed":
-                passes.append("failed")
-                torch.zeros(1 << 50)  # more than there is: the allocator's own error
-
-        hooks.append(model.register_forward_pre_hook(count, with_kwargs=True))
-        hooks.append(model.model.layers[layer].mlp.register_forward_pre_hook(full))
-        return passes
-
-    yield fail
-    for hook in hooks:
-        hook.remove()
-
-
-def as_if_nothing_had_happened(found, expected):
-    """Tokens, and what is reported of each sample but its share of what was allocated."""
-    assert tokens(found) == tokens(expected)
-    for key, generation in expected.items():
-        theirs = found[key].costs
-        for name, value in generation.costs.items():
-            if not name.startswith("resident"):
-                assert theirs[name] == (value if name == "read_curve" else pytest.approx(value, rel=1e-9)), name
-
-
-@pytest.mark.parametrize(
-    ("name", "layer"), [("dense", 0), *((name, 1) for name in ("dense", "quest", "oracle", "gate"))]
-)
-def test_half_of_the_samples_go_on_where_they_were(name, layer, failing):
-    """A step fails in a layer: those before it hold one token more. Two of four rows lose nothing; two start anew."""
-    model = support.model()
-    model.generation_config.eos_token_id = []
-    how = {"sampling": Sampling(temperature=1.0), "max_new_tokens": 50, **arguments_of(name, model)}
-    expected = run(model, LONG[:4], batch_size=4, **how)
-    passes = failing(model, layer, when=36)
-    as_if_nothing_had_happened(run(model, LONG[:4], batch_size=4, **how), expected)
-    at = passes.index("failed")
-    assert at == 36 and passes[at - 1] == (4, 1)
-    # two go on for the 50 - 35 tokens that they lack, and the other two begin once they have ended
-    assert passes[at + 1 : at + 16] == [(2, 1)] * 15 and passes[at + 16][1] > 1 and len(passes) == at + 16 + 50
-
-
-def test_what_has_been_evicted_does_not_come_back(failing):
-    """An evicting method's rows start anew: in the layer before, tokens may have left."""
-    model, how = support.model(), {"max_new_tokens": 50, "method": "h2o", "token_budget": 32}
-    expected = run(model, LONG[:4], batch_size=4, **how)
-    passes = failing(model, 1, when=40)
-    as_if_nothing_had_happened(run(model, LONG[:4], batch_size=4, **how), expected)
-    assert passes[passes.index("failed") + 1][1] > 1, "a prompt"
-
-
-@pytest.mark.parametrize("method", ["dense", "h2o"])
-def test_new_samples_that_do_not_fit_take_nothing_from_those_that_run(method, failing):
-    """The first answer ends, and the next prompt, which joins, does not fit: the others go on, evicting or not."""
-    model, options = support.model(), {} if method == "dense" else {"token_budget": 32}
-    probe = run(model, LONG[:3], batch_size=3, max_new_tokens=60, method=method, **options)
-    model.generation_config.eos_token_id = sorted({*probe[0].token_ids} - {*probe[1].token_ids, *probe[2].token_ids})
-    how = {"max_new_tokens": 60, "method": method, **options}
-    expected = run(model, LONG[:5], batch_size=3, **how)
-    early = expected[0].n_tokens
-    assert early < 50 and expected[1].n_tokens == expected[2].n_tokens == 60
-    passes = failing(model, 1, when=early + 1)  # the prompts' pass, and a step for each further token
-    as_if_nothing_had_happened(run(model, LONG[:5], batch_size=3, **how), expected)
-    at = passes.index("failed")
-    assert passes[at - 1][0] == 1 < passes[at - 1][1] and passes[at + 1] == (2, 1)
 
 
 def test_a_sample_that_does_not_fit_is_told():

@@ -44,12 +44,10 @@ def made(name: str, **options):
     return make_task(name, **options).bound(Words()).problems()
 
 
-@pytest.mark.parametrize("name", ["needle:keys=4", "variable_tracking", "key_value", "needle:values=2:queries=2"])
+@pytest.mark.parametrize("name", ["needle:keys=4", "variable_tracking", "needle:values=2:queries=2"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_prompts_fill_their_length_and_hold_the_answer(name, chat, data) -> None:
-    options = {"problems": 6, "length": (300, 600), "chat": chat}
-    if "key_value" not in name:
-        options["data"] = data
+    options = {"problems": 6, "length": (300, 600), "chat": chat, "data": data}
     task = make_task(name, **options).bound(Words())
     for problem in task.problems():
         length = int(problem.problem_id.split("-")[0])
@@ -81,13 +79,6 @@ def test_variables_are_assigned_in_order(data) -> None:
         (asked,) = re.findall(r"have the value (\d{5})\. They are$", problem.prompt)
         assert [name for name, value in values.items() if value == asked] == problem.gold.splitlines()
         assert len(values) == 8 and len(problem.gold.splitlines()) == 4
-
-
-def test_a_key_has_one_value() -> None:
-    for problem in made("key_value:length=400", problems=5):
-        pairs = dict(re.findall(r'"(\w{8})": "(\w{8})"', problem.prompt))
-        (key,) = re.findall(r'The value of the key "(\w{8})" is$', problem.prompt)
-        assert pairs[key] == problem.gold and len(pairs) > 20
 
 
 def test_problems_depend_on_the_seed_and_their_place_only(data) -> None:
@@ -150,5 +141,5 @@ def test_texts_are_rows_or_pieces(tmp_path, data) -> None:
 
 
 def test_a_task_is_made_once_for_a_tokenizer() -> None:
-    task = make_task("key_value:problems=2:length=200").bound(support.tokenizer())
+    task = make_task("needle:problems=2:length=200").bound(support.tokenizer())
     assert task.problems()[0] is task.problems()[0] and task.bound(support.tokenizer()) is task

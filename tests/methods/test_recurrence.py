@@ -71,8 +71,7 @@ def test_the_command(method, tmp_path, capsys):
     if method == "lazy_eviction":
         record = json.loads(target.read_text())
         assert record["made"]["problems"] == 2 and record["made"]["max_new_tokens"] == 40
-        assert 1 <= record["window"] <= 40 and sum(record["histogram"].values()) > 0 and "window" in said
-        assert all(sum(kinds.values()) == pytest.approx(1) for kinds in record["kinds"].values())
+        assert 1 <= record["window"] <= 40 and f"window {record['window']}: " in said
     else:
         found = methods.TriAttention(centres=str(target)).found
         assert found.tokens > 80 and set(found.made) >= {"model", "contents", "max_new_tokens", "sampling"}

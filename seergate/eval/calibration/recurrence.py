@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from seergate.checks import check, check_counts, is_number
+from seergate.checks import check, is_number
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibration, Prompts
@@ -173,18 +173,15 @@ class WindowCalibration(Calibration):
     Attributes:
         alpha: see `Recurrence`.
         share: share of tokens whose recurrence intervals the window covers; see `Recurrence.window`.
-        budget: token budget for which `Recurrence.kinds` are reported.
     """
 
     alpha: float = LazyEviction.alpha
     share: float = 0.8
-    budget: int = 1024
 
     def __post_init__(self) -> None:
         for name in ("alpha", "share"):
             value = getattr(self, name)
             check(name, value, is_number(value) and 0 < value <= 1, "greater than 0 and at most 1")
-        check_counts(self, budget=1)
 
     @property
     def file_name(self) -> str:
@@ -200,27 +197,10 @@ class WindowCalibration(Calibration):
     def measure(
         self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
     ) -> list[str]:
-        recurrence = measure_recurrence(model, prompts, alpha=self.alpha, **how)
-        record = {
-            **about,
-            "alpha": self.alpha,
-            "share": self.share,
-            "window": recurrence.window(self.share),
-            "recurring": recurrence.recurring(),
-            "token_budget": self.budget,
-            "kinds": recurrence.kinds(self.budget),
-            "histogram": recurrence.histogram(),
-        }
-        store.write_json(path, record)
+        window = measure_recurrence(model, prompts, alpha=self.alpha, **how).window(self.share)
+        store.write_json(path, {**about, "alpha": self.alpha, "share": self.share, "window": window})
         return [
-            f"window {record['window']}: attention comes back to {100 * self.share:g} % of tokens within as many "
-            "steps",
-            f"{100 * recurrence.recurring():.1f} % of tokens are used again after more than one step",
-            *(
-                f"{part}: " + ", ".join(f"{100 * share:.1f} % {kind}" for kind, share in kinds.items())
-                for part, kinds in recurrence.kinds(self.budget).items()
-            ),
-            f"all of it: {path}",
+            f"window {window}: attention comes back to {100 * self.share:g} % of tokens within as many steps: {path}"
         ]
 
     def value(self, path: Path, token_budget: int | None) -> int:

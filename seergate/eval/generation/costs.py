@@ -40,16 +40,6 @@ class RowStats(DecodeStats):
         self.shares = False
         self.curves: list[list[tuple[int, float, float]]] = []  # per row: tokens of context, read so far; bytes held
 
-    def begin_step(self) -> None:
-        """Save the counts before a step, so that `take_back` can undo it."""
-        figures = {name: figure.copy() for name, figure in self.figures.items()}
-        self.before = figures, dict(self.blocks), self.decode_steps.copy(), [len(curve) for curve in self.curves]
-
-    def take_back(self) -> None:
-        """Undo the per-row counts of a failed step since `begin_step`; totals over all rows are not undone."""
-        self.figures, self.blocks, self.decode_steps, lengths = self.before
-        self.curves = [curve[:length] for curve, length in zip(self.curves, lengths, strict=True)]
-
     def saw_prompt(self, cache: GatedLayer) -> None:
         """Count the prefill of a layer; the next call of `add_rows` adds its rows."""
         super().saw_prompt(cache)

@@ -38,7 +38,7 @@ from seergate.eval.generation.costs import RowStats
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import end_ids
-from seergate.methods.evicting import CompressingMethod, CompressingState
+from seergate.methods.evicting import CompressingState
 from seergate.models.attach import Handle
 from seergate.models.families import check_angles, text_config
 
@@ -155,7 +155,6 @@ class Batch:
         self.device = model.get_input_embeddings().weight.device
         self.lengths: list[int] = []  # tokens in the cache
         self.mask: Tensor | None = None  # [rows, slots]; kept only for caches whose rows share their slots
-        self.slots: int | None = None  # of the cache before the current forward pass; None between passes
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -239,24 +238,7 @@ class Batch:
             self.mask = None if self.mask is None else self.mask[rows]
         self.lengths = [self.lengths[row] for row in rows]
 
-    def take_back(self) -> bool:
-        """Undo a failed forward pass, so that the rows that were in the batch before can continue; return false if
-        that is not possible.
-
-        Layers that the pass reached drop its token; keys, values and compressed keys of older tokens stay bit for bit.
-        Not possible: no pass has failed, rows share slots, or such a layer evicts (evicted tokens cannot be restored).
-        """
-        if self.slots is None or not self.lengths or not rows_are_independent(self.cache):
-            return False
-        ahead = [layer for layer in self.cache.layers if layer.get_seq_length() > self.slots]
-        if any(isinstance(layer.method, CompressingMethod) for layer in ahead):
-            return False
-        for layer in ahead:
-            layer.crop(self.slots)
-        return True
-
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache) -> Tensor:
-        self.slots = self.cache.get_seq_length()
         output = self.model(
             input_ids=ids,
             position_ids=positions,
@@ -265,7 +247,6 @@ class Batch:
             use_cache=True,
             logits_to_keep=1,
         )
-        self.slots = None
         return output.logits[:, -1]
 
 
@@ -327,10 +308,9 @@ class Job:
 
 
 class Engine:
-    """Generates samples, and halves the batch size whenever memory runs out. If the failed forward pass can be undone
-    (`Batch.take_back`), half of the samples continue, or all earlier ones if only new samples did not fit. The others
-    restart from their prompts and seeds, because a dense prefill of their generated tokens would give other keys and
-    values than the sparse decode steps did.
+    """Generates samples, and halves the batch size whenever memory runs out. The samples then restart from their
+    prompts and seeds, because a dense prefill of their generated tokens would give other keys and values than the
+    sparse decode steps did.
 
     Args:
         handle: the job's method, attached to a model in eval mode.
@@ -398,42 +378,19 @@ class Engine:
         return True
 
     def _back_off(self, together: int) -> None:
-        """Continue with half of ``together`` rows after memory ran out; the others restart before waiting ones."""
+        """Halve the batch after memory ran out with ``together`` rows, which restart before waiting ones."""
         if together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)
-        rows, count = self.rows, self._keep_what_fits()
-        self.waiting.extendleft(row.request for row in reversed(rows[count:]))
-        self.rows = rows[:count]
+        self.waiting.extendleft(row.request for row in reversed(self.rows))
+        self._restart()
 
-    def _keep_what_fits(self) -> int:
-        """Undo the failed step and drop the rows that do not fit; return how many of the first rows are left."""
-        size, correcting = len(self.batch), self.handle.correction is not None
-        count = size if size < len(self.rows) else min(size, self.batch_size)  # first case: only new rows did not fit
-        if not count or self.handle.storage.lossy or correcting or not self.batch.take_back():
-            return self._restart()
-        try:
-            if count < size:
-                self.batch.keep(list(range(count)))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return self._restart()
-        self.stats.take_back()
-        self.stats.keep_rows(list(range(count)))
-        self._release()
-        return count
-
-    def _restart(self) -> int:
-        """Drop all rows and reset the statistics; return 0, the number of rows left."""
+    def _restart(self) -> None:
+        """Drop all rows, free their memory and reset the statistics."""
         self.batch, self.rows = Batch(self.handle.model), []
         self.handle.reset_stats()
         self.stats = self.handle.count_with(RowStats)
-        self._release()
-        return 0
-
-    def _release(self) -> None:
         gc.collect()
         if self.batch.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -441,7 +398,6 @@ class Engine:
     def _advance(self, arriving: list[_Row]) -> None:
         """Prefill new rows, or decode one token of every row; deliver the samples that have ended."""
         began = time.perf_counter()
-        self.stats.begin_step()
         if arriving:
             moved, first = arriving, len(self.rows)
             self.rows = [*self.rows, *arriving]  # before the prefill: if it fails, they restart too

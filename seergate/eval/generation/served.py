@@ -1,21 +1,9 @@
-"""Generation of samples by a server's engine (vLLM, SGLang) instead of transformers (docs/serving.md).
-
-Each server has a function that starts its engine, submits all requests at once and shuts it down. Its arguments: the
-model, which determines what the server loads and in which dtype; the requests; the job; the tokens that end an answer;
-the plugin's options, ``None`` for dense attention; and the tokens per page, ``None`` for the server's default. It
-yields each sample when it ends: the index of its request, its tokens, and its share of the time in seconds.
-"""
+"""Generation of samples by a server's engine (vLLM, SGLang) instead of transformers (docs/serving.md)."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from importlib import import_module
 from pkgutil import resolve_name
@@ -32,118 +20,9 @@ from seergate.gates.bank import Gates
 from seergate.methods import Dense
 from seergate.models.gate_bank import GateBank
 from seergate.serving.common import settings as plugin
+from seergate.serving.common.generation import EngineRun, Prompt
 
-Answers = Generator[tuple[int, list[int], float], None, None]
-
-
-def _answers_of_vllm(
-    model: PreTrainedModel,
-    requests: Sequence[Request],
-    job: Job,
-    ends: list[int],
-    settings: dict[str, Any] | None,
-    page: int | None,
-) -> Answers:
-    """Generate with vLLM in this process; each sample is yielded in the step in which it ends."""
-    from vllm import LLM, SamplingParams
-    from vllm.distributed import cleanup_dist_env_and_memory
-
-    llm = LLM(
-        str(model.config.name_or_path),
-        dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=job.longest,
-        max_num_seqs=job.batch_size,
-        block_size=page,
-        additional_config={} if settings is None else {"seergate": settings},
-    )
-    try:
-        engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(requests))), 0.0)
-        for number, request in enumerate(requests):
-            sampling = SamplingParams(
-                **asdict(job.sampling),
-                seed=request.seed,
-                max_tokens=job.limit.of(len(request.ids)),
-                stop_token_ids=ends,
-                stop=list(request.stop),
-                detokenize=bool(request.stop),
-            )
-            engine.add_request(str(number), {"prompt_token_ids": list(request.ids)}, sampling)
-        while engine.has_unfinished_requests():
-            began = time.perf_counter()
-            outputs = engine.step()
-            spent = (time.perf_counter() - began) / max(1, len(outputs))
-            for output in outputs:
-                seconds[output.request_id] += spent  # each step's time is divided among the rows that took it
-                if output.finished:
-                    yield int(output.request_id), list(output.outputs[0].token_ids), seconds[output.request_id]
-    finally:
-        del llm
-        cleanup_dist_env_and_memory()
-
-
-def _answers_of_sglang(
-    model: PreTrainedModel,
-    requests: Sequence[Request],
-    job: Job,
-    ends: list[int],
-    settings: dict[str, Any] | None,
-    page: int | None,
-) -> Answers:
-    """Generate with SGLang in a separate process, as it kills the children of its process, and on failure the process.
-
-    Only the sum of the seconds is meaningful: a sample has the time since the previous one ended.
-    """
-    sampling = asdict(job.sampling)
-    if job.sampling.repetition_penalty != 1:
-        raise SeergateError(
-            f"repetition_penalty is {job.sampling.repetition_penalty}; with --engine sglang, which would not apply it "
-            "to the prompt's tokens, it must be 1"
-        )
-    sampling |= {"top_k": sampling["top_k"] or -1, "stop_token_ids": ends}
-    room = job.longest + 3 * (page or 1)  # a prompt takes whole pages, and SGLang keeps a page and a token free
-    payload = {
-        "engine": {
-            "model_path": str(model.config.name_or_path),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "device": "cpu",
-            "attention_backend": "torch_native" if settings is None else "seergate",
-            "json_model_override_args": json.dumps({} if settings is None else {"seergate": settings}),
-            "page_size": page,
-            "context_length": job.longest + 2,  # of which SGLang uses all but two
-            "max_running_requests": job.batch_size,
-            "max_total_tokens": job.batch_size and job.batch_size * room,
-            "random_seed": requests[0].seed % 2**32,
-            "skip_tokenizer_init": True,
-            "log_level": "error",
-        },
-        "prompts": [request.ids for request in requests],
-        "sampling": [{**sampling, "max_new_tokens": job.limit.of(len(request.ids))} for request in requests],
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "seergate.serving.sglang.process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SGLANG_USE_CPU_ENGINE": "1"},
-        start_new_session=True,  # so that its children end with it
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        with process.stdin as file:
-            json.dump(payload, file)
-        for line in process.stdout:
-            number, tokens, seconds = json.loads(line)
-            yield number, tokens, seconds
-        if status := process.wait():
-            raise SeergateError(f"SGLang ended with exit status {status}; what it wrote before says why")
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-
-
-SERVERS: dict[str, Callable[..., Answers]] = {"vllm": _answers_of_vllm, "sglang": _answers_of_sglang}
+SERVERS = ("vllm", "sglang")
 
 
 def check_served(server: str, spec: MethodSpec, bank: GateBank | None) -> None:
@@ -199,8 +78,19 @@ def generate_by_server(
     """
     spec, ends = job.spec, sorted(end_ids(model, tokenizer))
     bank = bank if spec.has_gates else None
-    settings = plugin_settings(spec, "" if bank is None else served_from(bank))
-    with closing(SERVERS[server](model, requests, job, ends, settings, page_of(spec, bank))) as answers:
+    run = EngineRun(
+        model=str(model.config.name_or_path),
+        dtype=str(model.dtype).removeprefix("torch."),
+        longest=job.longest,
+        batch_size=job.batch_size,
+        page=page_of(spec, bank),
+        settings=plugin_settings(spec, "" if bank is None else served_from(bank)),
+        sampling=asdict(job.sampling),
+        ends=ends,
+    )
+    prompts = [Prompt(each.ids, job.limit.of(len(each.ids)), each.seed, each.stop) for each in requests]
+    generate = resolve_name(f"seergate.serving.{server}.generation:answers")
+    with closing(generate(run, prompts)) as answers:
         for number, tokens, seconds in answers:
             on_finished(Generation.of(requests[number], tokens, ends, tokenizer, seconds, {}))
 

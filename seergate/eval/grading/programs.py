@@ -107,9 +107,7 @@ def answered_program(completion: str, gold: str) -> str | None:
     return f"\n{program}" if program.strip() else None
 
 
-def run_program(
-    gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None, memory: int = MEMORY
-) -> tuple[bool, str]:
+def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None) -> tuple[bool, str]:
     """Run a program and the problem's tests after its prompt; return whether they passed, and why not, in words.
 
     A program can be written to forge the verdict, as it shares a process with the checker; ending the process, with
@@ -120,7 +118,6 @@ def run_program(
         program: what follows the problem's prompt.
         seconds: maximum processor time.
         wall: maximum wall-clock time in seconds; `WALL` times ``seconds`` if ``None``.
-        memory: maximum address space in bytes.
     """
     wall, secret = wall or WALL * seconds, secrets.token_hex()
     asked = {
@@ -129,7 +126,7 @@ def run_program(
         "checker": str(checker_file()),
         "seconds": seconds,
         "wall": wall,
-        "memory": memory,
+        "memory": MEMORY,
         "secret": secret,
     }
     libraries = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}

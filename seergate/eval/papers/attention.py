@@ -14,7 +14,7 @@ from seergate.errors import SeergateError
 from seergate.eval import Limit, RunOptions, Task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts
 from seergate.eval.calibration.recurrence import Recurrence, measure_recurrence
-from seergate.eval.papers.kept import KeptTokens, kept_tokens, seen_layer
+from seergate.eval.papers.kept import KeptTokens, drawn_layer, kept_tokens
 from seergate.eval.report.plots import pyplot, save
 from seergate.eval.report.tables import markdown
 from seergate.eval.settings import grid
@@ -22,7 +22,6 @@ from seergate.eval.store import write_json, write_text
 from seergate.eval.tasks.prompts import end_ids
 from seergate.methods import EvictingMethod
 from seergate.models.families import kv_heads
-from seergate.models.loading import base_config, skeleton
 from seergate.models.names import load_model, model_path
 from seergate.pretrained import load_tokenizer
 
@@ -50,12 +49,10 @@ def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path
     for spec in specs:
         if not spec.uncalibrated and not isinstance(spec.method(None), EvictingMethod):
             raise SeergateError(f"{spec.name!r} evicts nothing, so there is nothing to see; give methods that evict")
-    heads = kv_heads(skeleton(base_config(model_path(options.model))))  # known before any weight is read
-    layer, head = seen_layer(heads, options.layer, options.head), options.head
     model, tokenizer, limit, run = _loaded(options, task)
     calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=run["sampling"])
     prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
-    by_method, rows = {}, []
+    layer, head, by_method, rows = drawn_layer(kv_heads(model)), 0, {}, []
     for spec in map(calibrated, specs):
         method = spec.method(None)
         assert isinstance(method, EvictingMethod)

@@ -19,11 +19,10 @@ class Figure:
     """One figure or table of a paper.
 
     Attributes:
-        source: the figure and its paper, such as ``"Figure 5 of RaaS"``; empty for a figure of seergate's own.
+        source: the figure and its paper, such as ``"Figure 5 of RaaS"``.
         title: what is compared.
         style: its presentation: a key of `seergate.eval.papers.looks.STYLES`.
-        tiny, real: settings of the sweep, for the tiny reasoner and for other models; with ``match`` the methods are
-            also compared at equal budgets.
+        tiny, real: settings of the sweep, for the tiny reasoner and for other models.
         published: (model, task) -> directory of a run -> the paper's accuracy in percent. SeerAttention-R's numbers
             are in `seergate.eval.report.published`.
         caution: a caveat of the paper's numbers.
@@ -39,7 +38,6 @@ class Figure:
 
 
 SEER = "SeerAttention-R"
-TRAINED = "trained"
 
 GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
 """Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
@@ -126,19 +124,6 @@ FIGURES: dict[str, Figure] = {
         f"Table 1 of {SEER}", "Accuracy and length of the reasoning", "length_table",
         {"method": ["dense", "gate", "quest"], "budget": TINY_BUDGETS},
         {"method": ["dense", "gate", "quest"], "budget": [2048, 4096, 6144, 8192]},
-    ),
-    "proxies": Figure(
-        "", "Cheap proxies against accuracy", "proxies",
-        {"method": [*("dense", "oracle", "gate", "quest", "random"), "streaming_llm:interval=8",
-                    "random_evict:interval=16"],
-         "budget": [32, 64, 128, 256], "measure_recall": True},
-        {"method": ["dense", "gate", "quest", "random"], "budget": [1024, 2048, 4096], "measure_recall": True},
-    ),
-    TRAINED: Figure(
-        "", "Trained methods at equal budgets and at equal bytes", "trained",
-        {"method": ["dense", "oracle"], "budget": [64, 128], "match": "read", "measure_recall": True,
-         "task": "chain_sum", "task_options": {"problems": 32, "variables": 20}},
-        {"method": ["dense", "oracle"], "budget": [2048, 4096], "match": "read", "measure_recall": True},
     ),
     # ------------------------------------------------------------------------------------------------------ RaaS
     "raas5": Figure(

@@ -18,20 +18,9 @@ from seergate.models import families
 from seergate.models.attach import attached
 
 
-def seen_layer(kv_heads: Mapping[int, int], layer: int | None, head: int) -> int:
-    """The layer to look at: the requested one, or else the first from layer 1 on, or layer 0 if there is no other.
-    Refuses a layer or KV head that a model with these `seergate.models.families.kv_heads` lacks.
-    """
-    if layer is None:
-        layer = next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
-    if layer not in kv_heads:
-        raise ValueError(
-            f"layer is {layer}; it must be a layer with full attention and keys of its own, in this model "
-            f"{', '.join(map(str, kv_heads))}"
-        )
-    if not 0 <= head < kv_heads[layer]:
-        raise ValueError(f"head is {head}; layer {layer} has {kv_heads[layer]} KV heads, 0..{kv_heads[layer] - 1}")
-    return layer
+def drawn_layer(kv_heads: Mapping[int, int]) -> int:
+    """The layer to look at, given `seergate.models.families.kv_heads`: the first from layer 1 on, or else layer 0."""
+    return next((number for number in kv_heads if number >= 1), next(iter(kv_heads)))
 
 
 class KeptTokens(DecodeStats):
@@ -46,7 +35,6 @@ class KeptTokens(DecodeStats):
         layers = list(kv_heads)
         super().__init__(layers)
         self.prompt = self.tokens = 0
-        self._kv_heads = dict(kv_heads)
         self._seen = dict.fromkeys(layers, 0)
         self._resident: dict[int, np.ndarray] = {}  # [K, residents], the index of each resident token
         self._left: dict[int, dict[tuple[int, int], int]] = {layer: {} for layer in layers}
@@ -66,7 +54,6 @@ class KeptTokens(DecodeStats):
 
     def lifetimes(self, layer: int, head: int) -> np.ndarray:
         """Per token, the number of tokens seen when it left a KV head's cache; ``tokens + 1`` if it never left."""
-        seen_layer(self._kv_heads, layer, head)
         left = np.full(self.tokens, self.tokens + 1)
         for (of, token), when in self._left[layer].items():
             if of == head:

@@ -17,16 +17,12 @@ from seergate.errors import SeergateError
 from seergate.eval.report.findings import findings
 from seergate.eval.report.load import Setting, Sweep
 from seergate.eval.report.plots import (
-    CONVENTIONS,
     LEGEND,
-    PER_BYTE,
     accuracy_plot,
-    budget_axis,
     conditions,
     draw_published,
     error_bars,
     length_plot,
-    line_style,
     powers_of_two,
     pyplot,
     save,
@@ -35,8 +31,6 @@ from seergate.eval.report.plots import (
 )
 from seergate.eval.report.published import PROBLEMS, deviations, model_key, table_1
 from seergate.eval.report.tables import (
-    CORE,
-    COST,
     NONE,
     SETTING,
     Columns,
@@ -44,11 +38,9 @@ from seergate.eval.report.tables import (
     cost_table,
     figure_of,
     markdown,
-    proxy_table,
     table,
     table_beside,
 )
-from seergate.eval.statistics.intervals import correlation
 from seergate.methods.reason_cache.steps import BLANK_LINE
 
 Points = dict[str, list[tuple[float, Setting]]]
@@ -128,12 +120,12 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
     return save(figure, path)
 
 
-def read_curve(setting: Setting, column: int = 1, bins: int = 40) -> dict[float, float]:
+def read_curve(setting: Setting, column: int = 1) -> dict[float, float]:
     """Context length -> tokens read per step (with column 2, bytes held), mean over the samples that reached it."""
     points = [point for s in setting.samples for point in s.get("read_curve") or [] if len(point) > column]
     if not points:
         return {}
-    width = max(1, max(point[0] for point in points) // bins)
+    width = max(1, max(point[0] for point in points) // 40)
     groups: dict[int, list[float]] = defaultdict(list)
     for point in points:
         groups[int(point[0]) // width].append(float(point[column]))
@@ -146,8 +138,8 @@ def _plot_own_bytes(sweep: Sweep, path: Path) -> Path:
     names = [s.series for s in sweep.settings]
     for s in sweep.settings:
         curve = read_curve(s, column=2)
-        how = {"linestyle": line_style(s.series, names), **style(s.series)}
-        axis.plot(list(curve), [own_bytes / 1e6 for own_bytes in curve.values()], label=s.label, alpha=0.8, **how)
+        megabytes = [own_bytes / 1e6 for own_bytes in curve.values()]
+        axis.plot(list(curve), megabytes, label=s.label, alpha=0.8, **style(s.series, names))
     axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
     axis.legend(**LEGEND)
     tidy(axis)
@@ -330,101 +322,6 @@ def _read_thresholds(sweep: Sweep) -> list[str]:
     return lines
 
 
-PREDICTORS = {
-    "next_token_kl": ("next-token KL to dense (nats)", -1),
-    "recall": ("recall of attention mass (%)", 1),
-    "perplexity": ("perplexity of dense's answers", -1),
-}
-"""Proxy -> label of its axis, and the sign of the correlation with accuracy that a good proxy has."""
-
-
-def _measured(sweep: Sweep, proxy: str) -> list[Setting]:
-    return [s for s in sweep.having(proxy) if s is not sweep.dense]
-
-
-def _proxies(sweep: Sweep, path: Path) -> Path:
-    """Plot accuracy against each cheap proxy, one point per setting."""
-    plt = pyplot()
-    shown = [proxy for proxy in PREDICTORS if len(_measured(sweep, proxy)) > 1]
-    if not shown:
-        raise SeergateError(
-            "the proxies were not measured; they need measure_recall: true, and answers of about forty tokens or more"
-        )
-    figure, axes = plt.subplots(1, len(shown), figsize=(4.6 * len(shown), 4.2), sharey=True, squeeze=False)
-    for axis, proxy in zip(axes[0], shown, strict=True):
-        scale = 100 if proxy == "recall" else 1
-        for name in dict.fromkeys(s.series for s in _measured(sweep, proxy)):
-            points = [s for s in _measured(sweep, proxy) if s.series == name]
-            how = {**style(name), "linestyle": ""}
-            axis.plot(
-                [scale * s.metrics[proxy] for s in points], [100 * s.accuracy.mean for s in points], label=name, **how
-            )
-        if proxy == "next_token_kl":
-            axis.set_xscale("symlog", linthresh=1e-3)
-        elif proxy == "perplexity":
-            axis.set_xscale("log")
-        axis.set(xlabel=PREDICTORS[proxy][0], ylim=(-2, 104))
-        if sweep.proxies_on is not None and not math.isnan(rank := _rank_correlation(sweep, proxy)):
-            axis.set_title(f"rank correlation {rank:.2f}", fontsize=10)
-        tidy(axis)
-    axes[0, 0].set_ylabel("accuracy (%)")
-    axes[0, -1].legend(**LEGEND)
-    figure.suptitle(f"Accuracy against cheap proxies\n{conditions(sweep)}", fontsize=10, y=1.04)
-    return save(figure, path)
-
-
-def _rank_correlation(sweep: Sweep, proxy: str) -> float:
-    points = _measured(sweep, proxy)
-    sign = PREDICTORS[proxy][1]
-    return correlation([sign * s.metrics[proxy] for s in points], [s.accuracy.mean for s in points])
-
-
-def _read_proxies(sweep: Sweep) -> list[str]:
-    if sweep.proxies_on is None:
-        return ["the settings are not known to have been measured on the same contexts, so they are not compared."]
-    lines = []
-    for proxy, (label, sign) in PREDICTORS.items():
-        points = _measured(sweep, proxy)
-        if len(points) < 3:
-            continue
-        rank = _rank_correlation(sweep, proxy)
-        over = f"{len(points)} settings ({', '.join(dict.fromkeys(s.series for s in points))})"
-        wanted = "high" if sign > 0 else "low"
-        if math.isnan(rank):
-            lines.append(f"{wanted} {label}: it or the accuracy is the same in all {over}, so there is no ranking.")
-        else:
-            lines.append(f"{wanted} {label}: rank correlation {rank:.2f} with accuracy over {over}.")
-    lines.append("1 would be a perfect ranking, 0 none. Settings are not independent samples.")
-    return lines
-
-
-def _trained(sweep: Sweep, path: Path) -> Path:
-    """Plot accuracy against budget, bytes read and bytes held, and recall against budget, one line per method."""
-    figure, axes = pyplot().subplots(2, 2, figsize=(11, 7.6), layout="constrained")
-    lines = {name: sweep.of(name) for name in sweep.methods}
-    having = Counter(s.budget for line in lines.values() for s in line)
-    shared = {budget for budget, count in having.items() if count == max(having.values())}  # not matched by bytes
-    by_budget: Points = {n: [(s.budget or 0, s) for s in line if s.budget in shared] for n, line in lines.items()}
-    budgets = sorted({int(budget) for line in by_budget.values() for budget, _ in line})
-    _lines(axes[0, 0], by_budget, sweep, "")
-    for axis, (metric, label) in zip((axes[1, 0], axes[0, 1]), PER_BYTE.items(), strict=True):
-        _lines(
-            axis, {name: [(s.metrics[metric] / 1e3, s) for s in line] for name, line in lines.items()}, sweep, label
-        )
-    for bars in axes[1, 0].containers:
-        bars[0].set_linestyle("none")  # bytes held do not grow with every method's budget
-    for name, line in by_budget.items():
-        measured = [(budget, 100 * s.metrics["recall"]) for budget, s in line if s.metrics["recall"] is not None]
-        if measured:  # evicting methods have no recall
-            axes[1, 1].plot(*zip(*measured, strict=True), linestyle=line_style(name, list(lines)), **style(name))
-    axes[1, 1].set(ylabel="attention mass recalled (%)")
-    for axis in (axes[0, 0], axes[1, 1]):
-        budget_axis(axis, budgets)
-    axes[0, 1].legend(**LEGEND)
-    figure.suptitle(f"Trained methods\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
-    return save(figure, path)
-
-
 STYLES = {
     "by_budget": PlotStyle(accuracy_plot, accuracy_table, findings),
     "spread": PlotStyle(accuracy_plot, accuracy_table, _read_spread),
@@ -441,8 +338,6 @@ STYLES = {
         _repeats_table,
         lambda _: [f"a step is similar to an earlier one if the cosine of their word counts is over {ALIKE}."],
     ),
-    "trained": PlotStyle(_trained, lambda sweep: table(sweep, CORE | {"recall %": COST["recall %"]}), findings),
-    "proxies": PlotStyle(_proxies, lambda sweep: proxy_table(sweep) or accuracy_table(sweep), _read_proxies),
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from seergate.config import SCORERS
 from seergate.durable import naming
@@ -78,8 +78,7 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     low = math.floor(20 * min(min(s.metrics["recall_per_layer"]) for s in measured)) * 5.0
     for i, (method, points) in enumerate(lines_of.items()):
         recall = [100 * s.metrics["recall"] for s in points]
-        how = {"linestyle": line_style(method, sweep.methods), **style(method)}
-        lines.plot([s.budget or 0 for s in points], recall, label=method, **how)
+        lines.plot([s.budget or 0 for s in points], recall, label=method, **style(method, sweep.methods))
         by_layer = [[100 * s.metrics["recall_per_layer"][layer] for s in points] for layer in range(layers)]
         names = points[0].proxies["layers"] if points[0].proxies else range(layers)
         image = _heat_map(maps[i], by_layer, low, numbers=layers <= 12)
@@ -224,13 +223,11 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
         drawn = [name for name in lines if name in names]
         for name in drawn:
             shares = [sweep.share(s, "bytes_read_per_step") for s in lines[name]]
-            how = {"linestyle": line_style(name, drawn), **style(name)}
-            axis.plot(shares, [s.metrics["kl"] for s in lines[name]], label=name, **how)
+            axis.plot(shares, [s.metrics["kl"] for s in lines[name]], label=name, **style(name, drawn))
         axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
         for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             ticks(lambda value, _: f"{value:g}")
-        axis.grid(color="#DDDDDD", linewidth=0.8)
-        axis.spines[["top", "right"]].set_visible(False)
+        tidy(axis, grid="both")
         axis.legend(**LEGEND)
     axes[1].set_xlabel("bytes read per step, % of dense attention's (log scale)")
     figure.suptitle("Next-token distributions on given texts: above, methods that keep everything; below, a part")
@@ -310,7 +307,7 @@ def error_bars(
     """
     x, values = [place for place, _ in points], [interval(s) for _, s in points]
     errors = [[max(0.0, m - low) for m, low, _ in values], [max(0.0, high - m) for m, _, high in values]]
-    how = {**style(name), "linestyle": line_style(name, names)}
+    how = style(name, names)
     zorder = 3 if name.startswith("gate") else 2
     axis.errorbar(x, [m for m, _, _ in values], errors, capsize=3, elinewidth=1, label=name, zorder=zorder, **how)
     for (place, s), (mean, _, _) in zip(points, values, strict=True):
@@ -347,9 +344,9 @@ def powers_of_two(axis: Axes, places: Sequence[int]) -> None:
     axis.minorticks_off()
 
 
-def tidy(axis: Axes) -> None:
-    """Draw faint horizontal lines, and no frame above and on the right."""
-    axis.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+def tidy(axis: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
+    """Draw faint lines at the ticks of the axes ``grid``, and no frame above and on the right."""
+    axis.grid(axis=grid, color="#DDDDDD", linewidth=0.8)
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -388,19 +385,20 @@ def name_of(series: str) -> str:
     return series.replace(",", " ").replace("+", " ").split()[0]
 
 
-def style(series: str) -> dict[str, Any]:
+def style(series: str, among: Sequence[str] = ()) -> dict[str, Any]:
     """Matplotlib's options for a series: colour and marker of its scorer if that has its own, else of its method. The
-    marker of an evictor with a gate is half filled.
+    marker of an evictor with a gate is half filled. ``among`` are all series of the plot, for the `line_style`.
     """
     name, gates = name_of(series), series.partition("[")[2].partition("]")[0]
     of_scorer = SCORERS[gates].plot_style if gates in SCORERS else None
     of_method = METHODS[name].plot_style if name in METHODS else None
     colour, marker = of_scorer or of_method or SPARE[sum(map(ord, name)) % len(SPARE)]
     how = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 2.4 if name == "gate" else 1.6}
-    return {**how, "fillstyle": "bottom"} if "+" in series.split(",")[0] else how
+    how |= {"fillstyle": "bottom"} if "+" in series.split(",")[0] else {}
+    return how | ({"linestyle": line_style(series, among)} if among else {})
 
 
-def line_style(series: str, all_series: list[str]) -> Any:
+def line_style(series: str, all_series: Sequence[str]) -> Any:
     """Line style of a series, which differs between series of the same colour."""
     same = [s for s in all_series if style(s)["color"] == style(series)["color"]]
     return LINES[same.index(series) % len(LINES)]

@@ -121,11 +121,6 @@ def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
     return _mean([1 - math.comb(len(v) - round(sum(v)), k) / math.comb(len(v), k) for v in outcomes.values()])
 
 
-def quantile(values: Sequence[int], share: float) -> int:
-    """The smallest value that at least this share of the values does not exceed."""
-    return int(np.quantile(values, share, method="inverted_cdf"))
-
-
 RESAMPLES = 1000
 """Bootstrap resamples of the clusters for the interval of a quantile."""
 

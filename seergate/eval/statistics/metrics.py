@@ -8,14 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from seergate.eval.statistics.intervals import (
-    Estimate,
-    clustered,
-    clustered_quantile,
-    mean_and_interval,
-    pass_at_k,
-    quantile,
-)
+from seergate.eval.statistics.intervals import Estimate, clustered, clustered_quantile, mean_and_interval, pass_at_k
 from seergate.eval.store import in_order
 
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
@@ -67,7 +60,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
     correct = by_problem(samples, "correct")
     accuracy, fewest = clustered(correct), min(map(len, correct.values()))
     length = clustered(by_problem(samples, "n_tokens"))
-    tokens = sum(s["n_tokens"] for s in samples)
+    tokens = [s["n_tokens"] for s in samples]
     seconds = math.fsum(s["seconds"] for s in samples)
     known = [s for s in samples if s.get(REPLY) is not None]
     reply = clustered(by_problem(known, REPLY)) if known else None
@@ -79,14 +72,14 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
         "n_samples": len(samples),
         "mean_tokens": length.mean,
         "mean_tokens_se": _or_none(length),
-        "max_tokens": max(s["n_tokens"] for s in samples),
-        "token_quantiles": {str(q): quantile([s["n_tokens"] for s in samples], q) for q in QUANTILES},
+        "max_tokens": max(tokens),
+        "token_quantiles": {str(q): int(np.quantile(tokens, q, method="inverted_cdf")) for q in QUANTILES},
         "mean_prompt_tokens": math.fsum(s["n_prompt_tokens"] for s in samples) / len(samples),
         "truncation_rate": sum(s["finish_reason"] == "length" for s in samples) / len(samples),
         "unanswered_rate": sum(s["pred"] is None for s in samples) / len(samples),
         **{name: _per_token(samples, name) for name in COSTS},
         **{name: max((s[name] for s in samples if s.get(name) is not None), default=None) for name in PEAKS},
-        "tokens_per_second": tokens / seconds if seconds else None,
+        "tokens_per_second": sum(tokens) / seconds if seconds else None,
         "seconds": seconds,
         REPLY: reply and reply.mean,
         f"{REPLY}_se": reply and _or_none(reply),

@@ -21,7 +21,7 @@ from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES, make_problems
 from seergate.eval.tasks.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
 from seergate.eval.tasks.humaneval import humaneval
-from seergate.eval.tasks.retrieval import key_value, needle, perplexity, variable_tracking
+from seergate.eval.tasks.retrieval import needle, perplexity, variable_tracking
 from seergate.eval.tasks.task import Problem, Task
 from seergate.json_file import json_lines
 from seergate.paths import exists
@@ -149,7 +149,6 @@ TASKS: dict[str, Callable[..., Task]] = {
     "chain_sum": chain_sum,
     "needle": needle,
     "variable_tracking": variable_tracking,
-    "key_value": key_value,
     "perplexity": perplexity,
     "humaneval": humaneval,
     **HUB_TASKS,

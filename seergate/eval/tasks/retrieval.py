@@ -64,14 +64,13 @@ class _Hidden:
     completion: str
     gold: Sequence[str]
     fill: Callable[[int], list[str]]
-    between: str = " "
 
     def problem(self, name: str, start: str, chat: bool, count: int) -> Problem:
         """The problem with ``count`` sentences of the text."""
         lines = self.fill(count)
         for depth, fact in sorted(self.facts, key=lambda fact: fact[0])[::-1]:
             lines.insert(round(depth * count), fact)
-        text, gold = self.between.join(lines), "\n".join(self.gold)
+        text, gold = " ".join(lines), "\n".join(self.gold)
         if chat:
             turn = {"role": "user", "content": f"{self.before}\n\n{text}\n\n{self.question}"}
             return Problem(name, gold, messages=(turn,), reply=listed(self.gold))
@@ -170,40 +169,6 @@ def variable_tracking(
     return _task("variable_tracking", hide, hops + 1, problems, length, (0,), chat, source, seed, options)
 
 
-def key_value(
-    *,
-    problems: int = 40,
-    length: tuple[int, ...] = (4096,),
-    depths: tuple[int, ...] = DEPTHS,
-    chat: bool = False,
-    seed: int = 0,
-) -> Task:
-    """The value of a key in a list that holds nothing but random keys and values (Liu et al., 2023, arXiv:2307.03172).
-
-    Args:
-        problems, length, depths, chat, seed: see `needle`.
-    """
-
-    def hide(random: Random, depth: float) -> _Hidden:
-        key, value, other = f"{random.getrandbits(32):08x}", f"{random.getrandbits(32):08x}", random.getrandbits(64)
-
-        def fill(count: int) -> list[str]:
-            drawn = Random(other)
-            return [f'"{drawn.getrandbits(32):08x}": "{drawn.getrandbits(32):08x}"' for _ in range(count)]
-
-        return _Hidden(
-            [(depth, f'"{key}": "{value}"')],
-            "Here is a list of keys and their values.",
-            f'Which value has the key "{key}"?',
-            f'The value of the key "{key}" is',
-            [value],
-            fill,
-            "\n",
-        )
-
-    return _task("key_value", hide, 1, problems, length, depths, chat, {}, seed, {})
-
-
 def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, data: str | None = None) -> Task:
     """Texts whose last tokens are scored under a method, and compared with dense attention (`seergate.eval.forced`).
 
@@ -267,7 +232,7 @@ def _task(
     seed: int,
     options: dict[str, Any],
 ) -> Task:
-    """A task whose problems have given lengths in tokens; ``source`` names the text and is empty if there is none."""
+    """A task whose problems have given lengths in tokens; ``source`` names the text."""
     for option, value in {"problems": problems, **options}.items():
         check_count(option, value, 1)
     if not length or min(length) < 1:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import seergate
-from seergate.eval.papers.kept import kept_tokens, seen_layer
+from seergate.eval.papers.kept import drawn_layer, kept_tokens
 from tests.support.evictors import EVICTORS, model_of
 from tests.support.models import prompt
 from tests.support.naive import RaaS, Simulation
@@ -26,18 +26,8 @@ def test_the_record_of_what_is_kept_is_what_attention_saw(name):
         assert resident[:, :30].all()
 
 
-def test_layers_and_heads_that_there_are_none_of():
-    """Drawn, they would look as if everything stayed."""
-    model = model_of(4)
-    kept = kept_tokens(model, EVICTORS["raas"].method(model), prompt(30, 5)[0].tolist(), max_new_tokens=4)
-    for layer, head, said in (
-        (1, 2, "head is 2; layer 1 has 2 KV heads, 0..1"),
-        (2, 0, "layer is 2"),
-        (-1, 0, "layer"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            kept.resident(layer, head)
-    chosen = [seen_layer(heads, None, 0) for heads in ({0: 2, 1: 2}, {0: 2, 2: 2, 5: 2}, {5: 2}, {0: 2})]
+def test_the_layer_that_is_drawn():
+    chosen = [drawn_layer(heads) for heads in ({0: 2, 1: 2}, {0: 2, 2: 2, 5: 2}, {5: 2}, {0: 2})]
     assert chosen == [1, 2, 5, 0]
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from seergate import SeergateError
-from seergate.eval.generation.engine import Job, Limit, Request
-from seergate.eval.generation.served import SERVERS
 from seergate.eval.sampling import Sampling
-from seergate.eval.settings import MethodSpec
-from tests.support.models import tiny_model
+from seergate.serving.common.generation import EngineRun, Prompt
+from seergate.serving.sglang.generation import answers
 from tests.support.served import REFUSED, check_answers, check_refused, check_traces
 
 
@@ -42,12 +41,10 @@ def test_what_sglang_cannot_run_is_refused(
 
 
 def test_a_penalty_and_a_failure_of_sglang_are_told(tmp_path: Path) -> None:
-    model, spec = tiny_model("qwen3"), MethodSpec("dense")
-    model.config.name_or_path = str(tmp_path)
     for sampling, sentence in (
         (Sampling(repetition_penalty=1.1), "repetition_penalty is 1.1; with --engine sglang"),
         (Sampling(), "SGLang ended with exit status 1"),
     ):
-        job = Job(spec, 1, (3,), 8, Limit(4), sampling)
+        run = EngineRun(str(tmp_path), "float32", 8, 1, None, None, asdict(sampling), [2])
         with pytest.raises(SeergateError, match=sentence):
-            list(SERVERS["sglang"](model, [Request("a", "", (3,))], job, [2], None, None))
+            list(answers(run, [Prompt((3,), 4, 0)]))
