@@ -162,6 +162,7 @@ class AttentionSwap:
         self._attention, self._config = attention, attention.config
         own: Any = copy.copy(attention.config)
         own._attn_implementation_internal = ATTENTION_NAME
+        self._swapped = vars(attention).get("seergate_attention")  # of a method that is attached while gates train
         attention.config, attention.seergate_attention = own, function  # type: ignore[assignment]
         self._handle = attention.register_forward_pre_hook(pre_hook, with_kwargs=True)
 
@@ -184,6 +185,8 @@ class AttentionSwap:
         self._handle.remove()
         self._attention.config = self._config
         del self._attention.seergate_attention
+        if self._swapped is not None:
+            self._attention.seergate_attention = self._swapped
 
 
 class SingleThreadGuard:

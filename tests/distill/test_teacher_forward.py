@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 
+import seergate
 from seergate import GateBank, GateConfig, SeergateError, ops
 from seergate.distill.losses import teacher_forward
 from seergate.distill.losses.teacher_forward import distill_step
@@ -112,6 +113,16 @@ def test_the_model_is_left_as_it_was():
     with pytest.raises(ValueError, match="cu_seqlens"):
         bank.distill_loss(model, input_ids=prompt(30), cu_seqlens=torch.tensor([0, 31]))
     assert torch.equal(model(input_ids=prompt(30)).logits, before)
+
+
+def test_a_method_that_is_attached_meanwhile_goes_on_afterwards(model):
+    bank, ids = GateBank.for_model(model, GateConfig(8)), prompt(40)
+    want = distill_step(bank, model, ids).loss
+    with seergate.attached(model, bank, token_budget=16):
+        tokens = model.generate(ids, max_new_tokens=6)
+        assert torch.equal(distill_step(bank, model, ids).loss, want)
+        assert torch.equal(model.generate(ids, max_new_tokens=6), tokens)
+    assert not any(hasattr(attention, "seergate_attention") for _, attention in families.attention_modules(model))
 
 
 def test_recall_is_one_for_a_budget_of_everything_and_grows_with_it(model):
