@@ -44,7 +44,8 @@ class ForwardMode(NamedTuple):
     Attributes:
         decoded: number of newest tokens that are decoded; the tokens before them are prefill. A method places them
             as if they had come one by one.
-        dense: whether attention is the plain model's, as in a pass that rectifies.
+        dense: whether every token attends to all before it and the method only sees the new tokens, as in a pass that
+            rectifies.
     """
 
     decoded: int = 0

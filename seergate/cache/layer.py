@@ -117,7 +117,8 @@ class GatedLayer(CacheLayerMixin):
     @outside_inference_mode
     def store(self, context: ForwardContext, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new tokens ``[B, K, S, D]``, padding included, keys after RoPE. Return the keys and values that dense
-        attention needs: of all slots, or only the new ones if the method evicts or a decode step reads the storage.
+        attention needs: of all slots, or only the new ones if the method evicts (padded to the length of a static
+        cache) or a decode step reads the storage.
         """
         if not self.is_initialized:
             self.lazy_initialization(key, value)

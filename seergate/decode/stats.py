@@ -31,7 +31,8 @@ class StepRecord:
 
     Attributes:
         cache: the layer of the cache, before the method evicts.
-        selection: the blocks read; ``None`` if the method selected none.
+        selection: the blocks read; ``None`` if the method made no selection: all residents were read, or
+            ``attended.read`` of them.
         recall: ``[B]``, share of dense attention's probability that fell on the tokens read; ``None`` if not measured.
     """
 

@@ -25,9 +25,8 @@ from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection
 
-MOST_FOLDED = 64
-"""Dense passes over at most this many tokens use `newest_tokens_attention`; longer ones are prompts, for which the
-model's own attention is made."""
+MAX_GROUPED_TOKENS = 64
+"""Dense passes over at most this many tokens use `newest_tokens_attention`; longer ones call the model's attention."""
 
 Selected = Selection | PerHeadSelection | None
 """The blocks that a layer reads; ``None`` for all."""
@@ -35,8 +34,9 @@ DenseAttention = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Observer(Protocol):
-    """What is measured of decode steps: the handle. With ``measure_recall``, also the share of dense attention's
-    probability that falls on the blocks read.
+    """What `gated_attention` reads from the handle. Every uncompiled decode step of a layer ends in
+    `DecodeStats.record`, which a subclass (`Handle.count_with`) may override to see each selection. With
+    ``measure_recall``, the share of dense attention's probability that falls on the blocks read is computed too.
     """
 
     stats_: DecodeStats
@@ -78,7 +78,7 @@ def gated_attention(
     assert state is not None
     step = make_step(layer, context, query, kwargs)
     state.append(step)
-    if mode.dense and new > 1 and not (new <= MOST_FOLDED and context.valid is None and _foldable(step)):
+    if mode.dense and new > 1 and not (new <= MAX_GROUPED_TOKENS and context.valid is None and _groupable(step)):
         return dense(query, key, value, attention_mask, **kwargs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         if mode.dense and new > 1:
@@ -211,7 +211,7 @@ def make_step(layer: GatedLayer, context: ForwardContext, query: Tensor, kwargs:
     )
 
 
-def _foldable(step: Step) -> bool:
+def _groupable(step: Step) -> bool:
     """True if `newest_tokens_attention` can compute a step."""
     in_one_place = step.stored[2] is None and step.keys_BKCD.device == step.q_BHSD.device
     return in_one_place and step.sinks is None and step.softcap is None

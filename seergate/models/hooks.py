@@ -2,7 +2,8 @@
 
 The pre-hook of an attention module finds the cache layer and determines the real (not padding) tokens and the mode of
 the forward pass: the `ForwardContext`. The module then runs without a cache and calls its attention function, which
-stores the new tokens and attends (`seergate.decode.step`).
+stores the new tokens and attends (`seergate.decode.step`). A module whose keys and values later layers read stores
+them earlier, by `LayerBinding.update`.
 
 Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimension.
 """

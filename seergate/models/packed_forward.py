@@ -80,9 +80,11 @@ class _PackedAttention:
         self.layer, self.qk_hook, self.attend = layer, qk_hook, attend
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the module's input."""
         self.hidden = attention_input(args, kwargs)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        """Call ``attend``; arguments and result as in `seergate.models.hooks.seergate_attention`."""
         q_pre, k_pre = (None, None) if self.qk_hook is None else self.qk_hook.take()
         scaling = kwargs.get("scaling")
         call = TeacherCall(
