@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from seergate.cache.forward import ForwardContext
+from seergate.cache.forward import ForwardContext, ForwardMode
 from seergate.cache.layer import GatedLayer
 from seergate.decode.stats import DecodeStats, StepRecord
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import Step
-from seergate.methods.evicting import AttentionOutput, CompressingState
+from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection
@@ -42,6 +42,21 @@ class Observer(Protocol):
     stats_: DecodeStats
     measure_recall: bool
     trace: Trace | None
+
+
+def check_continuation(layer: GatedLayer, mode: ForwardMode, new: int) -> None:
+    """Raise `SeergateError` if the method cannot take ``new`` tokens after those that the cache layer holds."""
+    if layer.is_initialized and layer.state is None:
+        raise SeergateError(
+            "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
+            "start a new one"
+        )
+    is_prompt = not mode.dense and mode.decoded < new
+    if is_prompt and isinstance(layer.method, CompressingMethod) and any(layer.rows.resident):
+        raise SeergateError(
+            f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
+            "pass the whole conversation with a new cache"
+        )
 
 
 @outside_inference_mode
@@ -67,11 +82,6 @@ def gated_attention(
     Returns:
         Output ``[B, S, H, D]``, and attention weights or ``None``.
     """
-    if layer.is_initialized and layer.state is None:
-        raise SeergateError(
-            "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
-            "start a new one"
-        )
     if context.rows is None:
         key, value = layer.store(context, key, value)
     state, mode, new = layer.state, context.mode, query.shape[2]
@@ -90,11 +100,6 @@ def gated_attention(
         if mode.decoded == new:
             return decode_tokens(observer, layer, context, step).to(value.dtype), None
     observer.stats_.saw_prompt(layer)
-    if isinstance(state, CompressingState) and any(start != 0 for start in step.starts):
-        raise SeergateError(
-            f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
-            "pass the whole conversation with a new cache"
-        )
     output, weights = dense(query, key, value, attention_mask, **kwargs)
     if isinstance(state, CompressingState):
         _evict(observer, layer, step)

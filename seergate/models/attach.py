@@ -88,8 +88,7 @@ class Handle(Attachment):
         tags = {storage.tag: storage.called, **tags_of_method(method), **tags_of_correction(correction, method)}
         refuse({**tags, **tags_of_model(model)})
         super().__init__(model, method, storage, measure_recall)
-        self.bindings: list[LayerBinding] = []
-        self._guard, self.prompts = SingleThreadGuard(decoder, self.passes), PromptReader(model, self.passes)
+        self._guard, self.prompts = SingleThreadGuard(decoder, self), PromptReader(model, self.passes)
         try:
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))

@@ -39,7 +39,7 @@ from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
 from seergate.decode.rectify import Rectification
 from seergate.decode.stats import DecodeStats
-from seergate.decode.step import gated_attention
+from seergate.decode.step import check_continuation, gated_attention
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, Method
@@ -126,6 +126,14 @@ class QKHook:
         caught, self._caught = self._caught, {}
         return caught["q"], caught["k"]
 
+    def forget(self) -> None:
+        """Release what a pass without `take` has left."""
+        self._caught = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have no part in a forward pass."""
+        return {**vars(self), "_caught": {}}
+
     def remove(self) -> None:
         """Remove the hooks."""
         for handle in self._handles:
@@ -191,10 +199,12 @@ class AttentionSwap:
 
 
 class SingleThreadGuard:
-    """Refuses a second thread while the decoder's forward pass runs, since the hooks would mix up their tensors."""
+    """Refuses a second thread while the decoder's forward pass runs, since the hooks would mix up their tensors, and
+    releases what a failed pass has left in the hooks.
+    """
 
-    def __init__(self, decoder: nn.Module, passes: ForwardModes) -> None:
-        self._passes, self._thread = passes, get_ident()
+    def __init__(self, decoder: nn.Module, handle: Attachment) -> None:
+        self._handle, self._passes, self._thread = handle, handle.passes, get_ident()
         # A forward hook with always_call would see the end of a pass, but torch.compile would recompile per handle.
         self._hook = decoder.register_forward_pre_hook(self._enter)
 
@@ -210,6 +220,8 @@ class SingleThreadGuard:
         if self._passes.thread not in (None, thread) or (before != thread and _runs(before, module)):
             self._thread = before
             raise SeergateError(TWO_THREADS)
+        for binding in self._handle.bindings:
+            binding.forget()
 
 
 def _runs(thread: int, module: nn.Module) -> bool:
@@ -231,6 +243,7 @@ class Attachment:
         self.correction: Rectification | None = None
         self.trace: Trace | None = None
         self.disabled = False
+        self.bindings: list[LayerBinding] = []
         self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)
 
     @property
@@ -259,6 +272,16 @@ class LayerBinding:
         self.qk_hook = QKHook(handle.model, attention)
         self.arriving: tuple[GatedLayer, ForwardContext] | None = None  # set by the pre-hook, used by `attend`
         self.swap = AttentionSwap(attention, self.before_forward, self.attend)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which have no part in a forward pass."""
+        return {name: value for name, value in vars(self).items() if name != "shared_layers"} | {"arriving": None}
+
+    def forget(self) -> None:
+        """Release the tensors of a forward pass."""
+        self.arriving = None
+        self.qk_hook.forget()
+        vars(self).pop("shared_layers", None)
 
     def remove(self) -> None:
         """Remove all hooks and restore the module's configuration."""
@@ -300,9 +323,12 @@ class LayerBinding:
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
+        check_continuation(layer, mode, new)
         positions = kwargs.get("position_ids")
         self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, handle.passes)
         cache_given = CACHE if kwargs.get(CACHE) is not None else "past_key_values"
+        if layer.shared:  # transformers before 5.8 pass the keys and values on in the cache
+            self.shared_layers = vars(cache).setdefault("shared_layers", {})
         return args, {**kwargs, cache_given: self if layer.shared else None}
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -317,6 +343,7 @@ class LayerBinding:
     ) -> tuple[Tensor, Tensor | None]:
         """The module's attention function, as `seergate_attention`."""
         arriving, self.arriving = self.arriving, None
+        vars(self).pop("shared_layers", None)
         if arriving is None:
             self.qk_hook.take()
             return self.swap.dense(query, key, value, attention_mask, **kwargs)

@@ -288,6 +288,7 @@ def test_evicting_methods_hold_little(model):
         assert handle.stats()["density"] < 0.08
         with pytest.raises(SeergateError, match="takes a prompt in one piece"):
             model(input_ids=prompt(5), past_key_values=cache)
+        assert len({layer.rows.slots for layer in cache.layers}) == 1, "refused before a layer has stored"
         with pytest.raises(SeergateError, match="cannot be cropped"):
             cache.crop(-1)
 

@@ -333,3 +333,34 @@ def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
         assert torch.equal(found["first"], want)
         assert (handle.passes.phase, handle.passes.in_chunks, handle.passes.thread) == (None, False, None)
         assert torch.equal(model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20), want)
+
+
+def test_layers_that_read_the_keys_of_a_gated_layer(model):
+    """Gemma 4: the last layers have no keys of their own; one row is padded."""
+    kinds = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    shared = tiny_model("gemma4_text", **kinds, num_kv_shared_layers=2, hidden_size_per_layer_input=8)
+    batch = left_padded([prompt(40), prompt(33, 1)])
+    want = shared.generate(**batch, max_new_tokens=6)
+    with seergate.attached(shared, "quest", token_budget=4096, block_size=4) as handle:
+        assert torch.equal(shared.generate(**batch, max_new_tokens=6), want)
+        assert handle.stats()["layers"] == [1]
+    with seergate.attached(shared, "quest", token_budget=16, block_size=4, dense_layers=()) as handle:
+        shared.generate(**batch, max_new_tokens=6)
+        assert handle.stats()["density"] < 0.6
+
+
+def test_what_a_failed_pass_leaves_is_released_by_the_next_and_not_copied(model):
+    attention = model.model.layers[1].self_attn
+
+    def fail(*_):
+        raise MemoryError
+
+    with seergate.attached(model, "quest", token_budget=32, block_size=8) as handle, torch.no_grad():
+        hook = attention.v_proj.register_forward_hook(fail)
+        with pytest.raises(MemoryError):
+            model(prompt(40), past_key_values=DynamicCache())
+        hook.remove()
+        (copied,) = (each for each in seergate.handle_of(copy.deepcopy(model)).bindings if each.layer == 1)
+        assert handle.bindings[1].arriving is not None and copied.arriving is None
+        model(prompt(8))
+        assert handle.bindings[1].arriving is None and not handle.bindings[1].qk_hook._caught
