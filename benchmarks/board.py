@@ -37,7 +37,7 @@ from seergate.pretrained import load_tokenizer
 
 HERE = Path(__file__).parent
 MODELS = ("smollm2", "qwen2.5-coder-0.5b", "gemma3-270m")
-GATES = {"smollm2": "checkpoints/smollm2-135m"}
+GATES = {"smollm2": "checkpoints/smollm2-135m", "qwen2.5-coder-0.5b": "checkpoints/qwen2.5-coder-0.5b"}
 """Model -> its gates, if they are not in ``gates/`` of its directory."""
 METHODS = (
     *("dense", "kv4bit:residual=64", "oracle", "gate", "quest", "resa", "random", "streaming_llm:interval=16"),
