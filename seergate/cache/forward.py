@@ -34,8 +34,12 @@ TWO_THREADS = (
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """Return the cache from a forward pass's keyword arguments, under either name; ``None`` without one."""
-    found = kwargs.get("past_key_values")
-    return kwargs.get("cache") if found is None else found
+    return kwargs.get(cache_keyword(kwargs))
+
+
+def cache_keyword(kwargs: Mapping[str, Any]) -> str:
+    """Return the keyword under which a forward pass got its cache."""
+    return "cache" if kwargs.get("past_key_values") is None else "past_key_values"
 
 
 class ForwardMode(NamedTuple):

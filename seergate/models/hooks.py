@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from seergate.cache.forward import CACHE, TWO_THREADS, ForwardContext, ForwardModes, cache_of
+from seergate.cache.forward import TWO_THREADS, ForwardContext, ForwardModes, cache_keyword, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
@@ -326,10 +326,9 @@ class LayerBinding:
         check_continuation(layer, mode, new)
         positions = kwargs.get("position_ids")
         self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, handle.passes)
-        cache_given = CACHE if kwargs.get(CACHE) is not None else "past_key_values"
         if layer.shared:  # transformers before 5.8 pass the keys and values on in the cache
             self.shared_layers = vars(cache).setdefault("shared_layers", {})
-        return args, {**kwargs, cache_given: self if layer.shared else None}
+        return args, {**kwargs, cache_keyword(kwargs): self if layer.shared else None}
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens as a cache does, for a module whose keys and values later layers read."""

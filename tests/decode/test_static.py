@@ -171,18 +171,30 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
-    """In each layer, from the new token in the cache to the attention's output; on tensors without memory."""
+tensor = partial(torch.empty, device="meta")
+
+
+@pytest.fixture
+def with_triton(model, monkeypatch):
+    """A method for tensors without memory, query heads, KV heads, their width; ops run in Triton."""
     pytest.importorskip("triton")
+    monkeypatch.setattr(backend, "choose", lambda device: "triton")
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    method = methods.Gate(bank=gates(model).to("meta"), token_budget=2 * BLOCK)
+    return method, *(getattr(model.config, name) for name in names)
+
+
+def kernels_of(operation):
+    """Names of the kernels that it launches."""
     from benchmarks.kernels import ahead_of_time
     from benchmarks.kernels.data_sheets import H200
 
-    monkeypatch.setattr(backend, "choose", lambda device: "triton")
-    tensor = partial(torch.empty, device="meta")
-    method = methods.Gate(bank=gates(model).to("meta"), token_budget=2 * BLOCK)
-    heads, kv_heads, dim = (
-        getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    return [launch.kernel.__name__ for launch in ahead_of_time.launches(operation, H200)]
+
+
+def test_what_a_step_launches_on_a_gpu(with_triton):
+    """In each layer, from the new token in the cache to the attention's output; on tensors without memory."""
+    method, heads, kv_heads, dim = with_triton
     q, k, stats = tensor(1, heads, 1, dim), tensor(1, kv_heads, 1, dim), DecodeStats([0])
     layer = GatedLayer(DynamicStorage(4096), method, 0, heads, None, False, True, 0, 0)
     layer.lazy_initialization(k, k)
@@ -197,24 +209,15 @@ def test_what_a_step_launches_on_a_gpu(model, monkeypatch):
         DynamicStorage.attend(None, step, selection, BLOCK)
 
     with torch.no_grad(), Launches() as others:
-        kernels = [launch.kernel.__name__ for launch in ahead_of_time.launches(decode, H200)]
+        kernels = kernels_of(decode)
     assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
     assert others.names == ["ones_like", "scatter_add_", "add_"]
 
 
-def test_what_an_eager_step_launches_on_a_gpu(model, monkeypatch):
+def test_what_an_eager_step_launches_on_a_gpu(with_triton, monkeypatch):
     """A layer after the first, whose lengths it shares, with Triton and its statistics: eight launches."""
-    pytest.importorskip("triton")
-    from benchmarks.kernels import ahead_of_time
-    from benchmarks.kernels.data_sheets import H200
-
-    monkeypatch.setattr(backend, "choose", lambda device: "triton")
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # knows no tensors without memory
-    tensor = partial(torch.empty, device="meta")
-    method = methods.Gate(bank=gates(model).to("meta"), token_budget=2 * BLOCK)
-    heads, kv_heads, dim = (
-        getattr(model.config, name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
-    )
+    method, heads, kv_heads, dim = with_triton
     layers = [GatedLayer(DynamicStorage(), method, i, heads, None, False, False, i, i) for i in range(2)]
     observer = SimpleNamespace(stats_=DecodeStats([0, 1]), measure_recall=False, trace=None)
     passes = ForwardModes(decodes_drafts=True)
@@ -234,9 +237,9 @@ def test_what_an_eager_step_launches_on_a_gpu(model, monkeypatch):
         attend(1, layers[0])
 
     with torch.no_grad():
-        ahead_of_time.launches(steps, H200)
+        kernels_of(steps)
         with Launches() as others:
-            kernels = [launch.kernel.__name__ for launch in ahead_of_time.launches(lambda: attend(1, layers[1]), H200)]
+            kernels = kernels_of(lambda: attend(1, layers[1]))
     assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
     assert others.names == ["copy_", "copy_", "sum", "add"]  # key, value; the blocks that were read
 
