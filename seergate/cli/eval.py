@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from seergate.cli import runs
 from seergate.cli.arguments import Command, eval_args, given
+from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
     from seergate.eval.sweep_plan import SweepPlan
@@ -75,7 +76,10 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     from seergate.eval.running import checked_task, each_task, run_plan
 
     if report:
-        pyplot()  # fails before any work if matplotlib is missing
+        try:
+            pyplot()  # fails before any work if matplotlib is missing
+        except SeergateError as error:
+            raise SeergateError(f"{error}, or give --no-report") from error
     plans = each_task(plan)
     for each in plans if len(plans) > 1 else ():
         checked_task(each)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_count, check_counts
 from seergate.cli.arguments import decoding_args, eval_args, model_args
-from seergate.durable import check_writable
 from seergate.errors import SeergateError
 from seergate.escaping import Terminal
 
@@ -140,11 +140,19 @@ def _check(options: argparse.Namespace) -> None:
         return
     if options.max_new_tokens < 2:
         raise ValueError("max_new_tokens is 1; the first token comes from the prompt, and --trace shows later ones")
-    if options.trace.suffix.lower() not in (".html", ".htm"):
+    if options.trace.is_dir():
+        raise SeergateError(f"--trace is {options.trace}, a directory; it must be a file such as read.html")
+    if not options.trace.absolute().parent.is_dir():
+        raise SeergateError(f"--trace is {options.trace}, and there is no directory {options.trace.parent}")
+    if options.trace.is_file():
+        with options.trace.open("rb") as file:
+            head = file.read(PAGE_HEAD)
+        if head and PAGE_TITLE not in head:
+            raise SeergateError(f"--trace is {options.trace}, which exists and is no page of --trace; name a new file")
+    elif options.trace.suffix.lower() not in (".html", ".htm"):
         raise SeergateError(f"--trace is {options.trace}; the page's name must end in .html, such as read.html")
-    if options.trace.exists() and PAGE_TITLE not in options.trace.read_bytes()[:PAGE_HEAD]:
-        raise SeergateError(f"--trace is {options.trace}, which exists and is no page of --trace; name a new file")
-    check_writable(options.trace.parent)
+    if not os.access(options.trace if options.trace.exists() else options.trace.absolute().parent, os.W_OK):
+        raise SeergateError(f"--trace is {options.trace}, which cannot be written to")
 
 
 def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:

@@ -178,7 +178,10 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
-    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
+    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file, and no
+    directory that was made for it.
+    """
+    missing = [place for place in path.parents if not place.exists()]
     check_writable(path.parent)
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
@@ -187,6 +190,8 @@ def _locked(path: Path) -> Iterator[FileIO]:
         except BaseException:
             if not path.stat().st_size:
                 path.unlink()
+                for place in missing:
+                    place.rmdir()
             raise
 
 

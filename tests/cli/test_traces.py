@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from seergate import SeergateError
+from seergate.cli.traces import recorded_commit
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
 from seergate.distill.sources import TRAINING_SEEDS
 from seergate.durable import lock
+from seergate.eval.store import write_yaml
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.pretrained import load_tokenizer
 from tests.support import evaluation as support
@@ -122,11 +125,25 @@ def test_prompts_of_which_none_can_be_asked_are_refused(
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "72")
     assert done.returncode == 2 and f"--prompts is {prompts!r}, in which no row is usable {why}" in done.stderr
-    assert "of fewer tokens than --max-length (72)" in done.stderr and not out.exists()
+    assert "of fewer tokens than --max-length (72)" in done.stderr and not out.parent.exists()
     done = run_seergate("traces", "--prompts", prompts, "--out", str(out), "--max-length", "4097")
     assert "a text of --max-length has 4,097 tokens; the model has 4,096 positions" in done.stderr
     done = run_seergate("traces", "--prompts", "chain_sum:1,b.jsonl:1", "--out", str(out))
     assert done.returncode == 2 and "--prompts is 'chain_sum:1,b.jsonl:1'; it must be one source" in done.stderr
+
+
+def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
+    out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
+    write_yaml(tmp_path / "traces.jsonl.yaml", early | {"weights": "w", "commit": "a"})
+    assert recorded_commit(out, early, unknown=("weights",)) == "a" == recorded_commit(out, early | {"weights": "w"})
+    for asked, unknown, said in (
+        (early | {"weights": "v"}, (), "made with other settings: weights was 'w' and is 'v'"),
+        (early | {"method": {"name": "gate"}}, ("weights",), r"method\.name was 'dense' and is 'gate'"),
+        ({"method": {"name": "dense"}}, ("weights",), "prompts was 'org/rows' and is None"),
+        (early | {"weights": "w", "rope": "r"}, (), "rope was None and is 'r'"),
+    ):
+        with pytest.raises(SeergateError, match=said):
+            recorded_commit(out, asked, unknown=unknown)
 
 
 def test_the_prompts_stay_at_the_commit_that_they_began_with(
