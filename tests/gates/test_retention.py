@@ -193,9 +193,21 @@ def test_base_keys_stay_equal(model):
     torch.testing.assert_close(keys_KNE, keys_KNE[:, :1].expand_as(keys_KNE))
 
 
-def test_fresh_gates_of_trim_kv_keep_nearly_everything(model):
+def test_gates_that_keep_everything_are_the_plain_model(model):
+    """Fresh gates of TRIM-KV begin near it, and with beta of 1 they are it."""
     bank = GateBank.for_model(model, GateConfig(scorer="trim_kv"))
-    assert bank.retention_gate(0)(torch.randn(1, 5, model.config.hidden_size)).exp().min() > 0.9999
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    assert bank.retention_gate(0)(hidden).exp().min() > 0.9999
+    for parameter in bank.parameters():
+        parameter.data.zero_()
+    for layer in bank.geometry.layers:
+        bank.retention_gate(layer).linear2.bias.data.fill_(100.0)
+    ids = prompt(40, 3)
+    labels, logits = ids[0, 21:], model(input_ids=ids).logits[0, 20:-1]
+    expected = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert distill_step(bank, model, ids, target_budget=40).loss.item() == pytest.approx(expected, rel=1e-4)
+    over = (sum(range(1, 41)) - sum(min(n, 10) for n in range(1, 41))) / 40 / 40
+    assert distill_step(bank, model, ids, target_budget=10).loss.item() == pytest.approx(expected + over, rel=1e-4)
 
 
 @EACH
