@@ -15,10 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
-from seergate.ops.torch_impl.selection import best_blocks, candidates_of
 from seergate.serving.common.checks import check_keys
 from seergate.serving.common.rope import Unrotation
-from seergate.serving.common.rows import Rows, divided
+from seergate.serving.common.rows import Rows
 from seergate.serving.common.scoring import GateScores
 from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
 from seergate.serving.vllm.pages import FlashPages
@@ -28,7 +27,7 @@ K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
 
 def rows_of(*lengths: int) -> Rows:
-    return Rows(torch.tensor(lengths), torch.zeros(len(lengths), BLOCKS, 1, dtype=torch.long), kept=6)
+    return Rows(torch.tensor(lengths), torch.zeros(len(lengths), BLOCKS, 1, dtype=torch.long), lengths)
 
 
 @pytest.mark.parametrize("turned", [0, 8, 16])
@@ -47,16 +46,16 @@ def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, 
     gate = AttnGate(config, geometry(K * G, K, D, inv_freq=inv_freq, attention_scaling=0.7)).to(dtype)
     gate.requires_grad_(False)
     rows = rows_of(319, 100, 8, 1)
-    last_R1 = rows.lengths_R[:, None] - 1
+    last_R1 = rows.tensor[:, None] - 1
     query = torch.randn(4, K * G, D, generator=draw).to(dtype)
     summary = torch.randn(4, K, BLOCKS, E, generator=draw).to(dtype)
     plain = unrotate(query, last_R1)
     found = GateScores(gate, unrotate).scores(query, rows, summary, lambda: summary)
-    assert torch.equal(found, gate.step_scores(plain, rows.lengths_R, summary))
+    assert torch.equal(found, gate.step_scores(plain, rows.tensor, summary))
     if rotary is None:
         assert torch.equal(plain, query.float())
         return
-    cos, sin = (x[:, None] for x in rotary.cos_sin_cache[rows.lengths_R - 1].chunk(2, -1))
+    cos, sin = (x[:, None] for x in rotary.cos_sin_cache[rows.tensor - 1].chunk(2, -1))
     part = plain[..., :turned]
     first, second = part.chunk(2, -1) if neox else (part[..., ::2], part[..., 1::2])
     pair = first * cos - second * sin, second * cos + first * sin
@@ -65,22 +64,26 @@ def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, 
 
 
 @pytest.mark.parametrize("sinks", [0, 2])
-def test_blocks_of_a_budget_are_the_methods(sinks: int) -> None:
+@pytest.mark.parametrize("lengths", [(320, 313, 49, 97), (320, 9, 40, 1)])
+def test_blocks_of_a_budget_do_not_depend_on_what_the_host_knows(sinks: int, lengths: tuple[int, ...]) -> None:
     method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE, sink_blocks=sinks)
-    rows = rows_of(320, 313, 49, 97)
+    rows = rows_of(*lengths)
     scores = torch.randint(-2, 3, (4, K, BLOCKS), generator=torch.Generator().manual_seed(1)).float()  # many are equal
     scores[0, 0, ::3], scores[1, 1, ::5], scores[2, 0, 1] = torch.nan, torch.inf, -0.0
-    indices, counts = method.choose(scores, rows.lengths_R)
-    found = best_blocks(scores, candidates_of(rows.lengths_R, BLOCKS, SIZE, sinks), 6)
-    assert torch.equal(found.int(), indices) and counts.eq(6).all()
+    indices, counts = method.choose(scores, rows)
+    in_a_graph = method.choose(scores, Rows(rows.tensor, rows.table_RNr))
+    assert torch.equal(in_a_graph.indices, indices) and torch.equal(in_a_graph.counts, counts)
+    unread = [max(0, -(-length // SIZE) - 6) for length in lengths]
+    assert counts[:, 0].tolist() == [-(-length // SIZE) - rest for length, rest in zip(lengths, unread, strict=True)]
+    tokens = [[length - rest * SIZE] * K for length, rest in zip(lengths, unread, strict=True)]
+    assert rows.tokens(counts, SIZE).tolist() == tokens
 
 
 def test_rows_are_divided_in_order_and_compute_once() -> None:
     rows = rows_of(5, 6, 7, 8, 9)
-    assert [part.lengths_R.tolist() for part in divided(rows, 2)] == [[5, 6], [7, 8], [9]]
-    parts = rows.once(divided, 2)
-    assert rows.once(divided, 2) is parts and rows.once(divided, 3) is not parts
-    assert all(part.kept == rows.kept for part in parts)
+    assert [part.tensor.tolist() for part in rows.divided(2)] == [[5, 6], [7, 8], [9]]
+    assert [part.host for part in rows.divided(2)] == [(5, 6), (7, 8), (9,)]
+    assert rows.divided(2) is rows.divided(2)
 
 
 @pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
@@ -139,7 +142,7 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
             closed_Cr=none[:, None],
             starts_C=none,
             tokens_R=torch.arange(2),
-            rows=Rows(lengths, table, 6),
+            rows=Rows(lengths, table, lengths.tolist()),
             sparse_B=torch.arange(2),
             dense=None,
             held=419,

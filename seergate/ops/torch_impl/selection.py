@@ -44,33 +44,21 @@ def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch
     return scores_P1N.view(batch, kv_heads, blocks)
 
 
-class Candidates(NamedTuple):
-    """The part of a selection by budget that depends only on lengths.
-
-    Attributes:
-        ties_N: float64, minus the block indices in units of ``TIE``.
-        current_B11: index of each row's current block.
-        free_B1N: whether a block is selected by its score.
-        fixed_B1N: float64 keys of the other blocks: always selected ones sort first, future ones last.
-    """
-
-    ties_N: Tensor
-    current_B11: Tensor
-    free_B1N: Tensor
-    fixed_B1N: Tensor
-
-
 class Budgeted(NamedTuple):
     """The part of a selection by budget that depends only on lengths.
 
     Attributes:
-        candidates: see `Candidates`.
+        ties_N: float64, minus the block indices in units of ``TIE``.
+        free_B1N: whether a block is selected by its score.
+        fixed_B1N: float64 keys of the other blocks: always selected ones sort first, future ones last.
         kept: the most blocks of a row.
         surplus_B1X: which of the ``kept`` best blocks a row does not read; ``None`` if every row reads all of them.
         counts_BK: blocks that each head reads.
     """
 
-    candidates: Candidates
+    ties_N: Tensor
+    free_B1N: Tensor
+    fixed_B1N: Tensor
     kept: int
     surplus_B1X: Tensor | None
     counts_BK: Tensor
@@ -79,15 +67,22 @@ class Budgeted(NamedTuple):
     def of(cls, budget: BlockBudget, rows: RowLengths, shape: torch.Size, block_size: int, sink_blocks: int) -> Self:
         """For scores of this shape ``[B, K, N]``."""
         _, kv_heads, blocks = shape
-        candidates = candidates_of(rows.tensor, blocks, block_size, sink_blocks)
-        wanted_B11 = budget.read(candidates.current_B11.long() + 1)
+        blocks_N, current_B11 = _blocks(rows.tensor, blocks, block_size)
+        past_B1N = blocks_N < current_B11
+        always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
+        wanted_B11 = budget.read(current_B11.long() + 1)
         kept, even = budget.read(blocks), False
         if rows.host:
             wanted = [budget.read((length - 1) // block_size + 1) for length in rows.host]
             kept, even = max(wanted), min(wanted) == max(wanted)
-        surplus_B1X = None if even else torch.arange(kept, device=wanted_B11.device) >= wanted_B11
-        counts_BK = wanted_B11[..., 0].int().expand(-1, kv_heads).contiguous()
-        return cls(candidates, kept, surplus_B1X, counts_BK)
+        return cls(
+            ties_N=blocks_N.double().mul(-TIE),
+            free_B1N=past_B1N & ~always_B1N,
+            fixed_B1N=torch.where(always_B1N, torch.inf, -torch.inf).double(),
+            kept=kept,
+            surplus_B1X=None if even else torch.arange(kept, device=wanted_B11.device) >= wanted_B11,
+            counts_BK=wanted_B11[..., 0].int().expand(-1, kv_heads).contiguous(),
+        )
 
 
 @without_gradients
@@ -107,7 +102,8 @@ def select_blocks(
     if budget is not None:
         key = ("budgeted", budget, scores.shape, block_size, sink_blocks)
         how = rows.once(key, partial(Budgeted.of, budget, rows, scores.shape, block_size, sink_blocks))
-        best_BKX = _candidate_keys(scores, how.candidates).topk(how.kept, dim=-1).indices.int()
+        keys_BKN = torch.where(how.free_B1N, _keys(_finite(scores), how.ties_N), how.fixed_B1N)
+        best_BKX = keys_BKN.topk(how.kept, dim=-1, sorted=how.surplus_B1X is not None).indices.int()
         if how.surplus_B1X is None:
             return Selection(best_BKX.sort(dim=-1).values, how.counts_BK)
         best_BKX = best_BKX.masked_fill_(how.surplus_B1X, blocks).sort(dim=-1).values
@@ -131,27 +127,6 @@ def select_blocks(
     if readable(counts_BK) and counts_BK.numel():  # else the shape must not depend on values
         indices_BKN = indices_BKN[..., : int(counts_BK.max())]
     return Selection(indices_BKN.masked_fill(indices_BKN == beyond, -1), counts_BK)
-
-
-def candidates_of(lengths: Tensor, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
-    """`Candidates` among ``blocks`` blocks for rows of ``lengths [B]`` tokens."""
-    blocks_N, current_B11 = _blocks(lengths, blocks, block_size)
-    past_B1N = blocks_N < current_B11
-    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
-    fixed_B1N = torch.where(always_B1N, torch.inf, -torch.inf).double()
-    return Candidates(blocks_N.double().mul(-TIE), current_B11, past_B1N & ~always_B1N, fixed_B1N)
-
-
-def best_blocks(scores: Tensor, candidates: Candidates, kept: int) -> Tensor:
-    """Indices of the ``kept`` best blocks of each row and head, int64 ``[B, K, X]``, ascending. Rows with fewer blocks
-    are padded with future blocks.
-    """
-    return _candidate_keys(scores, candidates).topk(kept, dim=-1, sorted=False).indices.sort(dim=-1).values
-
-
-def _candidate_keys(scores: Tensor, candidates: Candidates) -> Tensor:
-    ties_N, _, free_B1N, fixed_B1N = candidates
-    return torch.where(free_B1N, _keys(_finite(scores), ties_N), fixed_B1N)
 
 
 def _finite(scores: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
-from seergate.serving.common.rope import Angles, Unrotation
+from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
 
 Keys = Callable[[], Tensor]
@@ -82,8 +82,9 @@ class GateScores(Scores):
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
     def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        query_RHD = self.unrotate.undo(query_RHD, rows.once(inverse_rope, self.unrotate.rotary))
-        return self.gate.step_scores(query_RHD, rows.step, summary_RKNW)
+        rotary = self.unrotate.rotary
+        inverse = rows.once(("inverse RoPE", rotary), lambda: self.unrotate.at(rows.positions))
+        return self.gate.step_scores(self.unrotate.undo(query_RHD, inverse), rows, summary_RKNW)
 
     def in_kernels(self, device: torch.device) -> bool:
         return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
@@ -111,11 +112,6 @@ class GateScores(Scores):
 
         rotary = self.unrotate.rotary
         return Rotation(None, True) if rotary is None else Rotation(rotary.cos_sin_cache, rotary.is_neox_style)
-
-
-def inverse_rope(rows: Rows, rotary: Any) -> tuple[Angles, Tensor] | None:
-    """The inverse RoPE of each row's newest query, see `Unrotation.at`."""
-    return Unrotation(rotary).at(rows.lengths_R[:, None] - 1)
 
 
 class QuestScores(Scores):
@@ -162,7 +158,6 @@ class OracleScores(Scores):
         logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        lengths_R = rows.lengths_R
-        held_RT = torch.arange(keys_RKTD.shape[2], device=lengths_R.device) < lengths_R[:, None]
+        held_RT = torch.arange(keys_RKTD.shape[2], device=keys_RKTD.device) <= rows.positions
         logp_RKGT = F.log_softmax(logits.masked_fill(~held_RT[:, None, None], -torch.inf), -1)
         return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

@@ -182,11 +182,13 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
             return keys_NKTD.unflatten(0, table_RNr.shape[:2]).transpose(1, 2).flatten(2, 3)
 
         scoring = self.scores[layer.layer_id]
-        scores_RKN = scoring.scores(query_RHD, Rows(lengths_R, table_RNr), summary_RKNW, keys_RKTD)
-        indices_RKX, counts_RK = self.method.choose(scores_RKN, lengths_R)
+        decoding = Rows(lengths_R, table_RNr)
+        indices_RKX, counts_RK = self.method.choose(
+            scoring.scores(query_RHD, decoding, summary_RKNW, keys_RKTD), decoding
+        )
         each = torch.arange(len(rows), device=rows.device)[:, None, None]
         slots_RKT = self._slots(table_RNr[each, indices_RKX.clamp(min=0).long()])
-        chosen = slots_RKT, (counts_RK - 1) * size + ((lengths_R - 1) % size + 1)[:, None]
+        chosen = slots_RKT, decoding.tokens(counts_RK, size)
         self.plan.chosen = {anchor: chosen}
         return chosen
 

@@ -22,9 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
-from seergate.ops.backend import choose
-from seergate.ops.torch_impl.selection import Candidates, best_blocks, candidates_of
-from seergate.serving.common.rows import Rows, divided
+from seergate.serving.common.rows import Rows
 from seergate.serving.common.scoring import GateScores, Scores
 from seergate.serving.vllm.pages import PAGES, Pages
 
@@ -114,12 +112,15 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
     tokens = np.flatnonzero(decodes & (held > max(method.covered_tokens, method.dense_below)))
     longest = int(held[tokens].max(initial=0))
     total = int(held[decodes].sum())
-    kept = method.budget // size if method.budget is not None and same_in_all_layers(method) else None
     return Plan(
         closed_Cr=closed_Cr,
         starts_C=here(blocks * size),
         tokens_R=here(tokens),
-        rows=Rows(here(held[tokens]), by_block(table[here(requests[tokens])], -(-longest // size), run), kept),
+        rows=Rows(
+            here(held[tokens]),
+            by_block(table[here(requests[tokens])], -(-longest // size), run),
+            host=held[tokens].tolist(),
+        ),
         sparse_B=here(np.flatnonzero(np.bincount(requests[tokens], minlength=len(queries)) == queries)),
         dense=metadata,
         held=total,
@@ -334,32 +335,21 @@ class SparseAttention:
         return keys.transpose(1, 2).flatten(2, 3)
 
     def _attend(self, pages: Pages, plan: Plan, query_RHD: Tensor, output_RHD: Tensor) -> None:
-        rows, size = plan.rows, self.method.block_size
+        rows = plan.rows
         if self.anchor is self:
-            indices_RKX, counts = self._chosen(self._scores(pages, rows, query_RHD), rows)
-            plan.chosen = {self: (pages.table(rows, indices_RKX), counts)}
-        table_QX, counts = plan.chosen[self.anchor]
+            indices_RKX, counts_RK = self.method.choose(self._scores(pages, rows, query_RHD), rows)
+            plan.chosen = {self: (pages.table(rows, indices_RKX), counts_RK)}
+        table_QX, counts_RK = plan.chosen[self.anchor]
         query_QGD = query_RHD.contiguous().view(len(table_QX), -1, pages.dim)
         shared = plan.shared
         if shared is None:
-            current_R1 = ((rows.lengths_R - 1) % size + 1)[:, None]  # tokens in the newest block
-            lengths_Q = ((counts - 1) * size + current_R1).expand(-1, pages.heads).flatten().int()
+            lengths_Q = rows.tokens(counts_RK, self.method.block_size).flatten().int()
             shared = lengths_Q, pages.schedule(query_QGD, table_QX, lengths_Q)
             if same_in_all_layers(self.method):
                 plan.shared = shared
         lengths_Q, schedule = shared
         self._count(plan, pages, lengths_Q)
         pages.attend(query_QGD, table_QX, lengths_Q, schedule, output_RHD.view_as(query_QGD))
-
-    def _chosen(self, scores_RKN: Tensor, rows: Rows) -> tuple[Tensor, Tensor | int]:
-        """The selected blocks ``[R, K, X]``, int64, and their count per head, ``[R, K]`` or one number for all."""
-        method = self.method
-        if rows.kept is not None and choose(scores_RKN.device) == "torch":
-            # Same result as `method.choose`, but what does not depend on scores is computed once per step.
-            candidates = rows.once(candidates_in, scores_RKN.shape[2], method.block_size, method.sink_blocks)
-            return best_blocks(scores_RKN, candidates, rows.kept), rows.kept
-        indices_RKX, counts_RK = method.choose(scores_RKN, rows.lengths_R)
-        return indices_RKX.clamp(min=0).long(), counts_RK
 
     def _scores(self, pages: Pages, rows: Rows, query_RHD: Tensor) -> Tensor:
         """Scores ``[R, K, N]``, computed for as many rows at a time as `SCORED_BYTES` allow."""
@@ -374,12 +364,7 @@ class SparseAttention:
 
         if len(rows) <= most:
             return of(query_RHD, rows)
-        return torch.cat([of(*part) for part in zip(query_RHD.split(most), rows.once(divided, most), strict=True)])
-
-
-def candidates_in(rows: Rows, blocks: int, block_size: int, sink_blocks: int) -> Candidates:
-    """Call `candidates_of` with arguments in the order that `Rows.once` needs."""
-    return candidates_of(rows.lengths_R, blocks, block_size, sink_blocks)
+        return torch.cat([of(*part) for part in zip(query_RHD.split(most), rows.divided(most), strict=True)])
 
 
 class SparseBackend:

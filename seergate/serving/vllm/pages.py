@@ -68,14 +68,23 @@ class Pages(ABC):
 
     def read_summaries(self, rows: Rows) -> Tensor:
         """The summaries ``[R, K, N, W]`` of the rows' blocks."""
-        return F.embedding(rows.once(last_places, self.heads, *self.summary_steps), self.summary_rows)
+        key = "summaries", self.heads, self.summary_steps
+        last_RKN = rows.once(key, lambda: self._places(rows.table_RNr[..., -1:], *self.summary_steps)[..., 0])
+        return F.embedding(last_RKN, self.summary_rows)
 
     def table(self, rows: Rows, indices_RKX: Tensor) -> Tensor:
-        """The places ``[Q, X * r]`` of chosen blocks, int32."""
-        table_RKNr = rows.once(places, self.heads, self.page_step, self.head_step)
-        run = table_RKNr.shape[3]
-        chosen_RKXr = table_RKNr.gather(2, indices_RKX[..., None].expand(-1, -1, -1, run))
+        """The places ``[Q, X * r]`` of selected blocks, int32. For the padding of a selection, any place."""
+        steps = self.page_step, self.head_step
+        key, device = (self.heads, steps), indices_RKX.device
+        table_RKNr = rows.once(("places", key), lambda: self._places(rows.table_RNr, *steps).int())
+        heads_K1 = rows.once(("heads", key), lambda: torch.arange(self.heads, device=device)[:, None])
+        chosen_RKXr = table_RKNr[rows.each[:, None, None], heads_K1, indices_RKX]  # padding has the index -1
         return chosen_RKXr.view(len(rows) * self.heads, -1)
+
+    def _places(self, table_RNr: Tensor, page_step: int, head_step: int) -> Tensor:
+        """The places ``[R, K, N, r]`` of pages, int64."""
+        head_K11 = torch.arange(self.heads, device=table_RNr.device)[:, None, None] * head_step
+        return table_RNr[:, None] * page_step + head_K11
 
     @abstractmethod
     def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -94,18 +103,6 @@ class Pages(ABC):
         self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any, output_QGD: Tensor
     ) -> None:
         """Compute attention of each sequence's newest query over the pages in its table, into ``output_QGD``."""
-
-
-def places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tensor:
-    """The places ``[R, K, N, r]`` of all blocks' pages, int32."""
-    head_K11 = torch.arange(heads, device=rows.table_RNr.device)[:, None, None] * head_step
-    return (rows.table_RNr[:, None] * page_step + head_K11).int()
-
-
-def last_places(rows: Rows, heads: int, page_step: int, head_step: int) -> Tensor:
-    """The place ``[R, K, N]`` of each block's last page, int64."""
-    head_K1 = torch.arange(heads, device=rows.table_RNr.device)[:, None] * head_step
-    return rows.table_RNr[:, None, :, -1] * page_step + head_K1
 
 
 class CPUPages(Pages):

@@ -64,7 +64,7 @@ def test_each_token_that_is_verified_is_a_row() -> None:
     method = make_method("quest", token_budget=2 * SIZE, block_size=SIZE)
     plan = plan_of(SimpleNamespace(block_table=table), common, method, SIZE, drafts=3)
     assert plan.tokens_R.tolist() == [0, 1, 2, 10, 11, 12]
-    assert plan.rows.lengths_R.tolist() == [128, 129, 130, 65, 66, 100] and plan.rows.kept == 2
+    assert plan.rows.host == plan.rows.tensor.tolist() == [128, 129, 130, 65, 66, 100]
     assert plan.rows.table_RNr[:, :, 0].tolist() == [[*range(row, row + 5)] for row in (0, 0, 0, 20, 20, 30)]
     assert plan.closed_Cr.tolist() == [[3], [21], [45]] and plan.starts_C.tolist() == [96, 32, 160]
     assert plan.held == 128 + 129 + 130 + 63 + 64 + 65 + 66 + 100 and plan.read_all == 63 + 64
