@@ -25,7 +25,7 @@ from seergate.eval.report.write import Report
 from seergate.methods import METHODS
 from seergate.models.names import gates_for, load_model
 from tests.support import evaluation as support
-from tests.support.running import ROOT, Done, run_seergate
+from tests.support.running import ROOT, Done, refusal, run_seergate
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
 
@@ -35,14 +35,6 @@ def seergate(monkeypatch) -> Callable[..., Done]:
     """The same without the seconds that a process takes to import torch."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     return run_seergate
-
-
-def refusal(done: Done) -> str:
-    """The one sentence of a user error."""
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
 
 
 @pytest.fixture(scope="module")

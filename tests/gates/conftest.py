@@ -1,20 +1,24 @@
-"""Gates of a tiny model whose directory is known, and what tests ask of saved gates."""
+"""Gates of a tiny model, changes of their files, and what tests ask of saved gates."""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from seergate import GateBank, GateConfig
 from tests.support.models import tiny_model
 
 CONFIG, WEIGHTS = "gate_config.json", "gate_model.safetensors"
+GONE = object()
+"""In `set_entries`: the entry is removed."""
 
 
 @pytest.fixture
@@ -22,6 +26,26 @@ def bank(tmp_path: Path) -> GateBank:
     """Gates that are not saved yet; their base model is in `base`."""
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     return GateBank.for_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), GateConfig(8, 16))
+
+
+def distinct_gates(model: PreTrainedModel, **options: Any) -> GateBank:
+    """Gates that tell blocks of 8 tokens apart."""
+    gates = GateBank.for_model(model, GateConfig(8, 16, **options))
+    for parameter in gates.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
+    return gates
+
+
+def set_entries(file: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    """Set entries of a JSON file, such as ``{"model.layers": [0]}``; returns what the file then holds."""
+    record = json.loads(file.read_text())
+    for name, value in changes.items():
+        *outer, last = name.split(".")
+        entries = reduce(dict.__getitem__, outer, record)
+        entries.pop(last, None)
+        entries.update({} if value is GONE else {last: value})
+    file.write_text(json.dumps(record))
+    return record
 
 
 def same_tensors(a: GateBank, b: GateBank) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
-from functools import reduce
 
 import pytest
 import torch
@@ -16,10 +14,9 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.hub import hub_call
-from tests.gates.conftest import CONFIG, WEIGHTS, same
+from tests.gates.conftest import CONFIG, GONE, WEIGHTS, same, set_entries
 from tests.support.models import prompt, tiny_model
-
-GONE = object()
+from tests.support.running import refused
 
 
 @pytest.fixture
@@ -38,12 +35,7 @@ def change(path, what, value):
         save_file({**{k: v for k, v in tensors.items() if k != what}, **({} if value is GONE else {what: value})},
                   path / WEIGHTS)  # fmt: skip
         what, value = "files", GONE
-    record = json.loads((path / CONFIG).read_text())
-    *outer, last = what.split(".")
-    entries = reduce(dict.__getitem__, outer, record)
-    entries.pop(last, None)
-    entries.update({} if value is GONE else {last: value})
-    return (path / CONFIG).write_text(json.dumps(record))
+    return set_entries(path / CONFIG, {what: value})
 
 
 def test_fresh_and_loaded_gates_ignore_the_default_dtype_and_device(saved):
@@ -93,8 +85,7 @@ def test_base_and_gates_are_loaded_together_and_saved_side_by_side(saved, tmp_pa
     assert direct.save_pretrained == own and seergate.handle_of(model).stats()["method"] == "gate"
     assert torch.equal(model.generate(input_ids=prompt(60), max_new_tokens=20), expected)
     seergate.handle_of(model).detach()
-    with pytest.raises(SeergateError, match="no method is attached"):
-        seergate.handle_of(model)
+    refused("no method is attached", seergate.handle_of, model)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() <= direct.state_dict().keys()
     assert "seergate" not in (tmp_path / "out" / "config.json").read_text()
     assert same(GateBank.from_pretrained(tmp_path / "out" / "gates"), bank)
@@ -184,8 +175,7 @@ def test_a_newer_adapter_warns_and_loads(saved):
 )
 def test_damage_is_named(saved, what, value, message):
     change(saved[1], what, value)
-    with pytest.raises(SeergateError, match=message):
-        GateBank.from_pretrained(saved[1])
+    refused(message, GateBank.from_pretrained, saved[1])
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
@@ -197,8 +187,7 @@ def test_peft_and_gates_live_together(saved):
         tiny_model("qwen3"), peft.LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False)
     )
     lora.save_pretrained(path.parent / "lora")
-    with pytest.raises(SeergateError, match="looks like an adapter of PEFT"):
-        GateBank.from_pretrained(path.parent / "lora")
+    refused("looks like an adapter of PEFT", GateBank.from_pretrained, path.parent / "lora")
     with pytest.raises(ValueError, match="adapter_config.json|Can't find"):
         peft.PeftModel.from_pretrained(tiny_model("qwen3"), path)
     merged = lora.merge_and_unload()
@@ -221,8 +210,7 @@ def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path,
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert seergate.load("../gates", token_budget=16).config.hidden_size == 64
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(SeergateError, match="which is not here; pass base_model="):
-        seergate.load("../gates", token_budget=16)
+    refused("which is not here; pass base_model=", seergate.load, "../gates", token_budget=16)
     assert seergate.load("../gates", token_budget=16, base_model=tmp_path / "moved").config.hidden_size == 64
 
 
@@ -239,11 +227,9 @@ def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path,
 def test_another_base_is_refused_field_by_field(saved, tmp_path, family, options, message):
     bank, path = saved
     model = tiny_model(family, **options)
-    with pytest.raises(SeergateError, match=message):
-        seergate.attach(model, bank, token_budget=16)
+    refused(message, seergate.attach, model, bank, token_budget=16)
     model.save_pretrained(tmp_path / "other")
-    with pytest.raises(SeergateError, match=message):
-        seergate.load(path, token_budget=16, base_model=tmp_path / "other")
+    refused(message, seergate.load, path, token_budget=16, base_model=tmp_path / "other")
 
 
 def test_arguments_that_cannot_be(model, saved, tmp_path):

@@ -17,8 +17,9 @@ import torch
 
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.main import main
-from tests.gates.conftest import CONFIG, WEIGHTS, same, same_tensors
+from tests.gates.conftest import CONFIG, GONE, WEIGHTS, same, same_tensors, set_entries
 from tests.support.models import tiny_model
+from tests.support.running import refused
 
 
 @pytest.fixture
@@ -30,10 +31,7 @@ def banks():
 
 def without_sum(directory):
     """Remove the weights' SHA-256 from the record, which is returned."""
-    record = json.loads((directory / CONFIG).read_text())
-    record.pop("files")
-    (directory / CONFIG).write_text(json.dumps(record))
-    return record
+    return set_entries(directory / CONFIG, {"files": GONE})
 
 
 @contextlib.contextmanager
@@ -64,33 +62,33 @@ def test_hostile_files_cost_little_memory_and_run_nothing(banks, tmp_path, monke
     path, weights = gates / CONFIG, gates / WEIGHTS
     before, data = path.read_text(), weights.read_bytes()
 
-    def refused(message, most=1 << 20):
-        with few_bytes(most), pytest.raises(SeergateError, match=message):
-            GateBank.from_pretrained(gates)
+    def cheaply_refused(message, most=1 << 20):
+        with few_bytes(most):
+            refused(message, GateBank.from_pretrained, gates)
 
     with pytest.raises(AssertionError), few_bytes():
         bytes(64 << 20)
     with monkeypatch.context() as patch:
         patch.setattr("seergate.gates.files.hashlib.file_digest", lambda *_: pytest.fail("the file was hashed"))
         weights.write_bytes(data + b"x")
-        refused("is damaged, or not the file")
+        cheaply_refused("is damaged, or not the file")
     weights.write_bytes(data)
     path.write_text(before.replace("{", '{"files": null, ', 1))
-    refused("'files' is given again")
+    cheaply_refused("'files' is given again")
     path.write_text("[" * 200_000)
-    refused("not readable JSON")
+    cheaply_refused("not readable JSON")
     path.write_text(before)
     record = without_sum(gates)
     for name, value in (("num_heads", 2**40), ("head_dim", 10**30), ("layers", list(range(10_000)))):
         path.write_text(json.dumps({**record, "model": {**record["model"], name: value}}))
-        refused(".", 10_000 << 10 if name == "layers" else 1 << 20)  # a kilobyte for each layer in the file
+        cheaply_refused(".", 10_000 << 10 if name == "layers" else 1 << 20)  # a kilobyte for each layer in the file
     path.write_text(json.dumps(record))
     with weights.open("wb") as stream:  # a sparse file with 64 MB of header
         stream.write(struct.pack("<Q", 64 << 20))
         stream.truncate((64 << 20) + 100)
-    refused("not a readable safetensors file")
+    cheaply_refused("not a readable safetensors file")
     torch.save({"layers.0.k_proj.weight": Bomb(target)}, weights)
-    refused("not a readable safetensors file")
+    cheaply_refused("not a readable safetensors file")
     assert not target.exists()
     torch.load(weights.rename(gates / "bomb.pt"), weights_only=False)
     assert target.exists(), "an ordinary reader runs it"
@@ -130,16 +128,13 @@ def test_what_cannot_be_saved_leaves_the_old_adapter(banks, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # like a full disk
     try:
-        with pytest.raises(SeergateError, match="cannot be written to .*File too large"):
-            new.save_pretrained(tmp_path)
+        refused("cannot be written to .*File too large", new.save_pretrained, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for place in ("/proc/foo", tmp_path / CONFIG / "below"):
-        with pytest.raises(SeergateError, match="cannot be written to"):
-            old.save_pretrained(place)
+        refused("cannot be written to", old.save_pretrained, place)
     new.gate(1).k_proj.weight.data[0, 0, 0] = torch.nan
-    with pytest.raises(SeergateError, match=r"layers\.1\.k_proj\.weight holds values that are not finite"):
-        new.save_pretrained(tmp_path)
+    refused(r"layers\.1\.k_proj\.weight holds values that are not finite", new.save_pretrained, tmp_path)
     assert same(GateBank.from_pretrained(tmp_path), old) and not list(tmp_path.glob(".saving-*"))
 
 

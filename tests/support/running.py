@@ -1,4 +1,7 @@
-"""Runs commands and scripts in this process: a new one takes seconds to import torch and transformers."""
+"""Runs commands and scripts in this process: a new one takes seconds to import torch and transformers.
+
+Here is also what tests ask of a command that succeeds, and of commands and calls that are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import io
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
+from seergate import SeergateError
 from seergate.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,3 +77,25 @@ def run_seergate(*arguments: str) -> Done:
         except SystemExit as stop:  # argparse
             code = _code(stop, err)
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def output_of(*arguments: str) -> str:
+    """What ``seergate ARGUMENTS`` writes; it must succeed."""
+    done = run_seergate(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refusal(done: Done) -> str:
+    """The one sentence of a user error."""
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    return done.stderr
+
+
+def refused(message: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Check that ``call(*arguments, **options)`` raises a `SeergateError` of one line that matches the message."""
+    with pytest.raises(SeergateError, match=message) as caught:
+        call(*arguments, **options)
+    assert "\n" not in str(caught.value)
