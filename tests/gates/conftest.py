@@ -63,9 +63,14 @@ def metadata(card: str) -> dict[str, Any]:
     return yaml.safe_load(card.split("---")[1])
 
 
-def run_example(card: str) -> dict[str, Any]:
-    """Run the Python example of a model card; returns the names that it defines."""
-    names: dict[str, Any] = {}
+def example(card: str) -> str:
+    """The Python example of a model card."""
     (code,) = re.findall(r"```python\n(.*?)```", card, re.S)
-    exec(compile(code, "README.md", "exec"), names)
+    return code
+
+
+def run_example(card: str) -> dict[str, Any]:
+    """Run it; returns the names that it defines."""
+    names: dict[str, Any] = {}
+    exec(compile(example(card), "README.md", "exec"), names)
     return names

@@ -29,11 +29,6 @@ def banks():
     return GateBank.for_model(model, GateConfig(8, 16)), GateBank.for_model(model, GateConfig(16, 8, ("avg", "max")))
 
 
-def without_sum(directory):
-    """Remove the weights' SHA-256 from the record, which is returned."""
-    return set_entries(directory / CONFIG, {"files": GONE})
-
-
 @contextlib.contextmanager
 def few_bytes(most=1 << 20):
     """Inside, Python allocates no more than this."""
@@ -78,7 +73,7 @@ def test_hostile_files_cost_little_memory_and_run_nothing(banks, tmp_path, monke
     path.write_text("[" * 200_000)
     cheaply_refused("not readable JSON")
     path.write_text(before)
-    record = without_sum(gates)
+    record = set_entries(path, {"files": GONE})  # the weights' SHA-256
     for name, value in (("num_heads", 2**40), ("head_dim", 10**30), ("layers", list(range(10_000)))):
         path.write_text(json.dumps({**record, "model": {**record["model"], name: value}}))
         cheaply_refused(".", 10_000 << 10 if name == "layers" else 1 << 20)  # a kilobyte for each layer in the file
@@ -191,7 +186,7 @@ def test_mutations(count, banks, tmp_path, capsys):
     bank.results = ({"task": "t", "method": "dense", "accuracy": 0.5, "standard_error": 0.1, "samples": 8},)
     for name in ("original", "unsummed"):
         bank.save_pretrained(tmp_path / name)
-    without_sum(tmp_path / "unsummed")
+    set_entries(tmp_path / "unsummed" / CONFIG, {"files": GONE})
     warnings.simplefilter("ignore", UserWarning)
     accepted, refused, rng, mutant = 0, 0, random.Random(count), tmp_path / "mutant"
     for number in range(count):

@@ -9,13 +9,13 @@ import pytest
 from transformers import AutoTokenizer
 
 import seergate
-from seergate import GateBank, GateConfig, SeergateError
-from seergate.cli.main import main
+from seergate import GateBank, GateConfig
 from seergate.eval import make_task
 from seergate.gates.card import Source, model_card
 from seergate.paths import is_hub_id, shipped
 from tests.gates.conftest import metadata, run_example
 from tests.support.models import tiny_model
+from tests.support.running import output_of, refused
 from tests.test_house import ROOT
 
 GATES, MSA = "checkpoints/tiny-reasoner/gates", "checkpoints/tiny-reasoner/gates-msa"
@@ -28,12 +28,11 @@ def elsewhere(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_shipped_gates_load_from_elsewhere(elsewhere, capsys):
+def test_shipped_gates_load_from_elsewhere(elsewhere):
     bank = GateBank.from_pretrained(GATES)
     assert bank.geometry.base_model == "checkpoints/tiny-reasoner"
     assert not is_hub_id("checkpoints/tiny-reasoner") and is_hub_id("org/tiny-reasoner")
-    assert main(["info", GATES, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)["base model"]
+    facts = json.loads(output_of("info", GATES, "--json"))["base model"]
     licence = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license"].lower()
     assert (facts["name"], facts["licence"]) == ("checkpoints/tiny-reasoner", licence)
     card = (shipped(GATES) / "README.md").read_text()
@@ -43,8 +42,7 @@ def test_shipped_gates_load_from_elsewhere(elsewhere, capsys):
         ("checkpoints/tiny-reasoner", {}, "holds no gate_config"),
         ("checkpoints/tiny-reasoner/nothing", {}, "there is no directory"),
     ):
-        with pytest.raises(SeergateError, match=message):
-            GateBank.from_pretrained(source, **options)
+        refused(message, GateBank.from_pretrained, source, **options)
     GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16)).save_pretrained(GATES)
     assert GateBank.from_pretrained(GATES).geometry.hidden_size == 64, "a directory here comes first"
 
@@ -52,7 +50,7 @@ def test_shipped_gates_load_from_elsewhere(elsewhere, capsys):
 @pytest.mark.parametrize("gates", [GATES, MSA])
 def test_the_shipped_card_is_what_the_command_writes(gates, elsewhere):
     name = gates.rpartition("/")[2]
-    assert main(["export", gates, str(elsewhere / name), "--loaded-as", gates]) == 0
+    output_of("export", gates, str(elsewhere / name), "--loaded-as", gates)
     assert (elsewhere / name / "README.md").read_text() == (shipped(gates) / "README.md").read_text()
 
 

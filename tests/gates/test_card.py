@@ -15,10 +15,10 @@ from huggingface_hub import ModelCard
 import seergate
 from seergate import GateBank
 from seergate.cli.adapters import results_of
-from seergate.cli.main import main
 from seergate.gates import save_adapter
 from seergate.gates.card import END
-from tests.gates.conftest import metadata, run_example
+from tests.gates.conftest import example, metadata, run_example
+from tests.support.running import output_of
 
 AIME = {"task": "aime24", "method": "gate", "samples": 64}
 RESULTS = (
@@ -49,8 +49,7 @@ def test_odd_names_break_nothing(bank, tmp_path, name):
     save_adapter(bank, tmp_path / name)
     text = (tmp_path / name / "README.md").read_text(encoding="utf-8")
     assert metadata(text)["library_name"] == "seergate"
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
-    compile(code, "README.md", "exec")
+    compile(example(text), "README.md", "exec")
     assert GateBank.from_pretrained(tmp_path / name).geometry.base_model == f"org/{name}"
 
 
@@ -101,21 +100,19 @@ def test_a_card_that_is_not_well_formed_gets_its_metadata(bank, tmp_path, monkey
     assert not (tmp_path / "exploded").exists(), "code in the metadata was run"
 
 
-def test_results_of_an_evaluation(bank, tmp_path, capsys):
+def test_results_of_an_evaluation(bank, tmp_path):
     """From `seergate eval` to the card."""
     gates, runs, out = (str(tmp_path / name) for name in ("gates", "runs", "with"))
     arguments = "--problems 2 --variables 8 --budget 64 --method dense,gate --no-report --max-new-tokens 8"
-    assert main(["eval", *arguments.split(), "--batch-size", "2", "--out", runs]) == 0
+    output_of("eval", *arguments.split(), "--batch-size", "2", "--out", runs)
     found = {(row["method"], row["token_budget"], row["samples"]) for row in results_of(tmp_path / "runs")}
     assert found == {("dense", None, 2), ("gate", 64, 2)}
     bank.save_pretrained(gates)
-    assert main(["export", gates, out, "--results", runs, "--licence", "mit"]) == 0
+    output_of("export", gates, out, "--results", runs, "--licence", "mit")
     text = (tmp_path / "with" / "README.md").read_text()
     assert "| chain_sum | gate | 64 |" in text and metadata(text)["license"] == "mit"
-    capsys.readouterr()
-    assert main(["info", out, "--json"]) == main(["info", out]) == 0
-    said, _, summary = capsys.readouterr().out.rpartition("}\n")
-    assert len(json.loads(said + "}")["results"]) == 2 and "chain_sum, gate, 64 tokens:" in summary
+    assert len(json.loads(output_of("info", out, "--json"))["results"]) == 2
+    assert "chain_sum, gate, 64 tokens:" in output_of("info", out)
 
 
 def test_what_a_record_says_is_no_markup(bank, tmp_path):
