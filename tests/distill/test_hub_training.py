@@ -16,15 +16,11 @@ from seergate.eval.tasks.chain_sum import make_problems
 from seergate.models.gate_bank import GateBank
 from tests.distill.test_hub_data import parquet, run
 from tests.distill.test_trainer import assert_identical, model_dir, weights  # noqa: F401 (fixtures)
-from tests.support.hub_server import File, Hub
+from tests.support.hub_server import File, Hub, files_of
 from tests.support.pairs import pair
 
 OPTIONS = "--block-size 16 --max-length 768 --max-steps 4 --packs-per-step 1 --save-steps 2 --eval-packs 0"
 OPTIONS += " --dtype float32"
-
-
-def files_of(model: Path) -> dict[str, File]:
-    return {path.name: File(path.read_bytes(), lfs=path.suffix == ".safetensors") for path in model.iterdir()}
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.cli.main import main
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
 from seergate.hub import hub_call, offline
@@ -20,8 +19,9 @@ from seergate.models.loading import base_config, download_weights, load_base
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.gates.conftest import CONFIG, WEIGHTS, metadata, run_example, same
 from tests.gates.test_legacy import SMALL
-from tests.support.hub_server import File, Hub
+from tests.support.hub_server import File, Hub, files_of
 from tests.support.models import prompt, tiny_model
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 REPO, UNREAD = "org/gates", "could not be read from the Hub"
 FILES = {"README.md", "config.json", CONFIG, WEIGHTS}
@@ -68,8 +68,7 @@ def test_push_and_pull(hub, bank, tmp_path):
     assert {*repo.tree()} == FILES | {".gitattributes"}
     assert repo.tree()["gate_model.safetensors"].lfs and not repo.tree()["gate_config.json"].lfs
     assert repo.log[-1]["summary"] == "First" and repo.log[-1]["description"] == "of many"
-    with pytest.raises(SeergateError, match=UNREAD):
-        pull(local_files_only=True)
+    refused(UNREAD, pull, local_files_only=True)
     for options, downloads in (({}, 1), ({}, 1), ({"force_download": True}, 2), ({"cache_dir": tmp_path / "own"}, 3)):
         again = pull(**options)
         assert same(again, bank) and again.geometry == bank.geometry
@@ -90,14 +89,12 @@ def test_push_and_pull(hub, bank, tmp_path):
     assert same(pull(), bank), "a push that fails leaves the old gates"
     pr = other.push_to_hub(REPO, token="reader", create_pr=True, commit_message="Better gates")
     assert pr == f"{hub.url}/{REPO}/discussions/1" and same(pull(revision="refs/pr/1"), other) and same(pull(), bank)
-    with pytest.raises(SeergateError, match="a pull request goes to main"):
-        other.push_to_hub(REPO, token="reader", create_pr=True, revision="dev")
+    refused("a pull request goes to main", other.push_to_hub, REPO, token="reader", create_pr=True, revision="dev")
     other.push_to_hub(REPO, **W)
     bank.cast(torch.float16).push_to_hub(REPO, **W, revision="half")
     assert same(pull(revision=first), bank) and same(pull(), other)
     assert same(pull(revision="half", dtype=torch.float64), bank.cast(torch.float16).cast(torch.float64))
-    with pytest.raises(SeergateError, match="it has no such revision"):
-        pull(revision="nowhere")
+    refused("it has no such revision", pull, revision="nowhere")
 
 
 @pytest.mark.parametrize("based", [True, False])
@@ -113,8 +110,7 @@ def test_the_cards_example_loads_what_was_pushed(hub, bank, place, based):
     names = run_example(card(hub, revision=place["revision"], path=f"{inside}README.md"))
     assert same(seergate.handle_of(names["model"]).method.bank if based else names["bank"], bank)
     for outside in ("../other", "a/../../b", "/etc"):
-        with pytest.raises(SeergateError, match="it must be a path inside"):
-            pull(subfolder=outside)
+        refused("it must be a path inside", pull, subfolder=outside)
 
 
 def test_private_repositories(hub, bank):
@@ -122,9 +118,7 @@ def test_private_repositories(hub, bank):
     assert hub.repos[REPO].private and same(pull(**W), bank)
     missing = "no such repository, or it is private"
     for token, message in ((None, missing), (False, missing), ("reader", missing), ("forged", "not valid")):
-        with pytest.raises(SeergateError, match=message) as caught:
-            pull(token=token, force_download=True, cache_dir="nowhere")
-        assert "\n" not in str(caught.value)
+        refused(message, pull, token=token, force_download=True, cache_dir="nowhere")
 
 
 def test_what_an_owner_has_in_the_repository_stays(hub, bank):
@@ -194,9 +188,8 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
 def test_push_refused(hub, bank, fault, repo, token, message):
     if fault:
         hub.fail(*fault, times=99)
-    with pytest.raises(SeergateError, match=message) as caught:
-        bank.push_to_hub(repo, token=token)
-    assert "\n" not in str(caught.value) and (fault or not hub.repos)
+    refused(message, bank.push_to_hub, repo, token=token)
+    assert fault or not hub.repos
 
 
 def test_pull_refused(hub, bank, monkeypatch):
@@ -207,17 +200,13 @@ def test_pull_refused(hub, bank, monkeypatch):
         ({"config.json": b'{"seerattn_use_rope": true}'}, "holds no attn_gate_weights.pth"),
     ):
         repo.commit("main", {path: File(data) for path, data in files.items()})
-        with pytest.raises(SeergateError, match=message):
-            pull()
+        refused(message, pull)
     for status in (401, 404, 503):
         hub.fail("GET", "/api/models/", status, times=1)
-        with pytest.raises(SeergateError, match=UNREAD):
-            pull(cache_dir="nowhere")
+        refused(UNREAD, pull, cache_dir="nowhere")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(SeergateError, match="could not be pushed to org/gates: .*Connection refused"):
-        bank.push_to_hub(REPO, **W)
-    with pytest.raises(SeergateError, match=UNREAD):
-        pull("org/other")
+    refused("could not be pushed to org/gates: .*Connection refused", bank.push_to_hub, REPO, **W)
+    refused(UNREAD, pull, "org/other")
 
 
 def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
@@ -240,9 +229,7 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
 def files(tmp_path):
     tiny_model("qwen3").save_pretrained(tmp_path / "model")
     byte_tokenizer(PLAIN).save_pretrained(tmp_path / "model")
-    return {
-        path.name: File(path.read_bytes(), path.suffix == ".safetensors") for path in (tmp_path / "model").iterdir()
-    }
+    return files_of(tmp_path / "model")
 
 
 def test_a_run_is_not_prepared_without_weights(hub, files, tmp_path):
@@ -250,8 +237,7 @@ def test_a_run_is_not_prepared_without_weights(hub, files, tmp_path):
     options = {"recipe": "paper", "data": "chain_sum", "data_limit": 2, "chain_sum_variables": (5, 5)}
     options |= {"output_dir": str(tmp_path / "run"), "token_cache": str(tmp_path / "tokens")}
     config = load_train_config("org/weightless", options | {"max_length": 128, "block_size": 8, "gate_dim": 16})
-    with pytest.raises(SeergateError, match="weights of org/weightless could not be downloaded: the repository has n"):
-        prepare_run(config)
+    refused("weights of org/weightless could not be downloaded: the repository has n", prepare_run, config)
 
 
 def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, files, tmp_path, monkeypatch):
@@ -279,29 +265,25 @@ def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, files, tmp_p
 
 def test_a_published_checkpoint_is_read_from_the_hub(hub, tmp_path):
     tensors = SMALL.save(tmp_path / "published")
-    hub.hold(REPO, {path.name: File(path.read_bytes()) for path in (tmp_path / "published").iterdir()})
+    hub.hold(REPO, files_of(tmp_path / "published"))
     weight = tensors["model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"]
     assert torch.equal(pull().gate(1).k_proj.weight, weight) and pull().training_record["imported_from"] == REPO
 
 
-def test_commands(hub, bank, tmp_path, monkeypatch, capsys):
+def test_commands(hub, bank, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "writer")
     bank.save_pretrained(tmp_path / "gates")
     own = tmp_path / "gates" / "README.md"
     own.write_text(own.read_text() + "\nWritten before it was pushed.\n")
     gates, half = str(tmp_path / "gates"), str(tmp_path / "half")
-    assert main(["push", gates, REPO, "--private", "--message", "From the shell"]) == 0
-    output = capsys.readouterr().out
+    output = output_of("push", gates, REPO, "--private", "--message", "From the shell")
     assert f"{hub.url}/{REPO}/commit/" in output and "lets others find it" in output
     assert "Written before it was pushed." in card(hub) and f'seergate.load("{REPO}"' in card(hub)
     assert hub.repos[REPO].private and hub.repos[REPO].log[-1]["summary"] == "From the shell"
-    assert main(["info", REPO, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["gates"]["block size"] == 8
-    assert main(["export", REPO, half, "--dtype", "float16", "--layers", "1"]) == 0
+    assert json.loads(output_of("info", REPO, "--json"))["gates"]["block size"] == 8
+    output_of("export", REPO, half, "--dtype", "float16", "--layers", "1")
     assert same(pull(half), bank.subset([1]).cast(torch.float16))
-    assert main(["push", gates, "elsewhere/gates"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: the gates could not be pushed") and error.count("\n") == 1
+    assert refusal(run_seergate("push", gates, "elsewhere/gates")).startswith("error: the gates could not be pushed")
 
 
 def test_save_pretrained_pushes(hub, bank, tmp_path, monkeypatch):
@@ -318,11 +300,10 @@ def test_save_pretrained_pushes(hub, bank, tmp_path, monkeypatch):
     assert [*hub.repos] == ["writer/my-gates"] and same(pull("writer/my-gates", **W), other)
     bank.save_pretrained(tmp_path / "my-gates", push_to_hub=True, repo_id=REPO, subfolder="v1", **W)
     assert same(pull(REPO, subfolder="v1"), bank)
-    with pytest.raises(SeergateError, match=r"holds no gate_config\.json"):
-        pull()
-    with pytest.raises(SeergateError, match="repo_id is 'my gates'; it must have the form org/name, or name"):
-        bank.save_pretrained(tmp_path / "my gates", push_to_hub=True, **W)
+    refused(r"holds no gate_config\.json", pull)
+    wrong = "repo_id is 'my gates'; it must have the form org/name, or name"
+    refused(wrong, bank.save_pretrained, tmp_path / "my gates", push_to_hub=True, **W)
     assert not (tmp_path / "my gates").exists(), "said before anything is written"
-    with pytest.raises(SeergateError, match="the gates could not be pushed to new-gates: .*token is needed"):
-        bank.save_pretrained(tmp_path / "new-gates", push_to_hub=True, token=False)
+    wrong = "the gates could not be pushed to new-gates: .*token is needed"
+    refused(wrong, bank.save_pretrained, tmp_path / "new-gates", push_to_hub=True, token=False)
     assert [*hub.repos] == ["writer/my-gates", REPO]

@@ -6,42 +6,33 @@ import pytest
 import torch
 
 import seergate
-from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
-from seergate.cli.main import main
+from seergate import DecodeConfig, GateBank
 from seergate.eval.report.published import published
 from seergate.methods import Gate, Quest, make_method
 from seergate.models.published import export_published
 from seergate.models.resolving import method_of
 from seergate.serving.common.settings import Settings
+from tests.gates.conftest import distinct_gates as gates
 from tests.support.models import prompt, tiny_model
+from tests.support.running import output_of, refused
 
 SIZE = 8
 
 
-def gates(model, **options):
-    """Gates that tell blocks apart."""
-    bank = GateBank.for_model(model, GateConfig(SIZE, 16, **options))
-    for parameter in bank.parameters():
-        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
-    return bank
-
-
 @pytest.mark.parametrize("sinks", [0, 2])
 @pytest.mark.parametrize("scorer", ["attn_gate", "msa", "indexer"])
-def test_they_are_saved_and_shown(model, tmp_path, capsys, scorer, sinks):
+def test_they_are_saved_and_shown(model, tmp_path, scorer, sinks):
     bank = gates(model, scorer=scorer, sink_blocks=sinks)
     bank.save_pretrained(tmp_path)
     assert ("sink_blocks" in (tmp_path / "gate_config.json").read_text()) == (sinks > 0)  # as before there were any
     assert GateBank.from_pretrained(tmp_path).config == bank.config
-    assert main(["info", str(tmp_path)]) == 0
-    assert ("sink blocks          2, always read" in capsys.readouterr().out) == (sinks == 2)
+    assert ("sink blocks          2, always read" in output_of("info", str(tmp_path))) == (sinks == 2)
     assert ("| sink blocks | 2, always read |" in (tmp_path / "README.md").read_text()) == (sinks == 2)
 
 
 def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
     bank = gates(tiny_model("qwen3"), sink_blocks=1)
-    with pytest.raises(SeergateError, match=r"cannot use these gates: .*sink_blocks is 1 \(they have none\)"):
-        export_published(bank, tmp_path)
+    refused(r"cannot use these gates: .*sink_blocks is 1 \(they have none\)", export_published, bank, tmp_path)
     with pytest.raises(ValueError, match='compat is "published"'):
         Gate(bank=bank, token_budget=64, compat="published")
 

@@ -13,7 +13,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -32,6 +32,11 @@ class File:
     @property
     def etag(self) -> str:
         return self.sha256 if self.lfs else hashlib.sha1(b"blob %d\0" % len(self.data) + self.data).hexdigest()
+
+
+def files_of(directory: Path) -> dict[str, File]:
+    """The files of a directory by name, weights as large files."""
+    return {path.name: File(path.read_bytes(), lfs=path.suffix == ".safetensors") for path in directory.iterdir()}
 
 
 @dataclass
