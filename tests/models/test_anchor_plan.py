@@ -10,11 +10,11 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import GateBank, SeergateError, methods
-from seergate.cli.main import main
+from seergate import GateBank, methods
 from seergate.eval.calibration.anchors import SharedRecall, shared_recall
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import prompt, tiny_model
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,7 @@ def test_the_plan_is_the_best_of_all(size):
         for count in range(1, size + 1):
             best = max(plans(table, count))[0]
             if best == -math.inf:
-                with pytest.raises(SeergateError, match=f"count is {count}; so few anchors cannot select for all"):
-                    found.anchors(count)
+                refused(f"count is {count}; so few anchors cannot select for all", found.anchors, count)
                 continue
             plan = found.anchors(count)
             assert len(plan) == count and found.mean(plan) == pytest.approx(best)
@@ -105,26 +104,24 @@ def test_rows_lie_evenly_where_blocks_are_left_out(deep):
     texts = [prompt(60, 1)[0], prompt(2 * BLOCK, 2)[0], prompt(2 * BLOCK + 2, 3)[0]]
     found = shared_recall(deep.float(), method, texts, rows=7)
     assert found.rows == 7 + 2, "a text that is read in whole does not count, and no token counts twice"
-    with pytest.raises(SeergateError, match=r"the longest text has 16 tokens, and oracle \(16\) reads all of rows"):
-        shared_recall(deep, method, texts[1:2])
+    too_short = r"the longest text has 16 tokens, and oracle \(16\) reads all of rows"
+    refused(too_short, shared_recall, deep, method, texts[1:2])
 
 
 def test_layers_without_a_gate_choose_for_nobody(deep):
     bank = gates(deep).subset([1, 3])
     found = shared_recall(deep.float(), methods.Gate(bank=bank, token_budget=2 * BLOCK), [prompt(60)[0]])
     assert found.layers == (1, 2, 3) and found.anchors(2) == (1, 3)
-    with pytest.raises(SeergateError, match="some of which have no gate"):
-        found.anchors(3)
+    refused("some of which have no gate", found.anchors, 3)
     dense = methods.Gate(bank=gates(deep), token_budget=2 * BLOCK, dense_layers=(0, 2))
     assert shared_recall(deep, dense, [prompt(60)[0]]).layers == (1, 3)
 
 
-def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path, capsys):
+def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path):
     """And is described as such, loaded as such, and refused by another model."""
     out = tmp_path / "anchors"
     command = ["anchors", "--model", "tiny-reasoner", "--count", "2", "--budget", "64", "--texts", "1", "--rows", "8"]
-    assert main([*command, "--max-length", "300", "--out", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = output_of(*command, "--max-length", "300", "--out", str(out))
     assert "   4 anchors  recall" in said and "   2 anchors  recall" in said and f"written: {out}" in said
     bank = GateBank.from_pretrained(out)
     anchors = bank.decode_config().anchors
@@ -132,8 +129,7 @@ def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path, c
     record = bank.training_record
     assert 0 < record["anchor_recall"] <= record["own_recall"] <= 1 and "chain_sum" in record["recall_measured_on"]
     assert rf"anchors=\[{anchors[0]}, {anchors[1]}\]" in (out / "README.md").read_text()
-    assert main(["info", str(out)]) == 0
-    told = capsys.readouterr().out
+    told = output_of("info", str(out))
     assert f"decoding defaults    {{'anchors': {list(anchors)}}}" in told and "anchor recall" in told
     model = seergate.load(out, token_budget=64)
     handle = seergate.handle_of(model)
@@ -143,7 +139,7 @@ def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path, c
     held = [layer.state.nbytes for layer in cache.layers]
     assert [nbytes > 0 for nbytes in held] == [layer in anchors for layer in range(4)]
     assert handle.method.anchors == anchors and handle.stats()["density"] < 1
-    assert main([*command, "--out", str(out)]) == 2 and "is not empty" in capsys.readouterr().err
+    assert "is not empty" in refusal(run_seergate(*command, "--out", str(out)))
     handle.detach()
-    with pytest.raises(SeergateError, match=r"anchors names \[9\]; the layers with full attention are"):
-        seergate.attach(model, bank.derived(decode_defaults={"anchors": [9]}))
+    wrong = bank.derived(decode_defaults={"anchors": [9]})
+    refused(r"anchors names \[9\]; the layers with full attention are", seergate.attach, model, wrong)

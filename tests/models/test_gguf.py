@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import seergate
-from seergate import GateBank, GateConfig, SeergateError
+from seergate import GateBank, GateConfig
 from seergate.distill.base_model import with_run_rope
 from seergate.distill.config import load_train_config
 from seergate.distill.estimate import make_plan
@@ -23,7 +23,7 @@ from seergate.models.loading import base_config, load_base
 from seergate.paths import gguf_file, is_hub_id
 from seergate.pretrained import load_tokenizer
 from tests.support.models import tiny_model
-from tests.support.running import run_seergate
+from tests.support.running import output_of, refused, run_seergate
 
 END = "<|im_end|>"
 TEMPLATE = (
@@ -132,13 +132,11 @@ def test_a_part_of_a_model_is_refused(made: tuple[Path, dict[str, np.ndarray]], 
     for number, part in enumerate(parts):
         write_gguf(part, llama(), {"split.no": number, "split.count": 2})
         for read in (load_base, base_config, load_tokenizer):
-            with pytest.raises(SeergateError, match="one of several files of a GGUF model; .* --merge"):
-                read(part)
-    with pytest.raises(SeergateError, match="holds a GGUF model in several files; .* --merge"):
-        base_config(tmp_path)
+            refused("one of several files of a GGUF model; .* --merge", read, part)
+    refused("holds a GGUF model in several files; .* --merge", base_config, tmp_path)
     write_gguf(tmp_path / "torn.gguf", llama(), without="blk.1.ffn_up.weight")
-    with pytest.raises(SeergateError, match=r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_base(tmp_path / "torn.gguf")
+    lacking = r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"
+    refused(lacking, load_base, tmp_path / "torn.gguf")
 
 
 def test_its_tokenizer_comes_with_it(file: Path) -> None:
@@ -150,9 +148,7 @@ def test_its_tokenizer_comes_with_it(file: Path) -> None:
     assert tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) == "user: x\nassistant: "
 
 
-def test_gates_name_the_file_and_find_it_again(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gates_name_the_file_and_find_it_again(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(file.parent)
     bank = GateBank.for_model(load_base(file.name), GateConfig(8, 16))
     bank.save_pretrained(tmp_path / "gates")
@@ -165,16 +161,14 @@ def test_gates_name_the_file_and_find_it_again(
         assert seergate.handle_of(model).stats()["density"] < 0.5
         assert model.config.name_or_path == str(file)
     assert answers[0] == answers[1] == answers[2]
-    said = run_seergate("info", "gates")
-    assert said.returncode == 0 and str(file) in said.stdout
+    assert str(file) in output_of("info", "gates")
     # The model as transformers reads it remembers its directory only, in which there is one GGUF file.
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     GateBank.for_model(theirs, GateConfig(8, 16)).save_pretrained("others")
     assert seergate.load("others", token_budget=16).config.name_or_path == str(file)
-    with pytest.raises(SeergateError, match=r"gguf_file is 'x\.gguf'; name the whole path of the file as base_model="):
-        seergate.load("gates", gguf_file="x.gguf")
-    with pytest.raises(SeergateError, match="is a GGUF model, not gates; to use both: load\\(GATES, base_model="):
-        seergate.load(file)
+    whole_path = r"gguf_file is 'x\.gguf'; name the whole path of the file as base_model="
+    refused(whole_path, seergate.load, "gates", gguf_file="x.gguf")
+    refused("is a GGUF model, not gates; to use both: load\\(GATES, base_model=", seergate.load, file)
 
 
 def test_train_evaluate_and_answer(file: Path, tmp_path: Path) -> None:
@@ -183,55 +177,45 @@ def test_train_evaluate_and_answer(file: Path, tmp_path: Path) -> None:
     train = ["train", "--model", str(file), "--data", str(tmp_path / "text.jsonl"), "--output-dir"]
     train += [str(tmp_path / "gates"), "--max-length", "256", "--block-size", "8", "--max-steps", "2"]
     train += ["--packs-per-step", "1", "--recall-budgets", "64", "--report-to", "none"]
-    done = run_seergate(*train)
-    assert done.returncode == 0, done.stderr
-    assert run_seergate(*train).returncode == 0, "the same weights are found again"
+    output_of(*train)
+    output_of(*train)  # the same weights are found again
     assert GateBank.from_pretrained(tmp_path / "gates").geometry.base_model == str(file)
     model = ["--model", str(file), "--gates", str(tmp_path / "gates"), "--method", "gate", "--budget", "32"]
     (tmp_path / "task.jsonl").write_text(json.dumps({"question": "he " * 30, "answer": "1"}) + "\n")
     task, out = ["--task", str(tmp_path / "task.jsonl"), "--max-new-tokens", "4"], tmp_path / "runs"
-    done = run_seergate("eval", *model, *task, "--no-report", "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    output_of("eval", *model, *task, "--no-report", "--out", str(out))
     (record,) = out.glob("gate-32/config.yaml")
     assert fingerprint(load_base(file)) in record.read_text()
     done = run_seergate("generate", *model, "--prompt", "he " * 30, "--max-new-tokens", "4")
     assert done.returncode == 0 and "of the tokens before it" in done.stderr, done.stderr
     asked = tmp_path / "asked.jsonl"
     asked.write_text(json.dumps({"prompt": "he " * 30}) + "\n")
-    done = run_seergate(
-        "traces", *model, "--prompts", str(asked), "--max-length", "120", "--out", str(tmp_path / "traces.jsonl")
-    )
-    assert done.returncode == 0 and "1 questions" in done.stdout, done.stderr
-    done = run_seergate("doctor", "--model", str(file))
-    assert done.returncode == 0 and "supported. llama, 2 of 2 layers" in done.stdout
+    traces = ["--prompts", str(asked), "--max-length", "120", "--out", str(tmp_path / "traces.jsonl")]
+    assert "1 questions" in output_of("traces", *model, *traces)
+    assert "supported. llama, 2 of 2 layers" in output_of("doctor", "--model", str(file))
 
 
 def test_what_a_file_cannot_do(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = {"max_length": 256, "block_size": 8, "recall_budgets": "64"}
     for name, value in {"shard_base": True, "quantize": "torchao-int8", "base_memory_gb": 1.0}.items():
         config = load_train_config(str(file), {**common, name: value})
-        with pytest.raises(SeergateError, match=f"^{name} is {value!r}; it must be left out for .* GGUF file"):
-            with_run_rope(base_config(file), config)
+        message = f"^{name} is {value!r}; it must be left out for .* GGUF file"
+        refused(message, with_run_rope, base_config(file), config)
     config = load_train_config(str(file), common)
     model = llama()
     bank = GateBank.for_model(model, GateConfig(8, 16))
     assert decide_sharding(model, bank, config, torch.device("cpu"), 4, room=0).shard_base is False
     assert "does NOT fit" in (text := make_plan(config, memory_gb=1e-3, measure=False).text())
     assert "--quantize" not in text and "--base-memory-gb" not in text and "--processes" not in text
-    with pytest.raises(SeergateError, match="^quantization_config is given; it must be left out for"):
-        load_base(file, quantization_config=object())
-    with pytest.raises(SeergateError, match=r"^the model file '.*absent\.gguf' does not exist"):
-        load_train_config(str(tmp_path / "absent.gguf"))
-    with pytest.raises(SeergateError, match=r"absent\.gguf could not be loaded: there is no such file"):
-        base_config("models/absent.gguf")
+    left_out = "^quantization_config is given; it must be left out for"
+    refused(left_out, load_base, file, quantization_config=object())
+    refused(r"^the model file '.*absent\.gguf' does not exist", load_train_config, str(tmp_path / "absent.gguf"))
+    refused(r"absent\.gguf could not be loaded: there is no such file", base_config, "models/absent.gguf")
     assert not is_hub_id("models/absent.gguf")
     (tmp_path / "damaged.gguf").write_bytes(file.read_bytes()[:200])
-    with pytest.raises(SeergateError, match=r"damaged\.gguf could not be loaded: "):
-        base_config(tmp_path / "damaged.gguf")
+    refused(r"damaged\.gguf could not be loaded: ", base_config, tmp_path / "damaged.gguf")
     (tmp_path / "second.gguf").write_bytes(b"")
     assert gguf_file(tmp_path) is None and gguf_file(file.parent) == file
-    with pytest.raises(SeergateError, match=r"holds several GGUF files; name one"):
-        load_base(tmp_path)
+    refused("holds several GGUF files; name one", load_base, tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SeergateError, match=r"needs the package gguf; run: pip install \"seergate\[gguf\]\""):
-        load_base(file)
+    refused(r"needs the package gguf; run: pip install \"seergate\[gguf\]\"", load_base, file)
