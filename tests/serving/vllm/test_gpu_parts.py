@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
 from benchmarks.estimates import LAUNCHES
-from seergate import GateConfig, SeergateError
+from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
 from seergate.serving.common.rope import Unrotation
@@ -54,6 +54,7 @@ from seergate.serving.vllm.checks import choose_backend
 from seergate.serving.vllm.pages import FlashPages, splits
 from tests.serving.vllm.flash import use_kernels
 from tests.support.models import geometry
+from tests.support.running import refused
 
 K, G, D, E = 2, 2, 16, 16
 QUEST = make_method("quest", token_budget=64, block_size=32)
@@ -168,14 +169,12 @@ def test_drafts_are_planned_in_the_graph() -> None:
     ],
 )
 def test_caches_that_do_not_fit_are_refused(page: int, options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(SeergateError, match=sentence):
-        builder(make_method("quest", token_budget=64, block_size=32, anchors=(2,)), page, **options)
+    refused(sentence, builder, make_method("quest", token_budget=64, block_size=32, anchors=(2,)), page, **options)
 
 
 def test_a_cache_with_more_places_than_int32_holds_is_refused() -> None:
     far = torch.empty(2**23, 2, 16, 32, device="meta").as_strided((2**23, 2, 16, 32), (2**10, 2, 32, 1))
-    with pytest.raises(SeergateError, match="places of pages; a block table holds numbers below 2\\^31"):
-        FlashPages(None, None, far)
+    refused("places of pages; a block table holds numbers below 2\\^31", FlashPages, None, None, far)
 
 
 def test_the_cache_that_vllm_profiles_with_is_let_go() -> None:
@@ -199,14 +198,9 @@ def test_flash_attention_is_chosen_before_weights_are_loaded_and_others_are_refu
     config = AttentionConfig()
     choose_backend(config)
     assert config.backend_per_kind == {"full_attention": AttentionBackendEnum.FLASH_ATTN}
-    for given in (
-        AttentionConfig(backend=AttentionBackendEnum.FLASHINFER),
-        AttentionConfig(backend_per_kind={"full_attention": AttentionBackendEnum.FLASHINFER}),
-    ):
-        with pytest.raises(
-            SeergateError, match="attention backend is FLASHINFER; with seergate it must be FLASH_ATTN"
-        ):
-            choose_backend(given)
+    other = AttentionBackendEnum.FLASHINFER
+    for given in (AttentionConfig(backend=other), AttentionConfig(backend_per_kind={"full_attention": other})):
+        refused("attention backend is FLASHINFER; with seergate it must be FLASH_ATTN", choose_backend, given)
 
 
 class Made(TorchDispatchMode):
