@@ -380,6 +380,15 @@ class SparseBackend:
 
 
 @cache
+def with_pages_of_16(stock: Any) -> Any:
+    """Subclass vLLM's CPU backend to take pages of 16 tokens: it has a kernel for them, but offers multiples of 32."""
+    from vllm.v1.attention.backend import MultipleOf
+
+    sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
+    return type(stock.__name__, (stock,), {"get_supported_kernel_block_sizes": sizes})
+
+
+@cache
 def sparse_backend(stock: Any) -> Any:
     """Subclass a backend of vLLM for sparse decoding; only its metadata builder and its attention differ."""
     builder = type("SparseMetadataBuilder", (SparseBuilder, stock.get_builder_cls()), {})

@@ -20,7 +20,7 @@ from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.scoring import Scores
 from seergate.serving.common.settings import Settings
 from seergate.serving.common.statistics import statistics
-from seergate.serving.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer
+from seergate.serving.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer, with_pages_of_16
 from seergate.serving.vllm.checks import READABLE, WORKERS
 from seergate.serving.vllm.pages import PAGES
 
@@ -66,6 +66,7 @@ class Gated:
 def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     """Make the layers of this rank's model sparse, and return layer -> vLLM's attention module."""
     from vllm.logger import init_logger
+    from vllm.platforms import current_platform
 
     settings = Settings.read(vllm_config.additional_config)
     assert settings is not None
@@ -77,7 +78,10 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     frequencies: Tensor | None = None
     found: dict[int, Any] = {}
     shared: dict[int, Counts] = {}
+    small = current_platform.is_cpu() and vllm_config.cache_config.block_size % 32
     for layer, parent, attention in attention_layers(model):
+        if small:  # all layers: they share the pages' size
+            attention.attn_backend = with_pages_of_16(attention.attn_backend)
         if layer not in kinds or not method.selects_in(layer):
             continue
         if (anchor := method.anchor_of(layer)) in found:

@@ -44,7 +44,7 @@ def said(model: PreTrainedModel, method: Any, prompts: list[list[int]], **option
     return [output[0, len(ids) :].tolist() for ids, output in zip(prompts, outputs, strict=True)]
 
 
-@pytest.mark.parametrize(("size", "page"), [(64, 64), (128, 128), (64, 32), (128, 32)])
+@pytest.mark.parametrize(("size", "page"), [(16, 16), (64, 64), (128, 128), (64, 32), (64, 16)])
 def test_blocks_of_one_page_and_of_several(
     size: int, page: int, model: PreTrainedModel, directory: Path, tmp_path: Path
 ) -> None:
@@ -59,14 +59,14 @@ def test_blocks_of_one_page_and_of_several(
         assert answers(llm, prompts, NEW, stop=False) == expected
 
 
-@pytest.mark.parametrize("method", ["quest", "oracle"])
-def test_methods_without_gates(method: str) -> None:
+@pytest.mark.parametrize(("method", "size"), [("quest", 32), ("quest", 16), ("oracle", 32)])
+def test_methods_without_gates(method: str, size: int) -> None:
     """Layer 1 chooses for itself, layer 3 reads what layer 2 chose."""
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
     rule = {"token_budget": 128, "dense_layers": (0,), "anchors": (2,)}
     prompts = questions(12, 20)
-    expected = said(model, method, prompts, block_size=32, **rule)
-    with engine(seergate={"method": method, **rule}) as llm:
+    expected = said(model, method, prompts, block_size=size, **rule)
+    with engine(seergate={"method": method, **rule}, block_size=size) as llm:
         assert sorted(gated_layers(llm)) == [1, 2, 3]
         assert answers(llm, prompts, NEW, stop=True) == expected
 

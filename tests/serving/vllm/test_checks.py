@@ -40,7 +40,7 @@ def test_gates_set_the_page_and_the_worker_and_no_environment() -> None:
 @pytest.mark.parametrize(
     ("values", "options", "sentence"),
     [
-        ({"gates": f"{REASONER}/gates"}, {}, "blocks of 8 tokens; .* a page has a multiple of 32 tokens"),
+        ({"gates": f"{REASONER}/gates"}, {}, "blocks of 8 tokens; .* a page has a multiple of 16 tokens"),
         ({"gates": GATES}, {"block_size": 64}, "block_size is 64; .* divides the gates' block of 32"),
         ({"gates": GATES, "token_budget": 31}, {}, "token_budget is 31; .* it must be at least 64"),
         ({"gates": GATES, "token_budget": 64, "top_p": 0.5}, {}, "token_budget and top_p are both given"),

@@ -19,7 +19,7 @@ def test_traces_are_those_of_the_other_engine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
-    [*REFUSED, (["--method", "quest:block_size=16", "--budget", "128"], "block_size is 16; with seergate it must be")],
+    [*REFUSED, (["--method", "quest:block_size=8", "--budget", "128"], "block_size is 8; with seergate it must be")],
 )
 def test_what_vllm_cannot_run_is_refused(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
