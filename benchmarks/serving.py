@@ -60,7 +60,7 @@ REAL_MODEL: dict[str, Any] = {
     **{"lengths": [1024, 7168], "batches": [1, 4, 16], "budget": 1024, "block_size": 32, "rounds": 3},
     "ways": ["vllm_dense", "vllm_gate", "hf_static", "hf_gate"],
 }
-"""Defaults for a real model. On a CPU, vLLM's pages have a multiple of 32 tokens. Five ways would need 24 GiB."""
+"""Defaults for a real model. Five ways would need 24 GiB."""
 MODEL_SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim")
 """Options of a model with random weights."""
 
