@@ -179,7 +179,7 @@ class Member:
             total = total + (logp.exp() * (logp - logits)).sum(-1).mean()
         (total / len(self.bank)).backward()
         nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        self.optimizer.param_groups[0]["lr"] = scheduled_rate(self.config, step)
+        self.optimizer.param_groups[0]["lr"] = scheduled_rate(self.config, step, self.bank.geometry.head_dim)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(total.detach()) / len(self.bank)

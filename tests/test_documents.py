@@ -54,7 +54,7 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
     rows = {row["variant"]: row for row in record["rows"]}
     tables = re.findall(r"(?:^\|.*\n)+", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.M)
     cells = ([[x.strip() for x in line.split("|")[1:-1]] for line in t.splitlines()[2:]] for t in tables)
-    measured, compared, lost, learned = cells
+    measured, compared, lost, learned, wide = cells
     for name, packs, *figures in measured:
         keys = ("kl", "kl_median", "kl_p99", "needles", "needle_logprob")
         assert [float(x) if x else None for x in figures] == [rows[name].get(key) for key in keys], name
@@ -70,6 +70,11 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
     assert len(logprobs) == 38 and all(float(found) == logprobs[name] for name, found in lost)
     steps = {row["texts"]: (row["steps"], row["kept"], row["kl"]) for row in facts["learned"]}
     assert {name: tuple(map(float, figures)) for name, *figures in learned} == steps
+    gemma = json.loads((ROOT / "benchmarks/results/recipe_gemma.json").read_text())
+    for (name, *figures), row in zip(wide, gemma["rows"], strict=True):
+        found = [row.get(key) for key in ("held_out_kl", "kl", "kl_median")]
+        written = ["" if x is None else f"{x:.{digits}f}" for x, digits in zip(found, (2, 3, 3), strict=True)]
+        assert [name, *figures] == [row["gates"], *(x.removeprefix("0") for x in written)], name
 
 
 def public_names() -> dict[str, str]:

@@ -173,6 +173,9 @@ class RecipeOptions:
     )
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     min_lr: float = option(1e-5, "learning rate that the cosine ends at")
+    lr_head_dim: int | None = option(
+        None, "head dimension for which the learning rates are meant; for others they are scaled inversely [any]"
+    )
     warmup_steps: int = option(20, "steps of linear warm-up")
     weight_decay: float = option(0.0, "AdamW's weight decay")
     max_grad_norm: float = option(1.0, "largest norm of the gradient; 0 switches clipping off")
@@ -224,7 +227,7 @@ class RunOptions:
 
 _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
     (
-        "max_steps max_length data_limit save_total_limit logging_steps",
+        "max_steps max_length data_limit save_total_limit logging_steps lr_head_dim",
         lambda number: number >= 1,
         "a positive integer",
     ),

@@ -98,12 +98,16 @@ class Stopped(CommonError):
         self.signal = number
 
 
-def scheduled_rate(config: TrainConfig, step: int) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``."""
+def scheduled_rate(config: TrainConfig, step: int, head_dim: int) -> float:
+    """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``. A step
+    of Adam changes the output of a linear map in proportion to the number of its inputs; hence ``lr_head_dim``.
+    """
+    scale = 1.0 if config.lr_head_dim is None else config.lr_head_dim / head_dim
+    peak, end = scale * config.learning_rate, scale * config.min_lr
     if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+        return peak * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
-    return config.min_lr + (config.learning_rate - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def prepare_run(config: TrainConfig) -> DataReport:
@@ -552,7 +556,8 @@ class _Run:
                 raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
             self._say(text)
         # AdamW's momentum would move the gates even if no pack gave a gradient.
-        lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
+        rate = scheduled_rate(config, step, self.bank.geometry.head_dim)
+        lr = rate if means.non_finite < config.packs_per_step else 0.0
         norm = self.engine.update(lr)
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")

@@ -113,7 +113,7 @@ def test_command_line_strings_become_the_fields_types() -> None:
         ("max_steps", 0), ("max_steps", "many"), ("max_steps", 2.5), ("max_steps", True), ("packs_per_step", -1),
         ("max_length", 64), ("block_size", 0), ("block_size", 512), ("gate_dim", 7), ("k_pooling", "median"),
         ("q_pooling", "sum"),
-        ("learning_rate", 0), ("learning_rate", "nan"), ("learning_rate", "inf"), ("min_lr", 1.0),
+        ("learning_rate", 0), ("learning_rate", "nan"), ("learning_rate", "inf"), ("min_lr", 1.0), ("lr_head_dim", 0),
         ("weight_decay", -0.1), ("max_grad_norm", "nan"),
         ("row_start", 1.0), ("row_start", -0.1), ("reduction", "mean"), ("dtype", "int8"), ("over_length", "split"),
         ("recall_budgets", "0"), ("recall_budgets", "a,b"), ("chain_sum_variables", "5"),
