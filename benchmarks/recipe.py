@@ -157,7 +157,7 @@ class Member:
     """A variant in training."""
 
     def __init__(self, name: str, model: Any, config: TrainConfig) -> None:
-        self.name, self.config = name, replace(config, **VARIANTS[name])
+        self.name, self.config = name, replace(config, **VARIANTS[name]).for_heads(families.head_dim_of(model))
         torch.manual_seed(config.seed)
         self.bank = fresh_gates(self.config, model)
         self.parameters = list(self.bank.parameters())
@@ -179,7 +179,7 @@ class Member:
             total = total + (logp.exp() * (logp - logits)).sum(-1).mean()
         (total / len(self.bank)).backward()
         nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)
-        self.optimizer.param_groups[0]["lr"] = scheduled_rate(self.config, step, self.bank.geometry.head_dim)
+        self.optimizer.param_groups[0]["lr"] = scheduled_rate(self.config, step)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(total.detach()) / len(self.bank)

@@ -140,12 +140,14 @@ class CheckedModel:
         why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
         gates: the gates of ``init_gates``; ``None`` if the run trains fresh gates.
         max_length: tokens per pack, limited to the model's positions.
+        head_dim: the head dimension.
     """
 
     fingerprint: str | None
     why_one_sample: str | None
     gates: GateBank | None
     max_length: int
+    head_dim: int
 
 
 def check_model(path: str, config: TrainConfig) -> CheckedModel:
@@ -159,7 +161,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
     bare, length = skeleton(shape), within_positions(config, shape).max_length
     gates = given_gates(config, fresh_gates(config, bare))
     weights = _fingerprint(Path(path)) or config.revision
-    return CheckedModel(weights, why_one_sequence(text_config(bare)), gates, length)
+    return CheckedModel(weights, why_one_sequence(text_config(bare)), gates, length, head_dim_of(bare))
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:

@@ -174,7 +174,8 @@ class RecipeOptions:
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
     min_lr: float = option(1e-5, "learning rate that the cosine ends at")
     lr_head_dim: int | None = option(
-        None, "head dimension for which the learning rates are meant; for others they are scaled inversely [any]"
+        None,
+        "head dimension for which the learning rates are meant; for wider heads they are lower in proportion [any]",
     )
     warmup_steps: int = option(20, "steps of linear warm-up")
     weight_decay: float = option(0.0, "AdamW's weight decay")
@@ -343,6 +344,14 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         given = {item.name: getattr(self, item.name) for item in fields(GateConfig)}
         width = scorer_kind(self.scorer).gate_dim or head_dim if self.gate_dim is None else self.gate_dim
         return GateConfig(**{**given, "gate_dim": width})
+
+    def for_heads(self, head_dim: int) -> TrainConfig:
+        """Return the configuration with the learning rates for this head dimension.
+
+        A step of Adam changes the output of a linear map in proportion to the number of its inputs.
+        """
+        scale = 1.0 if self.lr_head_dim is None else min(1.0, self.lr_head_dim / head_dim)
+        return replace(self, learning_rate=scale * self.learning_rate, min_lr=scale * self.min_lr, lr_head_dim=None)
 
     @property
     def loss_options(self) -> dict[str, Any]:

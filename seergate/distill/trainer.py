@@ -98,16 +98,12 @@ class Stopped(CommonError):
         self.signal = number
 
 
-def scheduled_rate(config: TrainConfig, step: int, head_dim: int) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``. A step
-    of Adam changes the output of a linear map in proportion to the number of its inputs; hence ``lr_head_dim``.
-    """
-    scale = 1.0 if config.lr_head_dim is None else config.lr_head_dim / head_dim
-    peak, end = scale * config.learning_rate, scale * config.min_lr
+def scheduled_rate(config: TrainConfig, step: int) -> float:
+    """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``."""
     if step < config.warmup_steps:
-        return peak * (step + 1) / config.warmup_steps
+        return config.learning_rate * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, config.max_steps - 1 - config.warmup_steps)
-    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.min_lr + (config.learning_rate - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def prepare_run(config: TrainConfig) -> DataReport:
@@ -391,7 +387,7 @@ class _Run:
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         length = self.model.max_length  # a budget that covers a whole pack has a recall of 1
         budgets = tuple(budget for budget in self.config.recall_budgets if budget < length)
-        self.config = replace(self.config, max_length=length, recall_budgets=budgets)
+        self.config = replace(self.config, max_length=length, recall_budgets=budgets).for_heads(self.model.head_dim)
         world.must_agree(
             f"{self.model.fingerprint} {self._gates_fingerprint()}",
             "the processes see different weights; model and init_gates must be the same on every machine",
@@ -556,8 +552,7 @@ class _Run:
                 raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
             self._say(text)
         # AdamW's momentum would move the gates even if no pack gave a gradient.
-        rate = scheduled_rate(config, step, self.bank.geometry.head_dim)
-        lr = rate if means.non_finite < config.packs_per_step else 0.0
+        lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
         norm = self.engine.update(lr)
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")

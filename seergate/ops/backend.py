@@ -105,7 +105,7 @@ def _with_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace ``rows``, a `RowLengths`, by the tensor ``lengths``, which other backends than torch take."""
     rows = arguments.get("rows")
     taken = {name: value for name, value in arguments.items() if name != "rows"}
-    return {**taken, "lengths": rows and rows.tensor} if "rows" in arguments else taken
+    return {**taken, "lengths": None if rows is None else rows.tensor} if "rows" in arguments else taken
 
 
 def _spread(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -154,7 +154,7 @@ def test_tensorboard_holds_every_scalar_of_every_step(config: TrainConfig) -> No
         assert [e.step for e in events.Scalars(name)] == list(range(1, 9)), name
     assert [e.value for e in events.Scalars("kl/mean")] == pytest.approx([s.kl for s in heard.steps], rel=1e-5)
     assert [e.value for e in events.Scalars("learning_rate")] == pytest.approx(
-        [scheduled_rate(config, s, head_dim=16) for s in range(8)], rel=1e-5
+        [scheduled_rate(config, s) for s in range(8)], rel=1e-5
     )
     assert [e.step for e in events.Scalars("held_out/kl")] == [4, 8]
     assert events.Scalars("held_out/recall_at_32")[-1].value == pytest.approx(
@@ -491,21 +491,35 @@ def test_preparing_leaves_a_run_that_has_begun_as_it_is(config: TrainConfig) -> 
 
 def test_schedule() -> None:
     config = load_train_config("qwen3-8b")
-    rates = [scheduled_rate(config, step, head_dim=128) for step in range(800)]
+    rates = [scheduled_rate(config, step) for step in range(800)]
     assert rates[0] == pytest.approx(5e-5) and rates[19] == rates[20] == 1e-3
     assert rates[799] == pytest.approx(1e-5) and rates == sorted(rates[:20]) + sorted(rates[20:], reverse=True)
     assert rates[410] == pytest.approx((1e-3 + 1e-5) / 2, rel=0.01)  # half-way
     assert all(
-        math.isfinite(scheduled_rate(replace(config, max_steps=n), s, 128)) for n in (1, 5, 20, 21, 22) for s in range(n)
+        math.isfinite(scheduled_rate(replace(config, max_steps=n), s)) for n in (1, 5, 20, 21, 22) for s in range(n)
     )
 
 
 def test_the_recommended_rate_is_for_heads_of_64_channels() -> None:
-    """Wider heads need a lower one: on Gemma 3, with 256 channels, 3e-3 left a third more KL than 1e-3."""
+    """Wider heads need a lower one: on Gemma 3, with 256 channels, 3e-3 left half more KL than 1e-3."""
     config = load_train_config("qwen3-8b", {"recipe": "recommended"})
-    for head_dim, scale in ((64, 1.0), (128, 0.5), (256, 0.25)):
-        rates = [scheduled_rate(config, step, head_dim) for step in (9, config.max_steps - 1)]
-        assert rates == pytest.approx([scale * 3e-3, scale * 1e-4])
+    for head_dim, scale in ((32, 1.0), (64, 1.0), (128, 0.5), (256, 0.25)):
+        scaled = config.for_heads(head_dim)
+        assert (scaled.learning_rate, scaled.min_lr) == (scale * 3e-3, scale * 1e-4)
+        assert scaled.for_heads(head_dim) == scaled and replace(scaled, learning_rate=3e-3, min_lr=1e-4) == replace(
+            config, lr_head_dim=None
+        )
+
+
+def test_a_run_records_the_rate_that_it_used(config: TrainConfig) -> None:
+    heard = Recorder()
+    run_distillation(
+        replace(config, max_steps=2, warmup_steps=1, lr_head_dim=4), [heard]
+    )  # its heads have 16 channels
+    assert heard.steps[0].learning_rate == config.learning_rate / 4
+    record = json.loads((config.run_dir / "gate_config.json").read_text())["training"]["config"]
+    assert record["learning_rate"] == config.learning_rate / 4 and record["lr_head_dim"] is None
+    run_distillation(replace(config, max_steps=2, warmup_steps=1, lr_head_dim=4))  # nothing to do, not refused
 
 
 @pytest.mark.parametrize(

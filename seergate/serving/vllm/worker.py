@@ -66,6 +66,7 @@ class Gated:
 def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     """Make the layers of this rank's model sparse, and return layer -> vLLM's attention module."""
     from vllm.logger import init_logger
+    from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
 
     settings = Settings.read(vllm_config.additional_config)
@@ -78,10 +79,11 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     frequencies: Tensor | None = None
     found: dict[int, Any] = {}
     shared: dict[int, Counts] = {}
-    small = current_platform.is_cpu() and vllm_config.cache_config.block_size % 32
+    if current_platform.is_cpu() and vllm_config.cache_config.block_size % 32:
+        for module in vllm_config.compilation_config.static_forward_context.values():  # a draft model's too
+            if isinstance(module, Attention):
+                module.attn_backend = with_pages_of_16(module.attn_backend)
     for layer, parent, attention in attention_layers(model):
-        if small:  # all layers: they share the pages' size
-            attention.attn_backend = with_pages_of_16(attention.attn_backend)
         if layer not in kinds or not method.selects_in(layer):
             continue
         if (anchor := method.anchor_of(layer)) in found:

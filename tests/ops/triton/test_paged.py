@@ -107,8 +107,8 @@ def test_scores_and_places(case: Case) -> None:
     torch.testing.assert_close(packed, query.reshape(-1, G, D), rtol=0, atol=0)
     torch.testing.assert_close(scores, want.where(complete[:, None], 0.0), rtol=1e-5, atol=1e-5)
 
-    indices, counts = method.choose(scores, rows.lengths_R)
-    tokens_wanted = (counts - 1) * 32 + (rows.lengths_R[:, None] - 1) % 32 + 1
+    indices, counts = method.choose(scores, rows)
+    tokens_wanted = (counts - 1) * 32 + (rows.tensor[:, None] - 1) % 32 + 1
     places, tokens = paged.chosen_places(scores, case.table, case.lengths, 32, case.page, 96, 0, 7, 3)
     assert torch.equal(tokens.view(-1, K), tokens_wanted.int())
     run = 32 // case.page

@@ -96,7 +96,7 @@ def test_rows_that_pad_a_graph_are_not_counted() -> None:
     plan = attention.plan_of_decodes(metadata, make_method("quest", token_budget=128, block_size=64), page=32)
     assert plan.rows.table_RNr.tolist() == [[[3, 4], [5, 5]], [[6, 7], [4, 4]], [[0, 0], [0, 0]]]
     assert plan.closed_Cr.tolist() == [[0, 0], [6, 7], [0, 0]] and plan.starts_C.tolist() == [64, 0, 0]
-    assert plan.rows.lengths_R.tolist() == [70, 64, 1] and plan.held == 134 and plan.read_all == -1
+    assert plan.rows.tensor.tolist() == [70, 64, 1] and plan.held == 134 and plan.read_all == -1
 
 
 def test_preemption(prompts: list[list[int]], together: list[list[int]]) -> None:
