@@ -123,13 +123,14 @@ def draw_anchors(results: Path) -> Any:
 
 
 def draw_board(results: Path) -> Any:
-    """The board: a row of panels per model that was measured, with a panel per part."""
+    """The board: a row of panels per model, and a column per part, that was measured at all."""
     rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
     models = [model for model in MODELS if any(row["model"] == model for row in rows)]
-    size = (3.4 * len(PARTS), 0.8 + 2.8 * len(models))
-    figure, grid = pyplot().subplots(len(models), len(PARTS), figsize=size, layout="constrained", squeeze=False)
+    parts = {part: about for part, about in PARTS.items() if any(row["part"] == part for row in rows)}
+    size = (1.6 + 3.4 * len(parts), 0.8 + 2.8 * len(models))
+    figure, grid = pyplot().subplots(len(models), len(parts), figsize=size, layout="constrained", squeeze=False)
     for model, line in zip(models, grid, strict=True):
-        for (part, about), axes in zip(PARTS.items(), line, strict=True):
+        for (part, about), axes in zip(parts.items(), line, strict=True):
             own = [row for row in rows if row["model"] == model and row["part"] == part]
             axes.set_title(f"{model}: {about.title}", fontsize=10)
             axes.grid(alpha=0.25)
