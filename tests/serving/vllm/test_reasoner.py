@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import seergate
 from seergate import DecodeConfig, GateBank
 from seergate.methods import make_method
-from seergate.serving.vllm.attention import SparseAttention, fits_graphs
+from seergate.serving.vllm.attention import fits_graphs
 from seergate.serving.vllm.worker import rank_gate
 from tests.serving.vllm.conftest import GATES, answers, engine, gated_layers
 from tests.support.reasoner import REASONER, questions
@@ -38,15 +38,7 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         chosen.append(selection.indices)
         return selection
 
-    plain_served = SparseAttention._chosen
-
-    def served_choice(self: Any, *given: Any) -> Any:
-        indices, counts = plain_served(self, *given)
-        chosen.append(indices.int())
-        return indices, counts
-
     monkeypatch.setattr(kind, "choose", choose)
-    monkeypatch.setattr(SparseAttention, "_chosen", served_choice)
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
     for ids in questions(20, 20, 24):
         chosen.clear()
