@@ -69,3 +69,7 @@ class RowLengths:
     def positions(self) -> Tensor:
         """Position of each row's current token, ``[B, 1]``."""
         return self.once("positions", lambda: (self.tensor - 1)[:, None])
+
+    def tokens(self, counts: Tensor, block_size: int) -> Tensor:
+        """Number of tokens ``[B, K]`` of ``counts [B, K]`` blocks, the last of which is the row's current one."""
+        return (counts - 1) * block_size + self.positions % block_size + 1

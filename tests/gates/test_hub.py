@@ -142,7 +142,7 @@ def test_what_an_owner_has_in_the_repository_stays(hub, bank):
     assert (facts["language"], facts["license"]) == ("en", "mit") and text.count("# Attention gates for") == 1
     assert "0.25" in text and "0.5 " not in text and "## Results" not in text
     bank.push_to_hub(REPO, **W, card=text[text.index("<!-- seergate: what") : text.index("## Thanks")])
-    assert "# Mine" in card(hub), "a card without the owner's text keeps the one that is there"
+    assert "# Mine" in card(hub), "pushing a card without the owner's text does not delete that text on the Hub"
 
 
 def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):

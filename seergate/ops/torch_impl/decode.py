@@ -58,8 +58,7 @@ class Readable(NamedTuple):
 
 def _counted(rows: RowLengths, counts: Tensor, columns: int, block_size: int, seen: bool) -> Readable:
     """Tokens of pairs with ``counts [B, K]`` blocks, the last of which is the row's current block."""
-    last_B1 = (rows.tensor - 1)[:, None] % block_size + 1
-    counts_P = ((counts.long() - 1) * block_size + last_B1).clamp_(min=0).flatten()
+    counts_P = rows.tokens(counts.long(), block_size).clamp_(min=0).flatten()
     full = seen and bool((counts == columns).all())
     return Readable.of(counts_P, columns * block_size, seen)._replace(full=full)
 

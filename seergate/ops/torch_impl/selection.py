@@ -67,9 +67,7 @@ class Budgeted(NamedTuple):
     def of(cls, budget: BlockBudget, rows: RowLengths, shape: torch.Size, block_size: int, sink_blocks: int) -> Self:
         """For scores of this shape ``[B, K, N]``."""
         _, kv_heads, blocks = shape
-        blocks_N, current_B11 = _blocks(rows.tensor, blocks, block_size)
-        past_B1N = blocks_N < current_B11
-        always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
+        blocks_N, current_B11, always_B1N, free_B1N = _blocks(rows.tensor, blocks, block_size, sink_blocks)
         wanted_B11 = budget.read(current_B11.long() + 1)
         kept, even = budget.read(blocks), False
         if rows.host:
@@ -77,7 +75,7 @@ class Budgeted(NamedTuple):
             kept, even = max(wanted), min(wanted) == max(wanted)
         return cls(
             ties_N=blocks_N.double().mul(-TIE),
-            free_B1N=past_B1N & ~always_B1N,
+            free_B1N=free_B1N,
             fixed_B1N=torch.where(always_B1N, torch.inf, -torch.inf).double(),
             kept=kept,
             surplus_B1X=None if even else torch.arange(kept, device=wanted_B11.device) >= wanted_B11,
@@ -110,10 +108,7 @@ def select_blocks(
         return Selection(best_BKX.masked_fill_(how.surplus_B1X, -1), how.counts_BK)
 
     scores_BKN = _finite(scores)
-    blocks_N, current_B11 = _blocks(lengths, scores.shape[2], block_size)
-    past_B1N = blocks_N < current_B11
-    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
-    free_B1N = past_B1N & ~always_B1N
+    blocks_N, _, always_B1N, free_B1N = _blocks(lengths, blocks, block_size, sink_blocks)
     probs_BKN = scores_BKN.masked_fill(~free_B1N, -torch.inf).softmax(-1)
     if threshold is not None:
         picked_BKN = probs_BKN > threshold  # rows without a block to choose have NaN, which is never greater
@@ -134,10 +129,15 @@ def _finite(scores: Tensor) -> Tensor:
     return scores.float().nan_to_num(-largest, largest, -largest)
 
 
-def _blocks(lengths: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Block indices ``[N]``, and the index of each row's current block ``[B, 1, 1]``."""
-    current_B = torch.div(lengths - 1, block_size, rounding_mode="floor")
-    return torch.arange(blocks, device=lengths.device), current_B[:, None, None]
+def _blocks(lengths: Tensor, blocks: int, block_size: int, sink_blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Block indices ``[N]``, the index of each row's current block ``[B, 1, 1]``, and two masks ``[B, 1, N]``: blocks
+    that are always selected, and those selected by score.
+    """
+    current_B11 = torch.div(lengths - 1, block_size, rounding_mode="floor")[:, None, None]
+    blocks_N = torch.arange(blocks, device=lengths.device)
+    past_B1N = blocks_N < current_B11
+    always_B1N = (blocks_N == current_B11) | (past_B1N & (blocks_N < sink_blocks))
+    return blocks_N, current_B11, always_B1N, past_B1N & ~always_B1N
 
 
 def _keys(scores_BKN: Tensor, ties_N: Tensor) -> Tensor:

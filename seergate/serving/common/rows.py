@@ -26,10 +26,6 @@ class Rows(RowLengths):
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def tokens(self, counts_RK: Tensor, block_size: int) -> Tensor:
-        """Number of tokens ``[R, K]`` of the selected blocks, the last of which is always the row's current one."""
-        return (counts_RK - 1) * block_size + self.positions % block_size + 1
-
     def divided(self, most: int) -> list[Rows]:
         """Groups of at most ``most`` rows."""
         return self.once(("divided", most), lambda: [self._part(i, i + most) for i in range(0, len(self), most)])
