@@ -4,9 +4,8 @@
     python benchmarks/board.py --model qwen2.5-coder-0.5b --part humaneval   # one part of one model
     python benchmarks/board.py --model smollm2 --part gsm8k --task-source test.jsonl --problems 16 --gates DIR
 
-Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl, and worked
-examples for models without a chat template from models/gsm8k_train.jsonl, if these files exist; otherwise from the
-Hub. Other options go to `seergate eval`, such as --gates, --budget and --method; with ``--part times``
+Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl and its four
+worked examples from models/gsm8k_train.jsonl, if these files exist; otherwise from the Hub. Other options go to `seergate eval`, such as --gates, --budget and --method; with ``--part times``
 alone, they go to `serving.py`, which measures vLLM if `make test-vllm` made its environment.
 
 Answers are kept in a folder per model, part and number of problems: the same command continues, and more methods or
@@ -83,12 +82,12 @@ PARTS = {
     "texts": Part("KL", 512, 16, *["perplexity:length=2560:scored=64"] * 2, "--dtype float32"),
     "needles": Part("needles", 512, 64, *["needle:keys=4:length=3584"] * 2, "--dtype float32 --batch-size 1"),
     "gsm8k": Part(
-        *("GSM8K", 128, 128, "gsm8k", "gsm8k:shots=4"),
-        "--dtype float32 --batch-size 8 --max-new-tokens 600 --temperature 0",
+        *("GSM8K", 256, 128, *["gsm8k:shots=4"] * 2),
+        "--dtype bfloat16 --batch-size 32 --max-new-tokens 400 --temperature 0",
     ),
     "humaneval": Part(
         *("HumanEval", 128, 164, "humaneval", "humaneval:chat=false"),
-        "--dtype float32 --batch-size 8 --max-new-tokens 600 --run-programs",
+        "--dtype bfloat16 --batch-size 32 --max-new-tokens 600 --run-programs",
     ),
     "times": Part("ms per token", 512, options="--lengths 4096 --batches 1 16 --budget 512"),
 }
