@@ -5,8 +5,10 @@
     python benchmarks/board.py --model smollm2 --part gsm8k --task-source test.jsonl --problems 16 --gates DIR
 
 Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl and its four
-worked examples from models/gsm8k_train.jsonl, if these files exist; otherwise from the Hub. Other options go to `seergate eval`, such as --gates, --budget and --method; with ``--part times``
-alone, they go to `serving.py`, which measures vLLM if `make test-vllm` made its environment.
+worked examples from models/gsm8k_train.jsonl, if these files exist; otherwise from the Hub. Other options go to
+`seergate eval`, such as --gates, --budget and --method; with ``--part times`` alone, they go to `serving.py`, which
+measures vLLM if `make test-vllm` made its environment. The part ``long`` is HumanEval behind a module of Python's
+library (textwrap.py).
 
 Answers are kept in a folder per model, part and number of problems: the same command continues, and more methods or
 budgets add to what is there. After each part, its rows replace those of the same model and part in
@@ -20,9 +22,11 @@ import argparse
 import json
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote, split
 from typing import Any
 
 from collect import rows_of
@@ -70,7 +74,7 @@ class Part:
         """The command line of `seergate eval` for a model."""
         chat = load_tokenizer(path_of(name)).chat_template is not None
         task = self.chat if chat else self.base
-        found = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *self.options.split()]
+        found = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *split(self.options)]
         if task.startswith("gsm8k") and Path("models/gsm8k.jsonl").exists():
             found += ["--task-source", "models/gsm8k.jsonl"]
         if task.startswith("gsm8k:shots") and Path("models/gsm8k_train.jsonl").exists():
@@ -88,6 +92,10 @@ PARTS = {
     "humaneval": Part(
         *("HumanEval", 128, 164, "humaneval", "humaneval:chat=false"),
         "--dtype bfloat16 --batch-size 32 --max-new-tokens 600 --run-programs",
+    ),
+    "long": Part(
+        *("HumanEval behind 4k", 512, 164, "humaneval", "humaneval:chat=false"),
+        f"--dtype bfloat16 --batch-size 32 --max-new-tokens 600 --run-programs --data {quote(textwrap.__file__)}",
     ),
     "times": Part("ms per token", 512, options="--lengths 4096 --batches 1 16 --budget 512"),
 }

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from common import arguments, parsed, random_model, resident, save, version
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from transformers import Cache, CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 import seergate
@@ -54,6 +54,7 @@ class Way:
     Attributes:
         method: the decoding method; ``None`` for transformers without seergate.
         static: use transformers' static cache.
+        compiled: compile the step, which needs a static cache.
         memory_share: share of keys and values kept in memory, with the others in a file; ``None`` keeps all.
         milliseconds: milliseconds of each token, per turn.
         growth: largest growth of the process in a turn, in bytes.
@@ -61,6 +62,7 @@ class Way:
 
     method: methods.Method | None = None
     static: bool = False
+    compiled: bool = False
     memory_share: float | None = None
     offload: Offload | None = None
     cache: Cache | None = None
@@ -116,12 +118,15 @@ def ways(
 
 
 def generate(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, cache: Cache | None = None
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, new: int, cache: Cache | None = None, compiled: bool = False
 ) -> tuple[Tensor, list[float]]:
     """Generate ``new`` tokens; return all tokens and the milliseconds taken by each new one."""
     clock = Clock(ids.device)
     start = time.perf_counter()
-    options = {} if cache is None else {CACHE: cache}
+    options: dict[str, Any] = {} if cache is None else {CACHE: cache}
+    if compiled:
+        options["compile_config"] = CompileConfig(mode="default", fullgraph=True, dynamic=False)
+        options["compile_config"]._compile_all_devices = True  # else transformers compiles on GPUs only
     out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, streamer=clock, **options)
     times = [start, *clock.times[1:]]  # the first call is for the prompt
     return out, [1e3 * (b - a) for a, b in zip(times, times[1:], strict=False)]
@@ -201,7 +206,7 @@ def turn(model: PreTrainedModel, name: str, way: Way, mask: Tensor, tokens: int)
     whole = torch.cat((mask, mask.new_ones(len(mask), way.ids.shape[1] - mask.shape[1])), dim=1)
     before = resident(reset_peak=True)
     with way.attached(model) as handle:
-        way.ids, times = generate(model, way.ids, whole, tokens, way.cache)
+        way.ids, times = generate(model, way.ids, whole, tokens, way.cache, way.compiled)
         if handle is not None:
             way.stats = handle.stats()
     way.growth = max(way.growth, resident() - before)

@@ -46,13 +46,14 @@ from seergate.models.loading import load_base
 
 COVERING = 1 << 20
 """A budget that covers everything."""
-WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate")
+WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate", "hf_gate_compiled")
 COMPARED = (
     ("vllm_gate", "vllm_dense"),
     ("vllm_covering", "vllm_dense"),
     ("vllm_gate", "hf_static"),
     ("vllm_gate", "hf_gate"),
     ("hf_gate", "hf_static"),
+    ("hf_gate_compiled", "hf_static"),
 )
 ENVIRONMENT = Path(__file__).parents[1] / ".venv/bin/python"
 TRANSFORMERS_PYTHON = str(ENVIRONMENT) if ENVIRONMENT.exists() else sys.executable
@@ -157,7 +158,10 @@ class TransformersWay:
         """Milliseconds of each token. Frees the cache afterwards: caches of all ways do not fit in memory."""
         lengths = torch.tensor(row_lengths(length, batch, self.options))
         mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
-        way = ways(self.model, self.options, self.options.budget, self.bank)[self.name]
+        found = ways(self.model, self.options, self.options.budget, self.bank)
+        way = found["hf_static" if self.name == "hf_static" else "gate"]
+        way.compiled = self.name == "hf_gate_compiled"
+        way.static = way.static or way.compiled
         fill(self.model, {self.name: way}, mask, 2 * (tokens + 1), self.options.budget)
         turn(self.model, self.name, way, mask, tokens)  # warms up
         turn(self.model, self.name, way, mask, tokens)
@@ -178,7 +182,7 @@ def work(address: str) -> None:
             budget = {"vllm_dense": 0, "vllm_covering": COVERING, "vllm_gate": options.budget}[kind]
             way: Any = VLLMWay(directory, options, budget, [int(layer) for layer in anchors.split("+") if layer])
         else:
-            way = TransformersWay(directory, options, name.removeprefix("hf_") if name == "hf_gate" else name)
+            way = TransformersWay(directory, options, name)
         pipe.send(version("transformers"))
         while (request := pipe.recv()) is not None:
             pipe.send(getattr(way, request[0])(*request[1:]))

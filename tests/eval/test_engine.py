@@ -13,6 +13,7 @@ from seergate.cache.offload import Offload
 from seergate.cache.paging import Paging
 from seergate.config import GateConfig
 from seergate.errors import SeergateError
+from seergate.eval.generation import engine
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.generation.engine import Batch, Limit, Request
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
@@ -97,6 +98,25 @@ def same(together, alone):
         for name in ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "own_bytes_peak"):
             assert generation.costs.get(name, 0) == pytest.approx(alone[key].costs.get(name, 0), rel=1e-9), name
         assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
+
+
+@pytest.mark.parametrize("method", ["dense", "quest", "gate", "h2o"])
+def test_a_common_prefix_is_prefilled_once(method, monkeypatch):
+    """With the answers and costs of whole prompts, unless the method evicts: it must see each prompt in one piece."""
+    model, seen = support.model(), []
+    prompts = [f"{LONG[0]} {end}" for end in ("a9 1", "a9 1 a8 2 a7 3", "a5", "a5 5 a4")]
+    common = len(encode(support.tokenizer(), LONG[0]))
+    chosen = arguments_of(method, model)
+    alone = run(model, prompts, batch_size=2, max_new_tokens=9, **chosen)
+    monkeypatch.setattr(engine, "SHARED_TOKENS", common)
+    embed = model.get_input_embeddings()
+    hook = embed.register_forward_hook(lambda module, args, output: seen.append(tuple(args[0].shape)))
+    shared = run(model, prompts, batch_size=2, max_new_tokens=9, **chosen)
+    hook.remove()
+    same(shared, alone)
+    prefills = [shape for shape in seen if shape[1] > 1]
+    assert ((1, common) in prefills) == (method != "h2o")
+    assert all(width < common for _, width in prefills[1:]) == (method != "h2o")
 
 
 def test_the_peak_of_a_sample_is_that_of_its_handle():

@@ -170,7 +170,7 @@ def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch, capsys):
         pool.grade("program", "    return 1\n", GOLD)
 
 
-def test_the_task():
+def test_the_task(tmp_path):
     tokenizer = support.tokenizer()
     chat, plain = (make_task(name).bound(tokenizer) for name in ("humaneval", "humaneval:chat=false"))
     assert (len(chat.problems()), chat.samples, chat.stop) == (164, 1, ())
@@ -178,6 +178,14 @@ def test_the_task():
     assert first.problem_id == "HumanEval/0" and "def has_close_elements" in first.messages[0]["content"]
     assert first.messages[0]["content"].endswith('    """\n```')
     assert plain.problems()[0].prompt == PROBLEMS["HumanEval/0"]["prompt"]
+    file = tmp_path / "other.py"
+    file.write_text("def other():\n    return 1\n")
+    behind, plain_behind = (
+        make_task(name, data=str(file)).problems()[0] for name in ("humaneval", "humaneval:chat=false")
+    )
+    assert behind.messages[0]["content"] == f"def other():\n    return 1\n\n{first.messages[0]['content']}"
+    assert plain_behind.prompt == f"def other():\n    return 1\n\n{plain.problems()[0].prompt}"
+    assert behind.gold == first.gold  # the program that is run does not have it
     assert {"\ndef", "\nclass", "\nif", "\nprint", "\n#"} <= set(plain.stop)
     for gold in ("1", "[]", '{"prompt": "", "test": ""}', '{"prompt": 1, "test": "", "entry_point": ""}'):
         with pytest.raises(SeergateError, match=r"must be the JSON text of an object with the texts prompt, test"):

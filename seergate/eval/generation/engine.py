@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from transformers.cache_utils import Cache
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.cache.forward import CACHE
 from seergate.cache.layer import GatedLayer
+from seergate.cache.storage import KVBackend
 from seergate.checks import check_count, check_counts
 from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
@@ -38,9 +40,12 @@ from seergate.eval.generation.costs import RowStats
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import end_ids
-from seergate.methods.evicting import CompressingState
+from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.models.attach import Handle
 from seergate.models.families import check_angles, text_config
+
+SHARED_TOKENS = 256
+"""Shorter prefixes are prefilled with each prompt."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +153,18 @@ def ends_in_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrain
 
 
 class Batch:
-    """Rows that decode together, under the method that is attached to the model: their cache and forward passes."""
+    """Rows that decode together, under the method that is attached to the model: their cache and forward passes.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        prefix: tokens with which every prompt begins and after which each has more; they are prefilled once. The
+            method must not evict, and the rows must be independent.
+    """
+
+    def __init__(self, model: PreTrainedModel, prefix: Sequence[int] = ()) -> None:
         self.model, self.cache = model, DynamicCache(config=model.config)
         self.device = model.get_input_embeddings().weight.device
+        self.prefix = list(prefix)
+        self.prefilled: Cache | None = None  # one row with the prefix, after the first prompts
         self.lengths: list[int] = []  # tokens in the cache
         self.mask: Tensor | None = None  # [rows, slots]; kept only for caches whose rows share their slots
 
@@ -177,15 +189,16 @@ class Batch:
         Raises:
             SeergateError: if a prompt is too long for the frequencies of the model's RoPE (`check_angles`).
         """
-        width = max(map(len, prompts))
+        before, width = len(self.prefix), max(map(len, prompts))
         check_angles(text_config(self.model), width, "a prompt")
-        rows = [[0] * (width - len(ids)) + list(ids) for ids in prompts]  # padding is masked: any token will do
-        seen = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts]
+        # padding is masked: any token will do
+        rows = [[0] * (width - len(ids)) + list(ids[before:]) for ids in prompts]
+        seen = [[1] * before + [0] * (width - len(ids)) + [1] * (len(ids) - before) for ids in prompts]
         mask = torch.tensor(seen, device=self.device)
-        cache: Cache = DynamicCache(config=self.model.config) if self.lengths else self.cache
+        cache = self._started(len(prompts))
         logits = self._forward(
             torch.tensor(rows, device=self.device),
-            (mask.cumsum(1) - 1).clamp(min=0),
+            (mask.cumsum(1) - 1).clamp(min=0)[:, before:],
             None if min(map(len, prompts)) == width else mask,
             cache,
         )
@@ -198,9 +211,25 @@ class Batch:
             look(twin, logits)
         if self.lengths:
             join_rows(self.cache, cache)
+        else:
+            self.cache = cache
         self.mask = shared
         self.lengths += lengths
         return logits
+
+    def _started(self, rows: int) -> Cache:
+        """A cache whose rows hold the prefix."""
+        cache: Cache = DynamicCache(config=self.model.config)
+        if not self.prefix:
+            return cache
+        if self.prefilled is None:
+            ids = torch.tensor([self.prefix], device=self.device)
+            self._forward(ids, torch.arange(len(self.prefix), device=self.device)[None], None, cache)
+            self.prefilled = cache
+        with torch.inference_mode(False):  # the copy is modified
+            cache = copy.deepcopy(self.prefilled)
+        cache.batch_repeat_interleave(rows)
+        return cache
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
         """Log-probability in nats of a given reply (token ids) to each row, 0 for an empty reply; ``logits [rows, V]``
@@ -336,7 +365,7 @@ class Engine:
         self.choose = TokenChooser(job.sampling)
         self.ends = end_ids(handle.model, tokenizer)
         self.waiting = deque[Request]()
-        self.rows = list[_Row]()
+        self.rows, self.prefix = list[_Row](), ()
         self._restart()
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -350,12 +379,26 @@ class Engine:
         reply, text = max((len(request.reply) for request in self.waiting), default=0), text_config(self.handle.model)
         for prompt in (len(request.ids) for request in self.waiting):
             check_angles(text, prompt + max(self.limit.of(prompt), reply), "a prompt with its longest answer")
+        self.prefix = self._common_prefix()
         self._restart()
         try:
             while self.step():
                 pass
         finally:
             self.handle.reset_stats()
+
+    def _common_prefix(self) -> tuple[int, ...]:
+        """The tokens with which all waiting prompts begin, such as worked examples, if they are to be prefilled once:
+        if they are many, there is more of each prompt, and nothing evicts or approximates them.
+        """
+        prompts = [request.ids for request in self.waiting]
+        exact = not isinstance(self.handle.method, CompressingMethod) and type(self.handle.storage) is KVBackend
+        independent = len(self.handle.bindings) == text_config(self.handle.model).num_hidden_layers
+        if len(prompts) < 2 or not (exact and independent):
+            return ()
+        same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+        length = min(sum(1 for _ in same), min(map(len, prompts)) - 1)
+        return prompts[0][:length] if length >= SHARED_TOKENS else ()
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -388,7 +431,7 @@ class Engine:
 
     def _restart(self) -> None:
         """Drop all rows, free their memory and reset the statistics."""
-        self.batch, self.rows = Batch(self.handle.model), []
+        self.batch, self.rows = Batch(self.handle.model, self.prefix), []
         self.handle.reset_stats()
         self.stats = self.handle.count_with(RowStats)
         gc.collect()

@@ -10,6 +10,7 @@ from typing import Any
 from seergate.checks import check_count
 from seergate.eval.grading.programs import FIELDS, PROGRAM, checker_file
 from seergate.eval.sampling import Sampling
+from seergate.eval.tasks.retrieval import text_of
 from seergate.eval.tasks.task import Problem, Task
 
 INSTRUCTION = "Complete the following Python function. Answer with the whole function in a fenced code block."
@@ -17,26 +18,31 @@ STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n```")
 """Where a completion ends: those of the paper, and a fence, which is no Python."""
 
 
-def humaneval(*, problems: int | None = None, chat: bool = True) -> Task:
+def humaneval(*, problems: int | None = None, chat: bool = True, data: str | None = None) -> Task:
     """HumanEval's 164 problems: functions to be completed after their signature and description.
 
     Args:
         problems: number of problems to use, from the first on; all if ``None``.
         chat: ask in a user's turn; the program is the last closed fenced block of the answer. Otherwise the model
             continues the function, for base models.
+        data: file whose text stands before each function, such as other code: a long context to answer behind.
     """
     if problems is not None:
         check_count("problems", problems, 1)
+    before = f"{text_of(data)[1].strip()}\n\n" if data else ""
 
     def load() -> Iterator[Problem]:
         for record in islice(_records(), problems):
             gold = json.dumps({field: record[field] for field in FIELDS} | {"chat": chat})
             name = str(record["task_id"])
             if chat:
-                turn = {"role": "user", "content": f"{INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```"}
+                turn = {
+                    "role": "user",
+                    "content": f"{before}{INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```",
+                }
                 yield Problem(name, gold, messages=(turn,))
             else:
-                yield Problem(name, gold, prompt=record["prompt"])
+                yield Problem(name, gold, prompt=before + record["prompt"])
 
     return Task(
         name="humaneval",
@@ -45,7 +51,7 @@ def humaneval(*, problems: int | None = None, chat: bool = True) -> Task:
         max_new_tokens=1024 if chat else 512,
         sampling=Sampling(),
         budgets=(64, 128, 256, 512),
-        options={"problems": problems, "chat": chat},
+        options={"problems": problems, "chat": chat, **({"file": data} if data else {})},
         stop=() if chat else STOPS,
     )
 
