@@ -365,7 +365,8 @@ class Engine:
         self.choose = TokenChooser(job.sampling)
         self.ends = end_ids(handle.model, tokenizer)
         self.waiting = deque[Request]()
-        self.rows, self.prefix = list[_Row](), ()
+        self.rows = list[_Row]()
+        self.prefix: tuple[int, ...] = ()
         self._restart()
 
     def run(self, requests: Iterable[Request]) -> None:
