@@ -136,7 +136,11 @@ def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Fou
     task = {
         key: Path(value).name if key in ("file", "source") else value for key, value in sweep.config["task"].items()
     }
-    described = {"task": task, **{key: sweep.config[key] for key in ("generation", "environment")}}
+    described = {
+        "task": task,
+        "dtype": sweep.config["model"]["dtype"],
+        **{key: sweep.config[key] for key in ("generation", "environment")},
+    }
     return status, (described, rows)
 
 

@@ -12,7 +12,8 @@ the time of a step. Each way to decode has its own process with an engine. The p
 that other load slows all of them, and only one works at a time. Times are medians over steps in which all rows decode,
 and ``ratios`` are ratios of medians. vLLM prefills the prompts once; later turns find them in the prefix cache. Every
 row has a different text, because rows with a common prefix share its memory, which makes dense attention faster.
-Transformers' caches are instead filled with random keys and values in each turn (`end_to_end.py`).
+Transformers' caches are instead filled with random keys and values in each turn (`end_to_end.py`). In the ways
+``..._compiled``, `torch.compile` makes a graph of the step.
 
 No row is shorter than the budget. The time of dense vLLM with all rows as long as the budget is a lower bound for any
 selection of as many tokens from a longer context; ``over the floor`` is the relative excess of a step with gates.
@@ -46,7 +47,7 @@ from seergate.models.loading import load_base
 
 COVERING = 1 << 20
 """A budget that covers everything."""
-WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate", "hf_gate_compiled")
+WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate", "hf_static_compiled", "hf_gate_compiled")
 COMPARED = (
     ("vllm_gate", "vllm_dense"),
     ("vllm_covering", "vllm_dense"),
@@ -54,6 +55,7 @@ COMPARED = (
     ("vllm_gate", "hf_gate"),
     ("hf_gate", "hf_static"),
     ("hf_gate_compiled", "hf_static"),
+    ("hf_gate_compiled", "hf_static_compiled"),
 )
 ENVIRONMENT = Path(__file__).parents[1] / ".venv/bin/python"
 TRANSFORMERS_PYTHON = str(ENVIRONMENT) if ENVIRONMENT.exists() else sys.executable
@@ -159,9 +161,10 @@ class TransformersWay:
         lengths = torch.tensor(row_lengths(length, batch, self.options))
         mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
         found = ways(self.model, self.options, self.options.budget, self.bank)
-        way = found["hf_static" if self.name == "hf_static" else "gate"]
-        way.compiled = self.name == "hf_gate_compiled"
+        way = found["gate" if self.name.startswith("hf_gate") else "hf_static"]
+        way.compiled = self.name.endswith("compiled")
         way.static = way.static or way.compiled
+        torch._dynamo.reset()  # it keeps only so many graphs
         fill(self.model, {self.name: way}, mask, 2 * (tokens + 1), self.options.budget)
         turn(self.model, self.name, way, mask, tokens)  # warms up
         turn(self.model, self.name, way, mask, tokens)

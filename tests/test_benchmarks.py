@@ -276,29 +276,31 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part("gsm8k", f"{short} --task-source {tmp_path}/sums.jsonl --shots-source {tmp_path}/sums.jsonl")
     assert "dense: 2/2 answers" in part("humaneval", short)
     assert "dense: 2/2 answers" not in part("humaneval", f"{short},quest")
-    part("times", "--ways hf_static hf_gate --lengths 64 --rounds 1 --tokens 3")
+    (tmp_path / "before.py").write_text("ONE = 1\n")
+    part("long", f"{short} --data {tmp_path}/before.py")
+    part("times", "--ways hf_static hf_gate hf_gate_compiled --lengths 64 --rounds 1 --tokens 3")
     record = json.loads((tmp_path / "board.json").read_text())
     assert record["options"]["parts"].keys() == {f"tiny/{name}" for name in board.PARTS if name != "needles"}
     monkeypatch.setattr(board, "MODELS", ("tiny", "smollm2"))
     monkeypatch.setattr(trade_off, "MODELS", board.MODELS)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = {line[0].strip("*`"): line[1:] for line in tables.all_methods()}
-    assert lines["tiny"][:4] == ("2 texts", tables.MISSING, "2 problems", "2 problems")
-    assert set(lines["smollm2"][:4]) == {tables.MISSING}
+    assert lines["tiny"][:5] == ("2 texts", tables.MISSING, "2 problems", "2 problems", "2 problems")
+    assert set(lines["smollm2"][:5]) == {tables.MISSING}
     assert [
-        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(8)
+        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(9)
     ] == [
-        *(True, False, True, True, True, True, True, False),
-        *(True, False, True, True, True, True, True, False),
-        *(True, False, False, False, True, True, False, False),
+        *(True, False, True, True, True, True, True, True, False),
+        *(True, False, True, True, True, True, True, True, False),
+        *(True, False, False, False, False, True, True, False, False),
     ]
     assert "[" in lines["quest"][3] and lines["quest"][2] == tables.MISSING
     record["rows"] += [row | {"model": "smollm2"} for row in record["rows"] if row["part"] == "texts"]
     (tmp_path / "board.json").write_text(json.dumps(record))
     panels = trade_off.draw_board(tmp_path).axes  # no column of needles, which neither model has
     sparse = len(board.METHODS) - 1
-    assert [len(axes.containers) for axes in panels] == [sparse, 2, 3, 2, sparse, 0, 0, 0]
-    assert [text.get_text() for axes in panels for text in axes.texts] == 3 * ["not measured"]
+    assert [len(axes.containers) for axes in panels] == [sparse, 2, 3, 2, 2, sparse, 0, 0, 0, 0]
+    assert [text.get_text() for axes in panels for text in axes.texts] == 4 * ["not measured"]
 
 
 def test_recipe(tmp_path: Path) -> None:

@@ -54,7 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task.add_argument(
         "--problems", type=int, metavar="N", help="how many problems [64 of chain_sum, all of data sets]"
     )
-    task.add_argument("--data", metavar="FILE", help="text of needle and perplexity [Python's own documentation]")
+    task.add_argument(
+        "--data",
+        metavar="FILE",
+        help="text of needle and perplexity [Python's own documentation], or before each function of humaneval",
+    )
     task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~27 tokens each [40]")
     task.add_argument(
         "--task-seed", type=int, metavar="N", help="chain_sum's problems, the order of GPQA's options [0]"

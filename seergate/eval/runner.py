@@ -22,7 +22,7 @@ from seergate.eval import store
 from seergate.eval.collector import Collector, Progress
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.generation.cluster import Cluster, Loader
-from seergate.eval.generation.engine import Engine, Job, Limit, Request
+from seergate.eval.generation.engine import Engine, Job, Limit, Request, common_prefix
 from seergate.eval.generation.served import SERVERS, generate_by_server
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
@@ -201,7 +201,8 @@ def evaluate(
                     if unmade:
                         requests = _requests(tokenizer, unmade, encoded, options.seed, task.stop)
                         longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
-                        job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling)
+                        prefix = common_prefix([ids for _, ids in encoded.values()])
+                        job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling, prefix)
                         if cluster is not None:
                             cluster.generate(job, fingerprint(model), requests, sink.take)
                         elif options.engine in SERVERS:

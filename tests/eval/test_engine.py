@@ -15,7 +15,7 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.generation import engine
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch, Limit, Request
+from seergate.eval.generation.engine import Batch, Limit, Request, common_prefix, shares_prefix
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import beginning, encode, prompt_text
 from seergate.eval.tasks.task import Problem
@@ -44,9 +44,10 @@ def run(model, prompts, *, batch_size, max_new_tokens=12, sampling=None, method=
         assert generation.request.key not in found
         found[generation.request.key] = generation
 
+    requests = requests_for(prompts)
     with attached(model, method, **options) as handle:
         how = {"batch_size": batch_size, "limit": Limit(max_new_tokens), "sampling": sampling}
-        support.engine(handle, keep, **how).run(requests_for(prompts))
+        support.engine(handle, keep, **how, prefix=common_prefix([each.ids for each in requests])).run(requests)
     return found
 
 
@@ -100,23 +101,59 @@ def same(together, alone):
         assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
 
 
-@pytest.mark.parametrize("method", ["dense", "quest", "gate", "h2o"])
-def test_a_common_prefix_is_prefilled_once(method, monkeypatch):
-    """With the answers and costs of whole prompts, unless the method evicts: it must see each prompt in one piece."""
+WHOLE = {  # prompts of these are prefilled in one piece
+    "h2o": arguments_of("h2o", None),
+    "kv4bit": {"method": "kv4bit", "residual": 8, "group": 8},
+    "pages": {"method": "quest", "token_budget": 32, "block_size": 8, "storage": Paging()},
+}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("method", ["dense", "quest", "gate", "resa", *WHOLE])
+def test_a_common_prefix_is_prefilled_once(method, size, monkeypatch):
+    """With the answers and costs of whole prompts, whichever arrive together."""
     model, seen = support.model(), []
-    prompts = [f"{LONG[0]} {end}" for end in ("a9 1", "a9 1 a8 2 a7 3", "a5", "a5 5 a4")]
-    common = len(encode(support.tokenizer(), LONG[0]))
-    chosen = arguments_of(method, model)
-    alone = run(model, prompts, batch_size=2, max_new_tokens=9, **chosen)
-    monkeypatch.setattr(engine, "SHARED_TOKENS", common)
-    embed = model.get_input_embeddings()
-    hook = embed.register_forward_hook(lambda module, args, output: seen.append(tuple(args[0].shape)))
-    shared = run(model, prompts, batch_size=2, max_new_tokens=9, **chosen)
+    prompts = [f"{LONG[0]} {end}" for end in ("a9 1", "a9", "a9 1 a8 2 a7 3", "a9 5 a4", "a9 5 a4")]
+    known = len(encode(support.tokenizer(), LONG[0]))
+    resa = {"method": methods.ReSA(token_budget=32, block_size=8, rectify_every=4)}
+    chosen = WHOLE.get(method) or (resa if method == "resa" else arguments_of(method, model))
+    alone = run(model, prompts, batch_size=size, max_new_tokens=9, **chosen)
+    monkeypatch.setattr(engine, "SHARED_TOKENS", 2)
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
+    same(run(model, prompts, batch_size=size, max_new_tokens=9, **chosen), alone)
     hook.remove()
-    same(shared, alone)
-    prefills = [shape for shape in seen if shape[1] > 1]
-    assert ((1, common) in prefills) == (method != "h2o")
-    assert all(width < common for _, width in prefills[1:]) == (method != "h2o")
+    first, *others = [shape[1] for shape in seen if shape[1] > 1 and shape[1] != 4]  # ReSA reads 4 tokens again
+    assert (first == known - 1 and max(others) < known) == (method not in WHOLE)
+
+
+def test_which_prefix_is_common():
+    short, long = tuple(range(300)), tuple(range(400))
+    assert common_prefix([long, short, (*short, 7)]) == short[:298]  # two tokens of each prompt are left
+    assert common_prefix([long, long]) == long[:398]
+    assert (
+        common_prefix([long])
+        == common_prefix([])
+        == common_prefix([long[:257], long])
+        == common_prefix([(), long])
+        == ()
+    )
+    with attached(tiny_model("gemma3_text"), "dense") as handle:  # its sliding windows are not gated
+        assert not shares_prefix(handle)
+
+
+def test_a_prefix_is_given_up_for_memory(monkeypatch):
+    """If one sample fits, but not the prefix beside it."""
+    monkeypatch.setattr(engine, "SHARED_TOKENS", 2)
+    model, prompts = support.model(), [f"{LONG[0]} {end}" for end in ("a9 1", "a9 1 a8 2")]
+    alone, started = run(model, prompts, batch_size=1), Batch._started
+
+    def no_room(batch, rows):
+        if batch.prefix:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return started(batch, rows)
+
+    monkeypatch.setattr(Batch, "_started", no_room)
+    same(run(model, prompts, batch_size=2), alone)
 
 
 def test_the_peak_of_a_sample_is_that_of_its_handle():

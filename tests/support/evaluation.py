@@ -42,9 +42,9 @@ def model(eos: int | None = None):
     return made
 
 
-def engine(handle, on_finished, *, batch_size=2, limit=None, sampling=None) -> Engine:
+def engine(handle, on_finished, *, batch_size=2, limit=None, sampling=None, prefix=()) -> Engine:
     """Greedy answers of 12 tokens, unless told otherwise."""
-    job = Job(MethodSpec("dense"), batch_size, (), 0, limit or Limit(12), sampling or Sampling())
+    job = Job(MethodSpec("dense"), batch_size, (), 0, limit or Limit(12), sampling or Sampling(), prefix)
     return Engine(handle, tokenizer(), job, on_finished)
 
 

@@ -156,8 +156,8 @@ class Batch:
     """Rows that decode together, under the method that is attached to the model: their cache and forward passes.
 
     Args:
-        prefix: tokens with which every prompt begins and after which each has more; they are prefilled once. The
-            method must not evict, and the rows must be independent.
+        prefix: tokens with which every prompt begins, and after which each has two more at least (`common_prefix`);
+            they are prefilled once. The handle must allow that (`shares_prefix`).
     """
 
     def __init__(self, model: PreTrainedModel, prefix: Sequence[int] = ()) -> None:
@@ -190,6 +190,7 @@ class Batch:
             SeergateError: if a prompt is too long for the frequencies of the model's RoPE (`check_angles`).
         """
         before, width = len(self.prefix), max(map(len, prompts))
+        assert all(list(ids[:before]) == self.prefix and len(ids) > before + bool(before) for ids in prompts)
         check_angles(text_config(self.model), width, "a prompt")
         # padding is masked: any token will do
         rows = [[0] * (width - len(ids)) + list(ids[before:]) for ids in prompts]
@@ -326,6 +327,7 @@ class Job:
         batch_size: samples that a process generates together; as many as fit into memory if ``None``.
         prompt, longest: token ids of the longest prompt, and number of tokens of the longest sample (prompt included),
             from which memory is estimated.
+        prefix: `common_prefix` of the prompts of all samples.
     """
 
     spec: MethodSpec
@@ -334,6 +336,22 @@ class Job:
     longest: int
     limit: Limit
     sampling: Sampling
+    prefix: tuple[int, ...] = ()
+
+
+def common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The tokens with which all prompts begin, such as worked examples, if they are many: they are prefilled once. At
+    least two tokens of each prompt are left, as a single one would be decoded.
+    """
+    same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
+    length = min(sum(1 for _ in same), min(map(len, prompts), default=0) - 2)
+    return prompts[0][:length] if len(prompts) > 1 and length >= SHARED_TOKENS else ()
+
+
+def shares_prefix(handle: Handle) -> bool:
+    """True if prompts may be prefilled in two pieces: nothing is evicted or approximated, and all layers are gated."""
+    exact = not isinstance(handle.method, CompressingMethod) and type(handle.storage) is KVBackend
+    return exact and len(handle.bindings) == text_config(handle.model).num_hidden_layers
 
 
 class Engine:
@@ -366,7 +384,7 @@ class Engine:
         self.ends = end_ids(handle.model, tokenizer)
         self.waiting = deque[Request]()
         self.rows = list[_Row]()
-        self.prefix: tuple[int, ...] = ()
+        self.prefix = job.prefix if shares_prefix(handle) else ()
         self._restart()
 
     def run(self, requests: Iterable[Request]) -> None:
@@ -380,26 +398,13 @@ class Engine:
         reply, text = max((len(request.reply) for request in self.waiting), default=0), text_config(self.handle.model)
         for prompt in (len(request.ids) for request in self.waiting):
             check_angles(text, prompt + max(self.limit.of(prompt), reply), "a prompt with its longest answer")
-        self.prefix = self._common_prefix()
         self._restart()
         try:
             while self.step():
                 pass
         finally:
             self.handle.reset_stats()
-
-    def _common_prefix(self) -> tuple[int, ...]:
-        """The tokens with which all waiting prompts begin, such as worked examples, if they are to be prefilled once:
-        if they are many, there is more of each prompt, and nothing evicts or approximates them.
-        """
-        prompts = [request.ids for request in self.waiting]
-        exact = not isinstance(self.handle.method, CompressingMethod) and type(self.handle.storage) is KVBackend
-        independent = len(self.handle.bindings) == text_config(self.handle.model).num_hidden_layers
-        if len(prompts) < 2 or not (exact and independent):
-            return ()
-        same = takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))
-        length = min(sum(1 for _ in same), min(map(len, prompts)) - 1)
-        return prompts[0][:length] if length >= SHARED_TOKENS else ()
+            self.batch.prefilled = None
 
     @torch.inference_mode()
     def step(self) -> bool:
@@ -423,7 +428,9 @@ class Engine:
 
     def _back_off(self, together: int) -> None:
         """Halve the batch after memory ran out with ``together`` rows, which restart before waiting ones."""
-        if together == 1 and self.rows:
+        if together == 1 and self.prefix:
+            self.prefix = ()  # it takes the memory of another row
+        elif together == 1 and self.rows:
             tokens = len(self.rows[0].prompt) + len(self.rows[0].tokens)
             raise SeergateError(f"not even one sample fits into memory, which ran out at {tokens} tokens")
         self.batch_size = max(1, together // 2)

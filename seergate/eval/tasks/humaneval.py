@@ -29,20 +29,18 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
     """
     if problems is not None:
         check_count("problems", problems, 1)
-    before = f"{text_of(data)[1].strip()}\n\n" if data else ""
+    name, text = ("", "") if data is None else text_of(data)
+    before = f"{text.strip()}\n\n" if data is not None else ""
 
     def load() -> Iterator[Problem]:
         for record in islice(_records(), problems):
             gold = json.dumps({field: record[field] for field in FIELDS} | {"chat": chat})
-            name = str(record["task_id"])
+            number = str(record["task_id"])
             if chat:
-                turn = {
-                    "role": "user",
-                    "content": f"{before}{INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```",
-                }
-                yield Problem(name, gold, messages=(turn,))
+                question = f"{before}{INSTRUCTION}\n\n```python\n{record['prompt'].strip()}\n```"
+                yield Problem(number, gold, messages=({"role": "user", "content": question},))
             else:
-                yield Problem(name, gold, prompt=before + record["prompt"])
+                yield Problem(number, gold, prompt=before + record["prompt"])
 
     return Task(
         name="humaneval",
@@ -51,7 +49,7 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
         max_new_tokens=1024 if chat else 512,
         sampling=Sampling(),
         budgets=(64, 128, 256, 512),
-        options={"problems": problems, "chat": chat, **({"file": data} if data else {})},
+        options={"problems": problems, "chat": chat, **({"text": name, "file": data} if data is not None else {})},
         stop=() if chat else STOPS,
     )
 
