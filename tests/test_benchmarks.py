@@ -278,7 +278,7 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "dense: 2/2 answers" not in part("humaneval", f"{short},quest")
     (tmp_path / "before.py").write_text("ONE = 1\n")
     part("long", f"{short} --data {tmp_path}/before.py")
-    part("times", "--ways hf_static hf_gate hf_gate_compiled --lengths 64 --rounds 1 --tokens 3")
+    part("times", "--ways hf_static hf_gate hf_gate_compiled --lengths 64 --batches 1 --rounds 1 --tokens 3")
     record = json.loads((tmp_path / "board.json").read_text())
     assert record["options"]["parts"].keys() == {f"tiny/{name}" for name in board.PARTS if name != "needles"}
     monkeypatch.setattr(board, "MODELS", ("tiny", "smollm2"))
