@@ -117,7 +117,7 @@ def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Fou
         given += ["--gates", str(gates_for(path_of(name), GATES.get(name)))]
     gated = "--gates" in (*given, *extra)
     methods = [method for method in METHODS if method != "gate" or gated]
-    given += ["--method", ",".join(methods), *([] if gated else ["--block-size", "16"]), *extra]
+    given += ["--method", ",".join(methods), "--block-size", "16", *extra]
     status = seergate(["eval", *given])
     if status and not any(file.stat().st_size for file in out.glob("*/samples.jsonl")):
         return status, None
