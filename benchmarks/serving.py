@@ -153,18 +153,20 @@ class TransformersWay:
 
     def __init__(self, directory: str, options: argparse.Namespace, name: str) -> None:
         self.model, self.options, self.name = model_of(options), options, name
-        options.memory_share = 1.0
+        options.memory_share, self.cell = 1.0, (0, 0)
         self.bank = GateBank.from_pretrained(f"{directory}/gates")
 
     def turn(self, length: int, batch: int, tokens: int) -> list[float]:
         """Milliseconds of each token. Frees the cache afterwards: caches of all ways do not fit in memory."""
+        if self.cell != (length, batch):
+            torch._dynamo.reset()  # it keeps only so many graphs
+            self.cell = length, batch
         lengths = torch.tensor(row_lengths(length, batch, self.options))
         mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
         found = ways(self.model, self.options, self.options.budget, self.bank)
         way = found["gate" if self.name.startswith("hf_gate") else "hf_static"]
         way.compiled = self.name.endswith("compiled")
         way.static = way.static or way.compiled
-        torch._dynamo.reset()  # it keeps only so many graphs
         fill(self.model, {self.name: way}, mask, 2 * (tokens + 1), self.options.budget)
         turn(self.model, self.name, way, mask, tokens)  # warms up
         turn(self.model, self.name, way, mask, tokens)
