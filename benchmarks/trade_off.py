@@ -157,7 +157,7 @@ def _panel_of_methods(axes: Any, rows: list[dict[str, Any]]) -> None:
         x, y, low, high = zip(*points, strict=True)
         axes.errorbar(x, y, [low, high], label=method, capsize=2, elinewidth=0.8, **(style(method) | {"linewidth": 1}))
     axes.set_xlabel("bytes read per step, % of dense")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 1.05 * axes.get_xlim()[1])
     if key == "kl":
         axes.set(ylabel="nats per token", yscale="log")
         axes.set_ylim(bottom=max(1e-4, axes.get_ylim()[0]))  # a method that lost nothing would squeeze the others

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from statistics import median
 from types import ModuleType
 
 import pytest
@@ -54,7 +55,7 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
     rows = {row["variant"]: row for row in record["rows"]}
     tables = re.findall(r"(?:^\|.*\n)+", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.M)
     cells = ([[x.strip() for x in line.split("|")[1:-1]] for line in t.splitlines()[2:]] for t in tables)
-    measured, compared, lost, learned, wide = cells
+    measured, compared, lost, learned, wide, answers = cells
     for name, packs, *figures in measured:
         keys = ("kl", "kl_median", "kl_p99", "needles", "needle_logprob")
         assert [float(x) if x else None for x in figures] == [rows[name].get(key) for key in keys], name
@@ -75,6 +76,11 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
         found = [row.get(key) for key in ("held_out_kl", "kl", "kl_median")]
         written = ["" if x is None else f"{x:.{digits}f}" for x, digits in zip(found, (2, 3, 3), strict=True)]
         assert [name, *figures] == [row["gates"], *(x.removeprefix("0") for x in written)], name
+    long = json.loads((ROOT / "benchmarks/results/recipe_answers.json").read_text())["rows"]
+    kls = {row["setting"]: (row["kl"], median(row["kl_texts"])) for row in long}
+    assert {name: tuple(figures) for name, *figures in answers} == {
+        name: tuple(f"{x:.3f}".removeprefix("0") for x in each) for name, each in kls.items()
+    }
 
 
 def public_names() -> dict[str, str]:
