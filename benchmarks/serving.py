@@ -47,7 +47,8 @@ from seergate.models.loading import load_base
 
 COVERING = 1 << 20
 """A budget that covers everything."""
-WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate", "hf_static_compiled", "hf_gate_compiled")
+WAYS = ("vllm_dense", "vllm_covering", "vllm_gate", "hf_static", "hf_gate")
+COMPILED = ("hf_static_compiled", "hf_gate_compiled")
 COMPARED = (
     ("vllm_gate", "vllm_dense"),
     ("vllm_covering", "vllm_dense"),
@@ -257,7 +258,7 @@ def main() -> None:
     add_model_options(parser)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=10, help="of each way per round")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="that are timed [all]")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *COMPILED), default=WAYS, help="[all but ..._compiled]")
     parser.add_argument("--anchors", nargs="+", default=[], metavar="I+J", help="time vLLM with these anchors, too")
     parser.add_argument("--transformers-python", default=TRANSFORMERS_PYTHON, help="of the ways hf_*")
     if parser.parse_known_args()[0].model is not None:
@@ -277,7 +278,10 @@ def main() -> None:
         shape = {"layers": model.config.num_hidden_layers, "parameters": model.num_parameters()}
         del model
         pipes, releases = {}, {}
-        timed = [*(name for name in WAYS if name in options.ways), *(f"vllm_gate {plan}" for plan in options.anchors)]
+        timed = [
+            *(name for name in (*WAYS, *COMPILED) if name in options.ways),
+            *(f"vllm_gate {plan}" for plan in options.anchors),
+        ]
         for name in dict.fromkeys((*timed, *["vllm_covering"] * served)):
             pipes[name], releases[name] = start(name, directory, options)
         if served:
@@ -292,7 +296,8 @@ def main() -> None:
         if options.model is not None:
             settings = {key: value for key, value in settings.items() if key not in MODEL_SHAPE}
             settings |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}
-        parts = {"model": options.model, "anchors": options.anchors, "transformers": not served}
+        compiled = not set(COMPILED).isdisjoint(options.ways)
+        parts = {"model": options.model, "anchors": options.anchors, "transformers": not served, "compiled": compiled}
         name = "_".join(["serving", *(part for part, holds in parts.items() if holds)])
         name += f"-cpu-float32-{options.threads}t"
         rows: list[dict[str, Any]] = []
