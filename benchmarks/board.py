@@ -75,10 +75,9 @@ class Part:
         chat = load_tokenizer(path_of(name)).chat_template is not None
         task = self.chat if chat else self.base
         found = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *split(self.options)]
-        if task.startswith("gsm8k") and Path("models/gsm8k.jsonl").exists():
-            found += ["--task-source", "models/gsm8k.jsonl"]
-        if task.startswith("gsm8k:shots") and Path("models/gsm8k_train.jsonl").exists():
-            found += ["--shots-source", "models/gsm8k_train.jsonl"]
+        files = {"--task-source": "models/gsm8k.jsonl", "--shots-source": "models/gsm8k_train.jsonl"}
+        for option, file in files.items() if task.startswith("gsm8k") else ():
+            found += [option, file] if Path(file).exists() else []
         return found
 
 

@@ -206,8 +206,7 @@ class Batch:
         lengths, shared = [len(ids) for ids in prompts], None if rows_are_independent(cache) else mask
         if look is not None:
             twin = Batch(self.model)
-            with torch.inference_mode(False):  # the copy is modified
-                twin.cache = copy.deepcopy(cache)
+            twin.cache = _copied(cache)
             twin.lengths, twin.mask = list(lengths), shared
             look(twin, logits)
         if self.lengths:
@@ -227,8 +226,7 @@ class Batch:
             ids = torch.tensor([self.prefix], device=self.device)
             self._forward(ids, torch.arange(len(self.prefix), device=self.device)[None], None, cache)
             self.prefilled = cache
-        with torch.inference_mode(False):  # the copy is modified
-            cache = copy.deepcopy(self.prefilled)
+        cache = _copied(self.prefilled)
         cache.batch_repeat_interleave(rows)
         return cache
 
@@ -278,6 +276,12 @@ class Batch:
             logits_to_keep=1,
         )
         return output.logits[:, -1]
+
+
+def _copied(cache: Cache) -> Cache:
+    """A copy that may be modified, also outside of inference mode."""
+    with torch.inference_mode(False):
+        return copy.deepcopy(cache)
 
 
 @torch.inference_mode()

@@ -29,8 +29,10 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
     """
     if problems is not None:
         check_count("problems", problems, 1)
-    name, text = ("", "") if data is None else text_of(data)
-    before = f"{text.strip()}\n\n" if data is not None else ""
+    before, source = "", {}
+    if data is not None:
+        name, text = text_of(data)
+        before, source = f"{text.strip()}\n\n", {"text": name, "file": data}
 
     def load() -> Iterator[Problem]:
         for record in islice(_records(), problems):
@@ -49,7 +51,7 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
         max_new_tokens=1024 if chat else 512,
         sampling=Sampling(),
         budgets=(64, 128, 256, 512),
-        options={"problems": problems, "chat": chat, **({"text": name, "file": data} if data is not None else {})},
+        options={"problems": problems, "chat": chat, **source},
         stop=() if chat else STOPS,
     )
 
