@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
-from seergate.cache.forward import CACHE, PROMPT, VERIFIED_TOKENS, ForwardModes, cache_of
+from seergate.cache.forward import CACHE, VERIFIED_TOKENS, ForwardModes, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
 from seergate.decode.compatibility import refuse
@@ -40,7 +40,6 @@ class Rectification:
         assert isinstance(method, SelectingMethod)
         self.every, self.decoder, self.method = options.every, decoder, method
         self.layers, self.passes = layers, passes
-        self.mode = PROMPT  # of the current pass
         self.busy = False  # while a dense pass of its own runs
         self.reset()
         self.install()
@@ -71,12 +70,11 @@ class Rectification:
             return
         cache = cache_of(kwargs)
         layer = self._first_layer(cache)
-        arriving = kwargs.get("input_ids", args[0] if args else None)
-        new = (kwargs["inputs_embeds"] if arriving is None else arriving).shape[1]
-        self.mode = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new)
-        if self.mode.decoded > VERIFIED_TOKENS:
+        new = _new_tokens(args, kwargs)
+        decoded = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new).decoded
+        if decoded > VERIFIED_TOKENS:
             raise SeergateError(
-                f"{self.mode.decoded} tokens are forced to be decoded in one pass; with rectification they must be "
+                f"{decoded} tokens are forced to be decoded in one pass; with rectification they must be "
                 f"{VERIFIED_TOKENS} at most"
             )
         if layer is None or layer.state is None or layer.rows.slots == 0:
@@ -89,8 +87,7 @@ class Rectification:
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been cropped
         sparse = [length - done for length, done in zip(layer.rows.resident, dense, strict=True)]
         # A chunk that attends densely must not build on sparse tokens.
-        arrives_dense = self.mode.decoded < new
-        due = 1 if arrives_dense else self.every
+        due = 1 if decoded < new else self.every
         if not rows_are_independent(cache):
             _record_past(cache, nothing_pending=not any(sparse))
             sparse = [max(sparse)] * len(sparse)
@@ -114,12 +111,13 @@ class Rectification:
             rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
             rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
-        new = self.mode.decoded
+        arrived = _new_tokens(args, kwargs)
+        new = self.passes.mode(cache, layer.rows.slots - arrived, arrived).decoded
         if not new:  # a prompt, or a chunk of one
             rows[DENSE] = torch.tensor(layer.rows.resident)
             return
         ids = _ids_of(args, kwargs).to(layer.device)
-        if new < ids.shape[1]:  # drafts that came along with the prompt
+        if new < arrived:  # drafts that came along with the prompt
             ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.resident) - new
         positions = kwargs.get("position_ids")
         if positions is None:
@@ -181,6 +179,12 @@ class Rectification:
                 )
         finally:
             self.busy = False
+
+
+def _new_tokens(args: Any, kwargs: dict[str, Any]) -> int:
+    """Number of tokens of each row, padding included, that arrive in a pass."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    return (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
 
 
 def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:

@@ -25,7 +25,6 @@ class RaaSState(PageState, EvictingState):
         super().__init__(spec, method)
         self.rows["used"] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=torch.int32, device=spec.device)
         self.tokens_per_entry["used"] = method.block_size
-        self.bounds = torch.zeros(0)  # of the current step
 
     def _pinned(self, row: int) -> int:
         """Number of prompt pages that always stay."""
@@ -61,20 +60,27 @@ class RaaSState(PageState, EvictingState):
         super().append(step)
         self.grown("used", self.rows["high"].shape[2])
 
+    def _page_counts(self, step: Step) -> list[int]:
+        """Number of pages of each row."""
+        return [-(-end // self.method.block_size) for end in step.ends]
+
+    def bounds(self, step: Step) -> Tensor:
+        """Quest's bounds of all pages, ``[B, K, N]``; minus infinity beyond a row's."""
+        pages = torch.tensor(self._page_counts(step), device=step.lengths.device)[:, None, None]
+        bounds = self.bounds_of_pages(step)[:, :, : -(-step.max_length // self.method.block_size)]
+        return bounds.masked_fill(torch.arange(bounds.shape[2], device=bounds.device) >= pages, -torch.inf)
+
     def observe_attention(self, step: Step) -> None:
         """Record which pages are used at this step."""
-        size, ends, used = self.method.block_size, step.ends, self.rows["used"]
-        pages = [-(-end // size) for end in ends]
+        pages, bounds, used = self._page_counts(step), self.bounds(step), self.rows["used"]
         total, device = max(pages), used.device
-        real = torch.arange(total, device=device) < torch.tensor(pages, device=device)[:, None, None]
-        self.bounds = self.bounds_of_pages(step)[:, :, :total].masked_fill(~real, -torch.inf)
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
         if self.method.threshold is None:
             counts = [self._used(count) for count in pages]
-            index = best(self.bounds, counts)  # its padding falls on pages that the row does not have yet
+            index = best(bounds, counts)  # its padding falls on pages that the row does not have yet
             used.scatter_(2, index, now.expand_as(index))
         else:
-            hit = (self.bounds * step.sm_scale).softmax(-1) >= self.method.threshold
+            hit = (bounds * step.sm_scale).softmax(-1) >= self.method.threshold
             used[:, :, :total] = torch.where(hit, now, used[:, :, :total])
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
 
@@ -82,9 +88,9 @@ class RaaSState(PageState, EvictingState):
         """Read only a part of the prompt if ``prompt_budget`` is set."""
         if self.method.prompt_budget is None:
             return None
-        size, pages = self.method.block_size, [-(-end // self.method.block_size) for end in step.ends]
+        size, pages = self.method.block_size, self._page_counts(step)
         skipped = [self._closed(row, n) - self._prompt_pages_read(row, n) for row, n in enumerate(pages)]
-        cache, indices = (step.keys_BKCD, step.values_BKCD), self._read(pages)
+        cache, indices = (step.keys_BKCD, step.values_BKCD), self._read(self.bounds(step), pages)
         output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, size, **step.softmax_options)
         return AttentionOutput(output, [end - size * n for end, n in zip(step.ends, skipped, strict=True)])
 
@@ -97,9 +103,9 @@ class RaaSState(PageState, EvictingState):
         limit, closed = self.method.prompt_budget, self._closed(row, pages)
         return closed if limit is None else min(closed, limit // self.method.block_size)
 
-    def _read(self, pages: list[int]) -> Tensor:
-        """The pages to read, ``[B, K, N]``, padded with -1."""
-        scores, counts = self.bounds.clone(), []
+    def _read(self, scores: Tensor, pages: list[int]) -> Tensor:
+        """The pages to read, ``[B, K, N]``, padded with -1; ``scores`` are their bounds, which are overwritten."""
+        counts = []
         for row, count in enumerate(pages):
             closed = self._closed(row, count)
             scores[row, :, closed:count] = torch.inf
@@ -112,13 +118,13 @@ class RaaSState(PageState, EvictingState):
 
     @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
-        size, ends = self.method.block_size, step.ends
-        pages = [-(-end // size) for end in ends]
+        size, ends, pages = self.method.block_size, step.ends, self._page_counts(step)
         capacity = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}
         rows = [row for row, count in capacity.items() if pages[row] > count]
         if not rows:
             return None
-        ranked = recency(self.rows["used"][rows][:, :, : self.bounds.shape[2]], self.bounds[rows])
+        bounds = self.bounds(step)[rows]
+        ranked = recency(self.rows["used"][rows][:, :, : bounds.shape[2]], bounds)
         for i, row in enumerate(rows):
             ranked[i, :, : self._pinned(row)] = torch.inf
             ranked[i, :, pages[row] - 1] = torch.inf
