@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -69,6 +70,17 @@ def _declare_entry_points(folder: Path) -> None:
     with (written / "entry_points.txt").open("w") as file:
         for group, targets in groups.items():
             file.writelines([f"[{group}]\n", *(f"{name} = {target}\n" for name, target in targets.items())])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported out of every later `gc.collect`, such as those of an evaluation, until the tests end."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Undo it."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ SMALL = {
 }
 TINY = {
     "anchors": "--threads 1 --texts 1 --lengths 100 --scored 16 --calibration-texts 1 --rows 8 --rounds 1 --steps 1",
-    "distill_model": "--threads 1 --hidden-size 64 --lengths 256 --layers 1 --ways seergate",
+    "distill_model": "--threads 1 --hidden-size 64 --lengths 256 --layers 1 --ways seergate --block-size 16",
     "interval_coverage": "--repeats 1",
     "reason_cache": "--threads 1 --width 32 --rows 2 --requests 2 --length 96 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",

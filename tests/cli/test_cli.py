@@ -196,27 +196,6 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(
     assert "did you mean 'tiny-reasoner'" in said, "a table needs no plots"
 
 
-def test_eval_writes_runs_and_a_report_and_resumes(seergate, saved, tmp_path):
-    command = (
-        *("eval", "--task", "chain_sum", "--model", saved, "--method", "dense,oracle", "--budget", "32"),
-        *("--block-size", "16", "--problems", "3", "--variables", "5", "--max-new-tokens", "40", "--measure-recall"),
-        *("--out", str(tmp_path)),
-    )
-    done = seergate(*command)
-    assert done.returncode == 0, done.stderr
-    assert "[1/2] dense: 3/3 answers" in done.stdout
-    assert "What the report shows:" in done.stdout
-    assert str(tmp_path / "report.md") in done.stdout.splitlines()[-1]
-    for name in ("dense", "oracle-32"):
-        assert {p.name for p in (tmp_path / name).iterdir()} >= {"config.yaml", "samples.jsonl", "metrics.json"}
-    before = (tmp_path / "dense" / "samples.jsonl").read_bytes()
-    assert seergate(*command).returncode == 0
-    assert (tmp_path / "dense" / "samples.jsonl").read_bytes() == before
-    assert "generation.seed was 0 and is 1" in seergate(*command, "--seed", "1").stderr
-    assert seergate("report", str(tmp_path), "--out", str(tmp_path / "elsewhere")).returncode == 0
-    assert (tmp_path / "elsewhere" / "report.html").is_file()
-
-
 def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
     command = ["eval", "--task", "chain_sum", "--model", saved, "--method", "dense", "--problems", "400"]
     process = subprocess.Popen(
@@ -292,15 +271,16 @@ def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
 
 
 SHORT = ["--max-steps", "20", "--max-length", "512", "--packs-per-step", "1", "--eval-packs", "0"]
+ROWS, FEW = ["--data-limit", "60"], ["--max-new-tokens", "8"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "limit", "said"),
     [
         (["methods"], None, "error: the output or a file cannot be written: no space left on device; what was"),
-        (["eval", "--problems", "1", "--method", "dense", "--out", "o"], 900, "error: o/dense/"),
-        (["train", *SHORT, "--token-cache", "t", "--output-dir", "o"], 9000, "error: o/tensorboard"),
-        (["prepare", "--token-cache", "t", "--output-dir", "o"], 9000, "error: t cannot be written: file too large"),
+        (["eval", "--problems", "1", "--method", "dense", *FEW, "--out", "o"], 900, "error: o/dense/"),
+        (["train", *SHORT, *ROWS, "--token-cache", "t", "--output-dir", "o"], 9000, "error: o/tensorboard"),
+        (["prepare", *ROWS, "--token-cache", "t", "--output-dir", "o"], 9000, "error: t cannot be written: file too"),
     ],
     ids=["output", "eval", "train", "prepare"],
 )
@@ -308,7 +288,7 @@ def test_a_full_disk_is_told(arguments, limit, said, tmp_path):
     """A limit on the size of files is met in the same places as the end of a disk."""
     if arguments[0] == "train":  # its data are there
         data = ["--token-cache", str(tmp_path / "t"), "--output-dir", str(tmp_path / "prepared")]
-        assert run_seergate("prepare", "--model", "tiny-reasoner", *data).returncode == 0
+        assert run_seergate("prepare", "--model", "tiny-reasoner", *ROWS, *data).returncode == 0
     model = [] if arguments == ["methods"] else ["--model", "tiny-reasoner"]
     with open("/dev/full" if limit is None else os.devnull, "w") as out:
         done = subprocess.run(

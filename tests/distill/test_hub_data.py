@@ -93,8 +93,9 @@ def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
 
 
 def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
-    """Over a connection that breaks off once, and a server that is once not well."""
+    """Over a connection that breaks off once, and a server that twice answers with an error."""
     sha = hub.repos["datasets/org/rows"].refs["main"]
+    hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
     hub.fail("GET", "/lfs/", cut_after=3000)
     hub.fail("GET", "/lfs/", status=503)
     cases = [{"data_split": "rest"}, {"data_config": "long", "data_revision": sha}]
@@ -143,13 +144,6 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
         for commit, message in zip((old, "0" * 40, old), refused, strict=False):
             assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
         assert "the revision 'v1' of the dataset 'org/rows' cannot be looked up" in refused[3] and new in refused[3]
-
-
-def test_a_hub_that_is_down_is_no_answer_and_one_that_refuses_is(hub, tmp_path):
-    sha = hub.repos["datasets/org/rows"].refs["main"]
-    hub.fail("GET", "^/api/datasets/org/rows(/revision/main)?$", status=503)
-    down, up = read(hub, tmp_path, {}, {})
-    assert down == up and down[3] == sha and not any(fault.times for fault in hub.faults)
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(reached):

@@ -52,10 +52,6 @@ def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> No
     if name in PARAMETERS:  # as published, in billions; two bytes each
         assert (plan.memory.base + plan.memory.loading) / 2e9 == pytest.approx(PARAMETERS[name], rel=2e-3)
     assert plan.memory.gradients == 2 * plan.memory.gates and plan.checkpoint == 3 * plan.memory.gates
-    twice = make_plan(load_train_config(name), memory_gb=1000, tflops=400, processes=1)
-    per_process = load_train_config(name).gradient_accumulation_steps is not None
-    (seconds,), (other,) = plan.step_seconds.values(), twice.step_seconds.values()
-    assert other == pytest.approx((1 if per_process else 2) * seconds)
 
 
 def test_some_of_a_gpu_is_not_for_tensors() -> None:
@@ -80,6 +76,9 @@ def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
         hours = 800 * most * one / 3600
         assert f"{hours:,.2f} hours ({processes * hours:,.2f} device-hours)" in plan.text()
         assert [line for line in plan.text().splitlines() if "packs a step: " in line] == said
+    run = load_train_config("smollm2-135m")  # so many packs for each process
+    alone, both = (make_plan(run, memory_gb=80, tflops=300, processes=n).step_seconds for n in (1, 2))
+    assert alone == both
 
 
 def test_what_does_not_fit_names_the_options_that_need_less() -> None:
@@ -131,7 +130,6 @@ def qwen3(**shape):
 EXPERTS = {"moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2}
 SHAPES = {
     "wide attention": qwen3(num_attention_heads=8, intermediate_size=128, num_key_value_heads=4, head_dim=32),
-    "attention only": qwen3(num_attention_heads=16, intermediate_size=64, num_key_value_heads=2, head_dim=32),
     "wide MLP": qwen3(intermediate_size=640, num_key_value_heads=2, head_dim=16),
     "llama": LlamaConfig(**SMALL, intermediate_size=192, num_key_value_heads=1, eos_token_id=None),
     "experts": Qwen3MoeConfig(**SMALL, **EXPERTS, num_key_value_heads=1, head_dim=16),
@@ -158,7 +156,7 @@ def random_model(shape: PretrainedConfig, dtype: str = "float32"):
 @pytest.mark.plain_empty
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    zip(SHAPES.values(), ["bfloat16", "bfloat16", "float32", "float32", "float32"], strict=True),
+    list(zip(SHAPES.values(), ["bfloat16", "float32", "float32", "float32"], strict=True)),
     ids=SHAPES,
 )
 def test_activations_agree_with_the_allocator(shape: PretrainedConfig, dtype: str) -> None:

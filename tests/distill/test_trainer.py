@@ -211,7 +211,7 @@ class Signalled(Recorder):
         self._signal("eval", log)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_saves_and_ends_the_run(config, tmp_path, number):
     before = signal.getsignal(number)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))

@@ -9,22 +9,6 @@ from tests.eval.test_runner import small
 from tests.support import evaluation as support
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"max_new_tokens": 35}, "generation.max_new_tokens was 36 and is 35"),
-        ({"seed": 1}, "generation.seed was 0 and is 1"),
-        ({"samples": 2, "sampling": Sampling(temperature=0.6)}, "generation.samples"),
-        ({"sampling": Sampling(temperature=0.6)}, "generation.temperature"),
-        ({"spec": MethodSpec("oracle", 64, 16)}, "method.name was 'dense' and is 'oracle'"),
-    ],
-)
-def test_other_settings_are_refused(tmp_path, change, field):
-    small(tmp_path)
-    with pytest.raises(SeergateError, match=field):
-        small(tmp_path, **change)
-
-
 @pytest.mark.parametrize("name", ["samples.jsonl", "ungraded.jsonl"])
 def test_samples_without_their_settings_are_refused(tmp_path, name):
     small(tmp_path)
@@ -52,22 +36,24 @@ def with_other_template(tokenizer):
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("model", "tokenizer", "field"),
-    [
-        (lambda: with_yarn(support.model()), support.tokenizer, "model.rope.rope_type was 'default' and is 'yarn'"),
-        (support.model, lambda: with_other_template(support.tokenizer()), r"task\.prompts was '\w+' and is '\w+'"),
-        (lambda: support.model(eos=7), support.tokenizer, r"generation\.ends was \[2\] and is \[7\]"),
-        (lambda: with_another_weight(support.model()), support.tokenizer, r"model\.fingerprint"),
-    ],
-    ids=["rope", "template", "ends", "weights"],
-)
-def test_what_no_weight_or_problem_shows_is_refused_too(tmp_path, model, tokenizer, field):
+def test_other_settings_are_refused(tmp_path):
+    """Those of an option, and those of a model and a tokenizer that no weight or problem shows."""
     small(tmp_path)
     path = tmp_path / "samples.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
-    with pytest.raises(SeergateError, match=f"holds a run with other settings: {field}"):
-        small(tmp_path, model=model(), tokenizer=tokenizer())
+    for change, field in (
+        ({"max_new_tokens": 35}, "generation.max_new_tokens was 36 and is 35"),
+        ({"seed": 1}, "generation.seed was 0 and is 1"),
+        ({"samples": 2, "sampling": Sampling(temperature=0.6)}, "generation.samples"),
+        ({"sampling": Sampling(temperature=0.6)}, "generation.temperature"),
+        ({"spec": MethodSpec("oracle", 64, 16)}, "method.name was 'dense' and is 'oracle'"),
+        ({"model": with_yarn(support.model())}, "model.rope.rope_type was 'default' and is 'yarn'"),
+        ({"tokenizer": with_other_template(support.tokenizer())}, r"task\.prompts was '\w+' and is '\w+'"),
+        ({"model": support.model(eos=7)}, r"generation\.ends was \[2\] and is \[7\]"),
+        ({"model": with_another_weight(support.model())}, r"model\.fingerprint"),
+    ):
+        with pytest.raises(SeergateError, match=f"holds a run with other settings: {field}"):
+            small(tmp_path, **change)
 
 
 def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, monkeypatch):

@@ -3,12 +3,14 @@ from dataclasses import replace
 
 import pytest
 import yaml
+from PIL import Image
 
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task, store, sweep
 from seergate.eval.generation.engine import Limit
 from seergate.eval.regrade import regrade
+from seergate.eval.report import write_report
 from seergate.eval.runner import encoded_prompts
 from seergate.eval.settings import grid, with_each
 from tests.support import evaluation as support
@@ -219,7 +221,7 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     task = make_task("chain_sum", problems=3, variables=8)
     specs = grid(["random", "dense", "oracle", "streaming_llm"], [48, 4096], 16)
     assert specs[0].label == "dense"
-    options = RunOptions(max_new_tokens=64, batch_size=3, measure_recall=True)
+    options = RunOptions(max_new_tokens=64, batch_size=3, measure_recall=True, model_name="some/model")
     results = sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
     covering = {f"{name}-4096" for name in ("random", "oracle", "streaming_llm")}
     assert set(results) == {"dense", "random-48", "oracle-48", "streaming_llm-48", *covering}
@@ -238,6 +240,23 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     for label in covering:  # a budget that covers everything changes nothing
         assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / label)} == dense
     assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / "random-48")} != dense
+    check_report(write_report(tmp_path), results, "oracle-48", "random-48")
+
+
+def check_report(report, metrics, *labels):
+    """It draws something, and shows these settings' figures."""
+    text = report.markdown.read_text()
+    assert {plot.name for plot in report.plots} == {"accuracy.png", "bytes.png", "length.png", "recall.png"}
+    for plot in report.plots:
+        assert f"({plot.name})" in text
+        with Image.open(plot) as image:
+            image.load()
+            assert image.width > 800
+            assert len(image.convert("RGB").getcolors(maxcolors=10**7)) > 20
+    for label in labels:
+        assert f"{100 * metrics[label]['recall']:.1f}" in text
+        assert f"{metrics[label]['bytes_read_per_step'] / 1000:.1f}" in text
+    assert "some/model" in text
 
 
 def test_settings_that_come_later_are_measured_on_the_same_contexts(tmp_path):

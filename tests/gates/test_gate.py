@@ -109,13 +109,6 @@ def test_initialisation():
     assert gate.q_norm.weight.eq(1).all() and gate.k_norm.weight.eq(1).all()
 
 
-def test_frequencies_survive_a_change_of_dtype():
-    inv_freq = 1.0 / 1e6 ** (torch.arange(0, 128, 2) / 128)
-    gate = AttnGate(GateConfig(64, 128), geometry(4, 1, 128, inv_freq=inv_freq)).bfloat16()
-    assert gate.k_proj.weight.dtype == torch.bfloat16
-    assert torch.equal(gate.inv_freq, inv_freq)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -268,7 +268,7 @@ def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
     results = []
     for method, options in ((str(tmp_path), {"token_budget": 24}), (again, {"token_budget": 24}), (scorer, named)):
         with seergate.attached(model, method, **options) as handle:
-            results.append(model.generate(ids, max_new_tokens=140, do_sample=False))
+            results.append(model.generate(ids, max_new_tokens=20, do_sample=False))
             assert handle.method.name == scorer and handle.stats()["method"] == scorer
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 

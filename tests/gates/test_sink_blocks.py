@@ -7,7 +7,6 @@ import torch
 
 import seergate
 from seergate import DecodeConfig, GateBank
-from seergate.eval.report.published import published
 from seergate.methods import Gate, Quest, make_method
 from seergate.models.published import export_published
 from seergate.models.resolving import method_of
@@ -85,15 +84,3 @@ def test_the_sinks_scores_do_not_matter(rule):
         with seergate.attached(model, method):
             assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), want)
         assert seen and all((found.indices[..., 0] == 0).all() for found in seen)
-
-
-def test_results_with_them_are_not_the_papers():
-    config = {
-        "method": {"name": "gate", "token_budget": 4096, "block_size": 64, "dense_layers": (), "sink_blocks": 0},
-        "task": {"name": "aime24", "problems": None, "n_problems": 30},
-        "generation": {"temperature": 0.6, "max_total_tokens": 32768, "samples": 64},
-        "model": {"path": "Qwen/Qwen3-8B"},
-    }
-    assert published(config) == 71.35
-    config["method"]["sink_blocks"] = 1
-    assert published(config) is None
