@@ -172,18 +172,6 @@ def test_sharing_a_prefix_and_parting_ways():
     assert len({store.rows[0].table[1], store.rows[1].table[1]}) == 2
 
 
-def test_a_cropped_block_is_not_written_again():
-    store = BlockStore(4)
-    store.add_rows(1)
-    store.extend([8])
-    store.seal()
-    last, serial = store.rows[0].table[1], store.serials[store.rows[0].table[1]]
-    store.crop([6])
-    copies = store.extend([1])
-    assert copies and copies[0][0] == last
-    assert store.serials[store.rows[0].table[1]] != serial, "it is another block, even at the same place"
-
-
 def test_refusals():
     store = BlockStore(4, limit=3)
     store.add_rows(2)

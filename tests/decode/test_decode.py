@@ -1,5 +1,7 @@
 """Decoding inside stock `generate`: equal to the plain model where it must be, and to itself in any batch."""
 
+import itertools
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -73,9 +75,8 @@ UNLIKE = ["qwen3", "gemma3_text", "gpt_oss"]
 
 
 def pairs(others, least):
-    """Every method with the first of ``others`` and one more, the methods in ``least`` with all of them."""
-    found = [(name, others[0]) for name in METHODS]
-    found += [(name, others[1:][i % (len(others) - 1)]) for i, name in enumerate(METHODS)]
+    """Every method with one of ``others`` in turn, the methods in ``least`` with all of them."""
+    found = list(zip(METHODS, itertools.cycle(others), strict=False))
     return list(dict.fromkeys(found + [(name, other) for name in least for other in others]))
 
 

@@ -24,15 +24,12 @@ CASES = [
     ("gates with norm", 1, False, 63, 37, {}),
     ("gates with norm", 16, True, 67, 42, {}),
     ("quest", 1, False, 52, 26, QUEST),
-    ("quest", 16, False, 52, 26, QUEST),
     ("quest", 16, True, 60, 37, QUEST),
-    ("h2o", 1, False, 36, 22, {}),
     ("h2o", 16, False, 36, 22, {}),
     ("h2o", 16, True, 37, 22, {}),
     ("h2o", 16, True, 40, 25, {"token_budget": LENGTH + 1}),  # some rows evict, others have room
     ("tova", 16, True, 34, 18, {}),
     ("streaming_llm", 1, False, 36, 16, {}),
-    ("streaming_llm", 16, False, 36, 16, {}),
     ("streaming_llm", 16, True, 37, 17, {}),
 ]
 """Method, rows, whether their lengths differ; the most operators per layer, those of them that compute (are not

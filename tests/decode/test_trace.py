@@ -102,9 +102,8 @@ def test_only_some_steps_and_only_while_it_lasts(model, tmp_path):
 def test_a_trace_by_position(model, tmp_path):
     """As in the documents: a budget reads a saw tooth, whole blocks and what the open one holds."""
     path, documented = tmp_path / "trace.parquet", {}
-    exec(
-        next(block for block in code_blocks(ROOT / "docs/decoding.md", "python") if "by_position" in block), documented
-    )
+    code = next(block for block in code_blocks(ROOT / "docs/decoding.md", "python") if "by_position" in block)
+    exec(code.replace("max_new_tokens=1000", "max_new_tokens=100"), documented)
     found = documented["tokens_by_position"](model, gates(model), prompt(40), path)
     assert found["position"].to_pylist()[:3] == [40, 41, 42] and max(found["tokens_stddev"].to_pylist()) > 0
     with seergate.attached(model, "oracle", token_budget=24, block_size=BLOCK) as handle, handle.traced(path):

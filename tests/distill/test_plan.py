@@ -33,6 +33,7 @@ from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_me
 from seergate.distill.trainer import without_kernel
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
+from tests.ops.test_memory import peak_bytes
 from tests.support.models import tiny_model
 
 CPU = torch.device("cpu")
@@ -134,17 +135,6 @@ SHAPES = {
     "llama": LlamaConfig(**SMALL, intermediate_size=192, num_key_value_heads=1, eos_token_id=None),
     "experts": Qwen3MoeConfig(**SMALL, **EXPERTS, num_key_value_heads=1, head_dim=16),
 }
-
-
-def peak_bytes(run) -> int:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    now = top = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        top = max(top, now)
-    return top
 
 
 def random_model(shape: PretrainedConfig, dtype: str = "float32"):

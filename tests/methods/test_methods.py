@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, methods, ops
@@ -12,7 +11,7 @@ from seergate.methods.base import LayerSpec, Step
 from seergate.methods.gate import published_selection
 from seergate.models import families
 from seergate.models.rope import Rotary
-from tests.support.models import prompt, tiny_model
+from tests.support.models import tiny_model
 
 
 def step(q, keys, values=None, lengths=None, **options):
@@ -135,13 +134,6 @@ def model_rotary(**rope):
     return Rotary(families.decoder_of(model), families.full_attention_modules(model)[0][1], "full_attention")
 
 
-def test_rotation_with_an_attention_factor_is_undone():
-    rotary = model_rotary(rope_type="yarn", factor=8.0, rope_theta=1e4, original_max_position_embeddings=256)
-    x, positions = torch.randn(2, 3, 5, 16), torch.randint(0, 500, (2, 5))
-    assert not torch.allclose(rotary.rotate(x, torch.zeros_like(positions)), x)
-    torch.testing.assert_close(rotary.unrotate(rotary.rotate(x, positions), positions), x, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize("positions", ["cache", "original"])
 def test_streaming_llm_keeps_sinks_and_recent_tokens(positions):
     """sink 2, recent 3; tokens 0..5 seen and 6 arriving: 0, 1, 4, 5, 6 at positions 0..4, the query at 4."""
@@ -183,23 +175,6 @@ def test_published_selection_breaks_ties_alike_in_any_batch():
     padded = torch.zeros(2, 1, 9)
     together = published_selection(padded, torch.tensor([30, 70]), 8, rule)
     assert alone.indices[0, 0].tolist() == [i for i in together.indices[0, 0].tolist() if i >= 0] == [0, 1, 3]
-
-
-def test_published_gates_rotate_a_block_that_closes_in_decode_at_its_last_position(model):
-    bank = GateBank.for_model(model, GateConfig(8, 16))
-    kg = {}
-    for compat in (None, "published"):
-        cache = DynamicCache()
-        with seergate.attached(model, bank, DecodeConfig(token_budget=64, compat=compat)):
-            for i in range(8):
-                model(input_ids=prompt(8)[:, i : i + 1], past_key_values=cache)
-        state = cache.layers[0].state
-        kg[compat] = state.rows["kg"][:, :, :1]
-        recent = state.rows["recent"][:, :, :8]
-    gate = bank.gate(0)
-    pooled = seergate.ops.pool_keys(recent, 8, bank.config.k_pooling)
-    torch.testing.assert_close(kg[None], gate.keys(pooled, torch.tensor([0])))
-    torch.testing.assert_close(kg["published"], gate.keys(pooled, torch.tensor([7])))
 
 
 # ---------------------------------------------------------------------------------------------------------------- gate

@@ -70,12 +70,6 @@ def test_warps_of_select_blocks(width):
     assert warps in (1, 2, 4, 8, 16) and (warps == 1 or width // (32 * warps) >= 16)
 
 
-@given(size=st.integers(1, 10**6), least=st.sampled_from([1, 2, 16]))
-def test_padded(size, least):
-    got = launch.padded(size, least)
-    assert got >= max(size, least) and got & (got - 1) == 0 and (got // 2 < size or got == least)
-
-
 def test_a_device_that_is_no_gpu_takes_the_assumed_one():
     other = dataclasses.replace(H100, processors=66)
     assert gpu_of(torch.device("meta")) is H100

@@ -100,15 +100,6 @@ def test_every_row_counts_at_one_shift(gate_kl):
         torch.testing.assert_close(total / rows, want)
 
 
-@BOTH
-def test_a_row_counts_with_a_block_behind_the_sinks(gate_kl):
-    pack = Pack.random([23, 0, 7, 24, 31], block_size=8)
-    for sinks, rows in ((0, 15 + 16 + 23), (1, 7 + 8 + 15), (2, 7), (3, 0)):
-        loss, stats, dqg, dkg = pack.run(gate_kl, sink_blocks=sinks)
-        assert stats.rows.item() == rows and dqg[:, 0, 0].count_nonzero().item() <= rows
-    assert loss.item() == 0 and not dqg.any() and not dkg.any() and not stats.kl_per_head.any()
-
-
 def independent_kl(pack: Pack, row_start: float, sinks: int) -> torch.Tensor:
     """Probability domain, dense, one segment at a time, with autograd; shares no code with the package."""
     total, rows, block = torch.zeros(()).double(), 0, 0

@@ -45,14 +45,17 @@ def check(step, dtype):
         )
 
 
+SHAPES = [
+    (1, 16, 16, torch.float64), (4, 32, 32, torch.float32), (5, 40, 34, torch.float16), (7, 5, 6, torch.float32),
+    (8, 16, 64, torch.float32), (4, 64, 64, torch.bfloat16),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("group", "dim", "width", "dtype"),
-    [
-        (1, 16, 16, torch.float64), (4, 32, 32, torch.float32), (5, 40, 34, torch.float16), (7, 5, 6, torch.float32),
-        (8, 16, 64, torch.float32), (4, 64, 64, torch.bfloat16),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("parts", [(True, True), (False, True), (True, False), (False, False)])
+    ("group", "dim", "width", "dtype", "parts"),
+    [(*shape, (True, True)) for shape in SHAPES]
+    + [(*SHAPES[2], parts) for parts in ((False, True), (True, False), (False, False))],
+)
 def test_equals_reference(group, dim, width, dtype, parts):
     lengths = [1, 8, 63, 64, 65, 7]
     check(step(lengths, group, dim, width, 9, 8, dtype, *parts), dtype)

@@ -16,16 +16,18 @@ triton = pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 
 PARTS = {
-    "shared": [
-        f"tests/ops/test_{name}.py" for name in ("selection", "pooling", "scoring", "sparse_decode", "compression")
-    ]
-    + ["tests/ops/triton/test_registration.py"],
-    "decode": ["tests/ops/triton/test_decode.py", "tests/ops/triton/test_paged.py"],
+    "decoding": [
+        f"tests/ops/{name}.py"
+        for name in (
+            *("test_selection", "test_pooling", "test_scoring", "test_sparse_decode", "test_compression"),
+            *("triton/test_registration", "triton/test_decode", "triton/test_paged"),
+        )
+    ],
     "distillation": [
         f"tests/ops/{name}.py" for name in ("triton/test_teacher", "triton/test_gate_kl", "test_packed_attention")
     ],
 }
-"""Those that are shared hold for every backend."""
+"""Those outside of `tests/ops/triton` hold for every backend."""
 
 LEFT_OUT = "not bfloat16 and not accumulated_in_fp32"
 """The interpreter rounds to bfloat16 by cutting off, and multiplies matrices of bfloat16 wrongly."""

@@ -105,6 +105,43 @@ def gated(model: Any, policy: Any) -> Any:
 
 
 C = 24
+
+
+def _lazy(simulated: dict[str, Any], **options: Any) -> Evictor:
+    return Evictor(
+        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha, **options),
+        lambda m: _variant(naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False), **simulated),
+        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
+    )
+
+
+def _raas(
+    bound: Callable[[int, int], int], kind: Any = naive.RaaS, share_of: str = "resident", **options: Any
+) -> Evictor:
+    return Evictor(
+        lambda m: methods.RaaS(token_budget=C, block_size=4, share_of=share_of, **options),
+        lambda m: kind(C, 4, of_budget=share_of == "budget", **options),
+        bound,
+        pins_prompt=options.get("prompt") != "evictable",
+        covering={"token_budget": 4096} | ({"prompt_budget": 4096} if "prompt_budget" in options else {}),
+    )
+
+
+def _beside(n: int, t: int) -> int:
+    """The most that RaaS holds if the prompt does not count in the budget."""
+    return _pages(n, 4) + C + 1
+
+
+def _rpc(simulated: dict[str, Any], **options: Any) -> Evictor:
+    return Evictor(
+        lambda m: methods.RPC(interval=12, window=4, **options),
+        lambda m: naive.RPC(12, 4, **simulated),
+        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
+        pins_prompt=True,
+        covering={"ratio": 1},
+    )
+
+
 EVICTORS = {
     "streaming_llm": Evictor(
         lambda m: methods.StreamingLLM(token_budget=C, sink_tokens=3, interval=7),
@@ -136,21 +173,9 @@ EVICTORS = {
         lambda m: naive.TOVA(C),
         lambda n, t: C + 1,
     ),
-    "lazy_eviction": Evictor(
-        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha),
-        lambda m: naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False),
-        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
-    ),
-    "lazy_eviction full": Evictor(
-        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha, h1="full"),
-        lambda m: _variant(naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False), shift=0),
-        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
-    ),
-    "lazy_eviction without H1": Evictor(
-        lambda m: methods.LazyEviction(token_budget=C, window=7, alpha=naive.Lazy.alpha, use_h1=False),
-        lambda m: _variant(naive.Lazy(C, interval=7, recent=7, periodic=True, at_prompt=False), use_h1=False),
-        lambda n, t: max(n, C) + 7 if t <= 7 else C + 7,
-    ),
+    "lazy_eviction": _lazy({}),
+    "lazy_eviction full": _lazy({"shift": 0}, h1="full"),
+    "lazy_eviction without H1": _lazy({"use_h1": False}, use_h1=False),
     "snapkv": Evictor(
         lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5),
         lambda m: naive.SnapKV(C, interval=8, recent=6, periodic=True),
@@ -171,63 +196,15 @@ EVICTORS = {
         lambda m: _variant(naive.RKV(C, interval=6, recent=4, periodic=True), by_length=True),
         lambda n, t: C + 6,
     ),
-    "raas": Evictor(
-        lambda m: methods.RaaS(token_budget=C, block_size=4),
-        lambda m: naive.RaaS(C, 4),
-        lambda n, t: max(C, _pages(n, 4) + 4) + 1,
-        pins_prompt=True,
-    ),
-    "raas extra": Evictor(
-        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra"),
-        lambda m: naive.RaaS(C, 4, prompt="extra"),
-        lambda n, t: _pages(n, 4) + C + 1,
-        pins_prompt=True,
-    ),
-    "raas threshold": Evictor(
-        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra", threshold=0.05),
-        lambda m: naive.RaaS(C, 4, prompt="extra", threshold=0.05),
-        lambda n, t: _pages(n, 4) + C + 1,
-        pins_prompt=True,
-    ),
-    "raas of the budget": Evictor(
-        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra", share_of="budget"),
-        lambda m: naive.RaaS(C, 4, prompt="extra", of_budget=True),
-        lambda n, t: _pages(n, 4) + C + 1,
-        pins_prompt=True,
-    ),
-    "raas evictable": Evictor(
-        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="evictable"),
-        lambda m: naive.RaaS(C, 4, prompt="evictable"),
-        lambda n, t: max(n, C) + 1 if t <= 1 else C + 1,
-    ),
-    "raas and quest": Evictor(
-        lambda m: methods.RaaS(token_budget=C, block_size=4, prompt="extra", prompt_budget=8),
-        lambda m: naive_views.RaaSAndQuest(C, 4, prompt="extra", prompt_budget=8),
-        lambda n, t: _pages(n, 4) + C + 1,
-        pins_prompt=True,
-        covering={"token_budget": 4096, "prompt_budget": 4096},
-    ),
-    "rpc": Evictor(
-        lambda m: methods.RPC(interval=12, window=4),
-        lambda m: naive.RPC(12, 4),
-        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
-        pins_prompt=True,
-        covering={"ratio": 1},
-    ),
-    "rpc per head": Evictor(
-        lambda m: methods.RPC(interval=12, window=4, scope="kv_head"),
-        lambda m: naive.RPC(12, 4, layer_wide=False),
-        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
-        pins_prompt=True,
-        covering={"ratio": 1},
-    ),
-    "rpc newest twice": Evictor(
-        lambda m: methods.RPC(interval=12, window=4, selector="newest_twice"),
-        lambda m: naive.RPC(12, 4, newest_twice=True),
-        lambda n, t: n + max(0, (t - 5) // 12) * 3 + 12 + 4,
-        pins_prompt=True,
-        covering={"ratio": 1},
-    ),
+    "raas": _raas(lambda n, t: max(C, _pages(n, 4) + 4) + 1),
+    "raas extra": _raas(_beside, prompt="extra"),
+    "raas threshold": _raas(_beside, prompt="extra", threshold=0.05),
+    "raas of the budget": _raas(_beside, prompt="extra", share_of="budget"),
+    "raas evictable": _raas(lambda n, t: max(n, C) + 1 if t <= 1 else C + 1, prompt="evictable"),
+    "raas and quest": _raas(_beside, kind=naive_views.RaaSAndQuest, prompt="extra", prompt_budget=8),
+    "rpc": _rpc({}),
+    "rpc per head": _rpc({"layer_wide": False}, scope="kv_head"),
+    "rpc newest twice": _rpc({"newest_twice": True}, selector="newest_twice"),
     "random_evict": Evictor(
         lambda m: methods.RandomEvict(token_budget=C, interval=6),
         lambda m: naive.Random(C, interval=6, pinned=True),
@@ -275,13 +252,6 @@ EVICTORS = {
         lambda m: gated(m, naive.H2O(C, recent=10)),
         lambda n, t: C + 1,
         covering=_with_gate(partial(methods.H2O, token_budget=4096), 4096),
-        grows=True,
-    ),
-    "snapkv and gate": Evictor(
-        _with_gate(partial(methods.SnapKV, token_budget=C, window=6, interval=8, kernel=5)),
-        lambda m: gated(m, naive.SnapKV(C, interval=8, recent=6, periodic=True)),
-        lambda n, t: C + 8,
-        covering=_with_gate(partial(methods.SnapKV, token_budget=4096), 4096),
         grows=True,
     ),
     "trim_kv and gate": Evictor(
