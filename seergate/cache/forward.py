@@ -140,7 +140,7 @@ class ForwardModes:
     def generates(self, cache: Any) -> bool:
         """Whether ``generate`` is filling this cache."""
         configuration, filled = self._generating or (lambda: None, lambda: None)
-        return configuration() is not None and filled() is cache
+        return configuration() is not None and cache is not None and filled() is cache
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
         """Return the mode of a pass that adds ``new`` tokens to a cache of ``slots`` slots, padding included;
@@ -157,7 +157,7 @@ class ForwardModes:
         if self.phase == "decode":
             return new
         drafter, filled, prompt = self._drafting or (lambda: None, lambda: None, 0)
-        if drafter() is None or filled() is not cache:
+        if drafter() is None or cache is None or filled() is not cache:
             return 0
         drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
         return drafted if drafted <= VERIFIED_TOKENS else 0

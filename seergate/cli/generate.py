@@ -31,7 +31,7 @@ HELP = (
     ],
 )
 TAKES_METHODS = True
-TINY_BUDGET, REAL_BUDGET = 64, 4096
+TINY_BUDGET, REAL_BUDGET = 128, 4096
 PAGE_TITLE, PAGE_HEAD = b"<title>What was read</title>", 1000
 """The title of pages that --trace writes, and how many of their first bytes hold it. Other files are not replaced."""
 LONG_PROMPT = 1000

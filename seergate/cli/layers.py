@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
     model_args(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
-    parser.add_argument("--budget", type=int, metavar="N", help="token budget of the selection [the gates'; tiny: 64]")
+    parser.add_argument(
+        "--budget", type=int, metavar="N", help="token budget of the selection [the gates'; tiny: 128]"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
     eval_args(parser, "dtype", "device")
 

@@ -70,7 +70,7 @@ class Rectification:
             return
         cache = cache_of(kwargs)
         layer = self._first_layer(cache)
-        new = _new_tokens(args, kwargs)
+        new = _arriving(args, kwargs).shape[1]
         decoded = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new).decoded
         if decoded > VERIFIED_TOKENS:
             raise SeergateError(
@@ -111,7 +111,7 @@ class Rectification:
             rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
             rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
-        arrived = _new_tokens(args, kwargs)
+        arrived = _arriving(args, kwargs).shape[1]
         new = self.passes.mode(cache, layer.rows.slots - arrived, arrived).decoded
         if not new:  # a prompt, or a chunk of one
             rows[DENSE] = torch.tensor(layer.rows.resident)
@@ -181,15 +181,14 @@ class Rectification:
             self.busy = False
 
 
-def _new_tokens(args: Any, kwargs: dict[str, Any]) -> int:
-    """Number of tokens of each row, padding included, that arrive in a pass."""
+def _arriving(args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The new tokens of a pass, padding included: ids ``[B, S]``, or embeddings ``[B, S, W]``."""
     ids = kwargs.get("input_ids", args[0] if args else None)
-    return (kwargs["inputs_embeds"] if ids is None else ids).shape[1]
+    return kwargs["inputs_embeds"] if ids is None else ids
 
 
 def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    if ids is None:
+    if (ids := _arriving(args, kwargs)).is_floating_point():
         raise SeergateError("rectification needs the decoded tokens as input_ids, and they came as embeddings")
     return ids
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -65,7 +66,10 @@ class RaaSState(PageState, EvictingState):
         return [-(-end // self.method.block_size) for end in step.ends]
 
     def bounds(self, step: Step) -> Tensor:
-        """Quest's bounds of all pages, ``[B, K, N]``; minus infinity beyond a row's."""
+        """Quest's bounds of all pages, ``[B, K, N]``, computed once per step; minus infinity beyond a row's."""
+        return step.rows.once("page bounds", partial(self._bounds, step), step.q_BHSD)
+
+    def _bounds(self, step: Step) -> Tensor:
         pages = torch.tensor(self._page_counts(step), device=step.lengths.device)[:, None, None]
         bounds = self.bounds_of_pages(step)[:, :, : -(-step.max_length // self.method.block_size)]
         return bounds.masked_fill(torch.arange(bounds.shape[2], device=bounds.device) >= pages, -torch.inf)
@@ -90,7 +94,7 @@ class RaaSState(PageState, EvictingState):
             return None
         size, pages = self.method.block_size, self._page_counts(step)
         skipped = [self._closed(row, n) - self._prompt_pages_read(row, n) for row, n in enumerate(pages)]
-        cache, indices = (step.keys_BKCD, step.values_BKCD), self._read(self.bounds(step), pages)
+        cache, indices = (step.keys_BKCD, step.values_BKCD), self._read(self.bounds(step).clone(), pages)
         output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, size, **step.softmax_options)
         return AttentionOutput(output, [end - size * n for end, n in zip(step.ends, skipped, strict=True)])
 

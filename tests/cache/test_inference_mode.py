@@ -39,12 +39,14 @@ EVERYWHERE = {
 }
 
 
-@pytest.mark.parametrize("way", EVERYWHERE)
-def test_the_whole_of_generate_in_inference_mode(model, way):
+@pytest.mark.parametrize(("way", "method"), [*((way, "gates") for way in EVERYWHERE), ("static", "quest")])
+def test_the_whole_of_generate_in_inference_mode(model, method, way):
     options = dict(EVERYWHERE[way])
     of_generate = {"cache_implementation", "num_beams", "prompt_lookup_num_tokens"}
     asked = {name: options.pop(name) for name in of_generate & options.keys()}
-    with seergate.attached(model, gates(model), token_budget=32, **options):
+    if method != "gates":
+        options["block_size"] = 8
+    with seergate.attached(model, gates(model) if method == "gates" else method, token_budget=32, **options):
         found = []
         for inside in (True, False, True):
             with torch.inference_mode(inside):

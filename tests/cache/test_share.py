@@ -55,7 +55,7 @@ def test_a_share_of_everything_is_dense_attention(model, name):
 
 def test_steps_on_a_static_cache_eager_and_compiled(model):
     """As one graph without breaks."""
-    assert decoded_as_one_graph(model, sharing("quest", None), batch())["density"] < 0.9
+    assert decoded_as_one_graph(model, sharing("quest", None, budget_max=4 * BLOCK), batch())["density"] < 0.9
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "oracle"])
@@ -69,6 +69,14 @@ def test_offloaded_is_in_memory(model, name):
         run(model, method, inputs, storage=seergate.Offload(room_for(2 * 2 * 4 - 1)))
     offload = seergate.Offload(room_for(2 * 2 * 2))
     offloaded_is_in_memory(model, sharing(name, gates(model)), inputs, offload, new=12)
+
+
+def test_short_rows_read_everything(model):
+    with seergate.attached(model, gates(model), budget_share=0.1, dense_below=70) as handle:
+        model.generate(prompt(60), max_new_tokens=9)
+        assert handle.stats()["density"] == 1
+        model.generate(prompt(90), max_new_tokens=9)
+        assert handle.stats()["density"] < 1
 
 
 def test_gates_with_a_share_as_their_default(model, tmp_path):

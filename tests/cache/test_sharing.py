@@ -38,7 +38,7 @@ def looping(rows=2, length=12):
 
 @pytest.mark.parametrize(
     ("options", "selects"),
-    [({"percentile": 0}, True), ({"strict": 1.0, "soft": 1.0}, False)],
+    [({"percentile": 0}, True), ({"warm_up": 10**6}, False), ({"strict": 1.0, "soft": 1.0}, False)],
 )
 def test_where_nothing_is_shared_nothing_changes(model, options, selects):
     """To the last bit the plain cache; dense, and under a method that selects."""

@@ -26,6 +26,7 @@ def test_the_demo_distils_evaluates_and_reports(tmp_path):
     for name in settings:
         assert json.loads((out / "eval" / name / "metrics.json").read_text())["n_problems"] == 1
         assert f"{name}: 1/1 answers" in done.stdout
+    assert f"[1/{len(settings)}] dense: 1/1 answers" in done.stdout
     pictures = sorted(out.glob("*.png"))
     assert {"accuracy.png", "length.png"} <= {path.name for path in pictures}
     for path in pictures:

@@ -4,6 +4,10 @@ import shutil
 
 import pytest
 
+from seergate.cli.generate import TINY_BUDGET
+from seergate.eval.settings import method_spec
+from seergate.methods import METHODS, SelectingMethod
+from seergate.models.names import bank_for
 from seergate.paths import shipped
 from tests.eval.report.test_explorer import page_of
 from tests.support import evaluation as support
@@ -38,8 +42,15 @@ def test_the_tiny_reasoner_answers_and_shows_what_it_read(tmp_path):
     assert done.stderr.startswith("[a26] is just the digit 5 ,"), "what was asked"
     page = page_of(tmp_path / "read.html")
     assert "".join(page["tokens"][page["prompt"] :]).split()[:-1] == done.stdout.split()
-    assert (page["name"], page["nominal"], len(page["cells"])) == ("gate", "64", 8)
-    assert (page["steps"][-1][0].sum(1) == 64 / page["block_size"]).all()
+    assert (page["name"], page["nominal"], len(page["cells"])) == ("gate", "128", 8)
+    assert (page["steps"][-1][0].sum(1) == 128 / page["block_size"]).all()
+
+
+def test_the_default_budget_fits_every_method_that_selects():
+    bank = bank_for("tiny-reasoner", None)
+    for name in (name for name, kind in METHODS.items() if issubclass(kind, SelectingMethod)):
+        spec = method_spec(name, default_budget=TINY_BUDGET)
+        assert spec.method(bank if spec.has_gates else None).token_budget == TINY_BUDGET
 
 
 @pytest.mark.filterwarnings("always:h2o. a prompt has:UserWarning")

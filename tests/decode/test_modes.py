@@ -1,11 +1,14 @@
 """Ways of decoding: dense below a length, beams, prompts in chunks, further turns; and figures per head."""
 
+import gc
+
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationConfig
 
 import seergate
 from seergate import DecodeConfig, methods
+from seergate.cache.forward import ForwardModes
 from seergate.methods.selecting import with_all_blocks
 from seergate.ops import Selection
 from tests.decode.test_decode import BLOCK, gates, selector, tokens
@@ -43,6 +46,17 @@ def test_dense_below_a_length(model, name):
     assert gap[0].max() < 1e-3, "20 + 15 tokens never exceed 50"
     assert gap[1, :7].max() < 1e-3 and gap[1, 7:].max() > 1e-2, "44 + 7 do"
     assert gap[2, 0] < 1e-3 and gap[2, 1:].max() > 1e-2
+
+
+def test_a_pass_without_a_cache_has_no_drafts():
+    """Also if drafter and configuration outlive the cache of a call of `generate`."""
+    passes, owner, cache = ForwardModes(decodes_drafts=True), GenerationConfig(), DynamicCache()
+    passes.drafting(owner, cache, 3)
+    passes.generating(owner, cache)
+    assert passes.mode(cache, 0, 5).decoded == 2 and passes.generates(cache)
+    del cache
+    gc.collect()
+    assert passes.mode(None, 0, 5).decoded == 0 and not passes.generates(None)
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "streaming_llm"])

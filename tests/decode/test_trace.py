@@ -103,6 +103,7 @@ def test_a_trace_by_position(model, tmp_path):
     """As in the documents: a budget reads a saw tooth, whole blocks and what the open one holds."""
     path, documented = tmp_path / "trace.parquet", {}
     code = next(block for block in code_blocks(ROOT / "docs/decoding.md", "python") if "by_position" in block)
+    assert "max_new_tokens=1000" in code
     exec(code.replace("max_new_tokens=1000", "max_new_tokens=100"), documented)
     found = documented["tokens_by_position"](model, gates(model), prompt(40), path)
     assert found["position"].to_pylist()[:3] == [40, 41, 42] and max(found["tokens_stddev"].to_pylist()) > 0

@@ -33,7 +33,7 @@ from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_me
 from seergate.distill.trainer import without_kernel
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
-from tests.ops.test_memory import peak_bytes
+from tests.support.memory import peak_bytes
 from tests.support.models import tiny_model
 
 CPU = torch.device("cpu")

@@ -39,8 +39,10 @@ def with_other_template(tokenizer):
 def test_other_settings_are_refused(tmp_path):
     """Those of an option, and those of a model and a tokenizer that no weight or problem shows."""
     small(tmp_path)
+    with pytest.raises(SeergateError, match="generation.seed was 0 and is 1"):
+        small(tmp_path, seed=1)
     path = tmp_path / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))  # and of an unfinished run
     for change, field in (
         ({"max_new_tokens": 35}, "generation.max_new_tokens was 36 and is 35"),
         ({"seed": 1}, "generation.seed was 0 and is 1"),

@@ -264,10 +264,10 @@ def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
     again = GateBank.from_pretrained(tmp_path)
     assert again.config == bank.config and fingerprint(again) == fingerprint(bank)
     ids = prompt(60, 8)
-    named = {"bank": again, "token_budget": 24}
+    options = {"token_budget": 24, "interval": 4}
     results = []
-    for method, options in ((str(tmp_path), {"token_budget": 24}), (again, {"token_budget": 24}), (scorer, named)):
-        with seergate.attached(model, method, **options) as handle:
+    for method, named in ((str(tmp_path), {}), (again, {}), (scorer, {"bank": again})):
+        with seergate.attached(model, method, **options, **named) as handle:
             results.append(model.generate(ids, max_new_tokens=20, do_sample=False))
             assert handle.method.name == scorer and handle.stats()["method"] == scorer
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])

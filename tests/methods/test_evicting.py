@@ -152,7 +152,7 @@ def test_what_is_resident(name, group, steps_seen):
                 assert places[: PROMPTS[row]] == list(range(PROMPTS[row]))
 
 
-@pytest.mark.parametrize(("name", "group"), spread(GROUPS, FEW))
+@pytest.mark.parametrize(("name", "group"), spread((4, 5), FEW))
 def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
     """Invariants 5 and 6: whatever else is in the batch, and however often it is run."""
     model = model_of(group)
@@ -170,7 +170,8 @@ def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
                 assert layer.rows.resident == [together_layer.rows.resident[i]], "of its own accord"
 
 
-@pytest.mark.parametrize(("name", "length"), spread([1, 2, 5, 24, 25, 31, 100], EACH))
+@pytest.mark.parametrize("length", [1, 31])
+@pytest.mark.parametrize("name", EACH)
 def test_prompts_of_any_length(name, length):
     """Invariant 7, in half precision."""
     model = model_of(4, torch.bfloat16)
@@ -179,7 +180,8 @@ def test_prompts_of_any_length(name, length):
         assert 0 < handle.stats()["density"] <= 1
 
 
-@pytest.mark.parametrize(("name", "family"), spread(["gpt_oss", "gemma2"], FEW))
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("name", FEW)
 def test_attention_sinks_and_capped_scores(name, family):
     """Models with sinks in the softmax or a cap on the scores: the plain model if nothing is evicted, and a row is the
     same alone and in a batch if something is.

@@ -208,7 +208,7 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
 
 
 def test_raas_reads_part_of_a_long_prompt():
-    """With room for all of the prompt nothing changes; with less, less is read."""
+    """With room for all of the prompt nothing changes; with less, less is read, and the same alone and in a batch."""
     model = model_of(4)
     rows = [prompt(length, length) for length in (50, 7, 21)]
     outputs, density = {}, {}
@@ -217,6 +217,9 @@ def test_raas_reads_part_of_a_long_prompt():
         with seergate.attached(model, method) as handle:
             outputs[budget] = model.generate(**left_padded(rows), max_new_tokens=40)
             density[budget] = handle.stats()["density"]
+            for i, row in enumerate(rows if budget == 8 else ()):
+                alone = model.generate(input_ids=row, max_new_tokens=40)
+                assert torch.equal(alone[0, row.shape[1] :], outputs[budget][i, 50:])
     assert torch.equal(outputs[64], outputs[None]) and not torch.equal(outputs[8], outputs[None])
     assert density[8] < density[64] == density[None]
 

@@ -48,6 +48,11 @@ def test_rounding_against_a_loop(width, by_token):
         np.testing.assert_allclose(found[0, 0, group].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_narrow_keys_are_rounded_in_float32():
+    x = torch.randn(2, 3, 4, 32, 16, dtype=torch.bfloat16)
+    assert all(map(torch.equal, rounded(x, None), rounded(x.float(), None)))
+
+
 def test_bytes_held_and_read_are_those_of_the_tensors():
     model, length, new = model_of(4), 300, 40
     found = {}

@@ -93,7 +93,10 @@ def test_gates_fit_every_family(family):
     bank = GateBank.for_model(model)
     assert bank.geometry.layers == tuple(layers)
     assert bank.config.gate_dim == families.head_dim_of(model)
-    assert bank.distill_loss(model, input_ids=prompt(60)).isfinite()
+    small = GateBank.for_model(model, GateConfig(8, bank.config.gate_dim))
+    loss = small.distill_loss(model, input_ids=prompt(60))
+    loss.backward()
+    assert 0 < loss < torch.inf and all(p.grad.isfinite().all() for p in small.parameters())
 
 
 DEEPSEEK = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16}

@@ -54,7 +54,7 @@ SHAPES = [
 @pytest.mark.parametrize(
     ("group", "dim", "width", "dtype", "parts"),
     [(*shape, (True, True)) for shape in SHAPES]
-    + [(*SHAPES[2], parts) for parts in ((False, True), (True, False), (False, False))],
+    + [(*SHAPES[3], parts) for parts in ((False, True), (True, False), (False, False))],
 )
 def test_equals_reference(group, dim, width, dtype, parts):
     lengths = [1, 8, 63, 64, 65, 7]

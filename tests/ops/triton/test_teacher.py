@@ -1,4 +1,4 @@
-"""Attention with block targets, and block targets alone, against the reference in float64."""
+"""Attention with block targets against the reference in float64."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on(device, pack):
 
 
 def check(pack, values, device, **options):
-    """Compare both ops, and targets from a known log-sum-exp, with the reference."""
+    """Compare attention, its targets, and targets from a known log-sum-exp with the reference."""
     q, k = on(device, pack)
     exact = pack.to(torch.float64)
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
