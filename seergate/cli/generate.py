@@ -26,7 +26,7 @@ HELP = (
     "attention. The page is one HTML file that needs no network.",
     [
         "seergate generate --trace read.html",
-        "seergate generate --method quest --budget 128 --trace quest.html",
+        "seergate generate --method quest --trace quest.html",
         "seergate generate --model Qwen3-8B --gates org/Qwen3-8B-gates --prompt-file question.txt --trace read.html",
     ],
 )

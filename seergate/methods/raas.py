@@ -66,7 +66,7 @@ class RaaSState(PageState, EvictingState):
         return [-(-end // self.method.block_size) for end in step.ends]
 
     def bounds(self, step: Step) -> Tensor:
-        """Quest's bounds of all pages, ``[B, K, N]``, computed once per step; minus infinity beyond a row's."""
+        """Quest's bounds of all pages for the newest query, ``[B, K, N]``, made once; minus infinity beyond a row."""
         return step.rows.once("page bounds", partial(self._bounds, step), step.q_BHSD)
 
     def _bounds(self, step: Step) -> Tensor:

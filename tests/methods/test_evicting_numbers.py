@@ -193,7 +193,7 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
         plain(self, step)
         used = self.rows["used"][:, :, :pages]
         for head in range(2):
-            bounds = self.bounds(step)[0, head].tolist()
+            bounds = self._bounds(step)[0, head].tolist()
             fresh = sorted(range(pages), key=lambda n: (bounds[n], n))[-max(1, int(share * pages)) :]
             assert (used[0, head] == now).nonzero()[:, 0].tolist() == sorted({*fresh, pages - 1})
         assert (used >= before[:, :, :pages]).all()
