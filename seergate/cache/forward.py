@@ -139,8 +139,7 @@ class ForwardModes:
 
     def generates(self, cache: Any) -> bool:
         """Whether ``generate`` is filling this cache."""
-        configuration, filled = self._generating or (lambda: None, lambda: None)
-        return configuration() is not None and cache is not None and filled() is cache
+        return self._generating is not None and _is_filling(*self._generating, cache)
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
         """Return the mode of a pass that adds ``new`` tokens to a cache of ``slots`` slots, padding included;
@@ -156,11 +155,16 @@ class ForwardModes:
             return 0
         if self.phase == "decode":
             return new
-        drafter, filled, prompt = self._drafting or (lambda: None, lambda: None, 0)
-        if drafter() is None or cache is None or filled() is not cache:
+        if self._drafting is None or not _is_filling(*self._drafting[:2], cache):
             return 0
+        prompt = self._drafting[2]
         drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
         return drafted if drafted <= VERIFIED_TOKENS else 0
+
+
+def _is_filling(owner: Any, filled: Any, cache: Any) -> bool:
+    """Whether what ``owner`` refers to still exists and ``filled`` refers to this cache, both weakly."""
+    return cache is not None and owner() is not None and filled() is cache
 
 
 class ForwardContext:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from seergate.checks import check_counts
 from seergate.cli.arguments import Command, eval_args, given, model_args
+from seergate.cli.generate import TINY_BUDGET
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -20,16 +21,14 @@ if TYPE_CHECKING:
 def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) -> None:
     model_args(parser)
     parser.add_argument("--count", type=int, required=True, metavar="N", help=f"number of {what}")
-    parser.add_argument(
-        "--budget", type=int, metavar="N", help="token budget of the selection [the gates'; tiny: 128]"
-    )
+    budget = f"token budget of the selection [the gates'; tiny: {TINY_BUDGET}]"
+    parser.add_argument("--budget", type=int, metavar="N", help=budget)
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"[runs/MODEL-{command}-N]")
     eval_args(parser, "dtype", "device")
 
 
 def _prepared(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
-    from seergate.cli.generate import TINY_BUDGET
     from seergate.durable import check_writable
     from seergate.methods import Gate
     from seergate.models.names import bank_for, is_tiny, model_path
