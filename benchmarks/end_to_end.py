@@ -38,6 +38,7 @@ from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step
 from seergate.inference_mode import outside_inference_mode
+from seergate.models.families import head_dim_of
 
 SHORTER = (1.0, 0.875, 0.75, 0.5)
 """Lengths of a batch's rows as shares of the longest, in turn."""
@@ -157,7 +158,7 @@ def prove(model: PreTrainedModel, options: argparse.Namespace) -> None:
 def room_for(model: PreTrainedModel, tokens: int) -> Offload:
     """Offload that keeps the keys and values of ``tokens`` tokens in memory."""
     config = model.config
-    per_layer = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    per_layer = 2 * config.num_key_value_heads * head_dim_of(model) * model.dtype.itemsize
     return Offload(tokens * config.num_hidden_layers * per_layer)
 
 
@@ -166,7 +167,7 @@ def fill(model: PreTrainedModel, compared: dict[str, Way], mask: Tensor, room: i
     layers with a sliding window are not rotated, which does not change a step's time.
     """
     config, (batch, length) = model.config, mask.shape
-    shape = (batch, config.num_key_value_heads, length, config.head_dim)
+    shape = (batch, config.num_key_value_heads, length, head_dim_of(model))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     for way in compared.values():
         way.cache = StaticCache(config, max_cache_len=length + room) if way.static else DynamicCache(config=config)

@@ -82,7 +82,7 @@ def gates_of(model: PreTrainedModel, options: argparse.Namespace) -> GateBank:
     """The model's gates: random, or for a real model those with which training with ``init: model`` begins."""
     if options.model is None:
         return GateBank.for_model(model, GateConfig(options.block_size))
-    config = GateConfig(options.block_size, gate_dim=model.config.head_dim, qk_norm=False)
+    config = GateConfig(options.block_size, gate_dim=head_dim_of(model), qk_norm=False)
     bank = GateBank.for_model(model, config)
     for _, gate in bank:
         gate.begin_as_model()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from seergate import GateBank, GateConfig, ops
+from seergate import GateBank, GateConfig, methods, ops
 from seergate.distill.losses import teacher_forward
+from seergate.models.families import head_dim_of
 from tests.distill.conftest import byte_tokenizer
 from tests.support.models import tiny_model
 from tests.support.running import ROOT, Done, run_script
@@ -252,6 +254,21 @@ def random_model(folder: Path) -> str:
     tiny_model("qwen3", vocab_size=260).save_pretrained(folder)
     byte_tokenizer(None).save_pretrained(folder)
     return str(folder)
+
+
+def test_steps_of_a_model_whose_configuration_has_no_width_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2's width follows from the hidden size."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import end_to_end
+    import serving
+
+    model, options = tiny_model("qwen2"), argparse.Namespace(model="tiny", block_size=8)
+    del model.config.head_dim  # as in its published configurations
+    bank = serving.gates_of(model, options)
+    assert bank.config.gate_dim == head_dim_of(model)
+    ways = {"gate": end_to_end.Way(methods.Gate(bank=bank, token_budget=16))}
+    end_to_end.fill(model, ways, torch.ones(2, 40, dtype=torch.long), 8, 16)
+    assert ways["gate"].cache.layers[0].keys.shape[-1] == head_dim_of(model)
 
 
 def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
