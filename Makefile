@@ -100,9 +100,10 @@ pins:
 test-newest:
 	PYTHON=$(PYTHON) JOBS=$(JOBS) .ci/newest
 
-# One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores.
+# One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores. A process without tests left
+# takes some of another's.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # What takes too long for every day: kills by the dozen, fuzzing, thousands of steps, every documented command.
 soak: install
