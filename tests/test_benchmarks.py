@@ -201,8 +201,8 @@ def _wrong_loss(right, *a, **o):
 
 
 def _wrong_output(right, q, k, v, *a):
-    found = right(q, k, v, *a)
-    return found._replace(output=1.01 * found.output)
+    result = right(q, k, v, *a)
+    return result._replace(output=1.01 * result.output)
 
 
 def _wrong_on_long_packs(right, q, k, qg, kg, *a, **o):

@@ -24,10 +24,10 @@ TEXTS = st.lists(st.sampled_from(PARTS), min_size=1, max_size=10).map("".join)
 
 
 def test_control_characters_are_seen():
-    said = "\x1b[2K\rright\n\t\x9b1m \u202egnorw \ud800 e\u0301 日本 \u200d"
-    assert visible(said) == "\\x1b[2K\\rright\\n\\t\\x9b1m \\u202egnorw \\ud800 e\u0301 日本 \u200d"
+    text = "\x1b[2K\rright\n\t\x9b1m \u202egnorw \ud800 e\u0301 日本 \u200d"
+    assert visible(text) == "\\x1b[2K\\rright\\n\\t\\x9b1m \\u202egnorw \\ud800 e\u0301 日本 \u200d"
     stream = io.StringIO()
-    print(said, end="", file=Terminal(stream))
+    print(text, end="", file=Terminal(stream))
     assert stream.getvalue() == "\\x1b[2K\\rright\n\t\\x9b1m \\u202egnorw \\ud800 e\u0301 日本 \u200d"
 
 
@@ -50,16 +50,14 @@ def test_a_page_shows_the_characters_and_no_markup(tmp_path_factory, text):
         *(f"<details><summary>{html_text(text)}</summary>", markdown_block(text), "</details>"),
     ]
     page = to_html(text, "\n\n".join(blocks), tmp_path_factory.getbasetemp())
-    found = re.sub("<code></code>", "", page.partition("<body>")[2])
-    shown = [
-        re.search(f"<{tag}[^>]*>(.*?)</{tag}>", found, re.S)[1] for tag in ("h1", "li", "td", "strong", "summary")
-    ]
+    body = re.sub("<code></code>", "", page.partition("<body>")[2])
+    shown = [re.search(f"<{tag}[^>]*>(.*?)</{tag}>", body, re.S)[1] for tag in ("h1", "li", "td", "strong", "summary")]
     line = " ".join(visible(text).split())
     strong = " ".join(f"a{visible(text)}".split())
     assert [" ".join(html.unescape(each).split()) for each in shown] == [line, line, line, strong, line]
-    block = re.search("<pre><code>(.*?)</code></pre>", found, re.S)[1]
+    block = re.search("<pre><code>(.*?)</code></pre>", body, re.S)[1]
     assert html.unescape(block).split() == visible(text, "\n\t").split()
-    tags = re.sub(r"<code>.*?</code>|<t[hd][^>]*>.*?</t[hd]>", "", found, flags=re.S)
+    tags = re.sub(r"<code>.*?</code>|<t[hd][^>]*>.*?</t[hd]>", "", body, flags=re.S)
     assert not re.search("<(a|img|script|em|b)[ >]", tags)
 
 
@@ -71,13 +69,13 @@ def test_the_command_line_writes_no_control_characters(tmp_path, capsys):
     more = {"prompt": hostile, "gold": hostile, "seed": 0, "grade_reason": hostile}
     path.write_text(json.dumps(json.loads(path.read_text()) | more) + "\n")
     assert main(["eval", "show", str(directory), "0"]) == 0
-    said = capsys.readouterr()
-    assert said.out.count(visible(hostile)) == 4, "prompt, gold answer, reason, completion"
+    output = capsys.readouterr()
+    assert output.out.count(visible(hostile)) == 4, "prompt, gold answer, reason, completion"
     assert main(["report", str(directory)]) == 0
     later = capsys.readouterr()
     path.write_text(json.dumps(json.loads(path.read_text()) | {"problem_id": hostile}) + "\n")
     assert main(["eval", "show", str(directory), "nowhere"]) == 2
     last = capsys.readouterr()
     assert "it has \\x1b[2K right \\x1b]0;title\\x07\n" in last.err, "an error is one line"
-    for text in (said.out, later.out, later.err, last.out, last.err):
+    for text in (output.out, later.out, later.err, last.out, last.err):
         assert not set(text) & {"\x1b", "\r", "\x07"}

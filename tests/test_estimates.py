@@ -63,5 +63,7 @@ def test_it_runs_without_a_model_and_says_that_nothing_was_measured(monkeypatch,
     monkeypatch.setitem(estimates.TABLES, "plans", lambda shape: ["| plans |"])
     with torch.device("meta"):
         estimates.main()
-    said = capsys.readouterr().out
-    assert "Not measured on a GPU. Rates:" in said and "| plans |" in said and Path(estimates.PAGE).name == "scale.md"
+    output = capsys.readouterr().out
+    assert (
+        "Not measured on a GPU. Rates:" in output and "| plans |" in output and Path(estimates.PAGE).name == "scale.md"
+    )

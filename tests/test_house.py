@@ -80,8 +80,8 @@ def test_private_transformers_names_live_where_transformers_is_known() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers"):
                 private |= {f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_")}
-        if found := (private | private_names_of_others(tree)) - FOREIGN_PRIVATE_NAMES:
-            faults[named(path)] = found
+        if names := (private | private_names_of_others(tree)) - FOREIGN_PRIVATE_NAMES:
+            faults[named(path)] = names
     assert not faults
 
 
@@ -102,10 +102,10 @@ FILES_THAT_CHOOSE = {
 def methods_named(tree: ast.AST, single: set[str]) -> set[str]:
     """Methods, their states and modules that a file names, as a class, as text, or in ``isinstance``."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2)
-    asked = [call.args[1] for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
+    kinds = [call.args[1] for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
     looked_for = {
         node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-        for kind in asked
+        for kind in kinds
         for node in ast.walk(kind)
     }
     names = set[str]()
@@ -128,15 +128,15 @@ def test_methods_answer_for_themselves() -> None:
     planted = "from seergate.methods.rpc.core import RPC"
     assert methods_named(ast.parse(text), single) == {"Gate", "SnapKVState", "h2o"}
     assert methods_named(ast.parse(planted), single) == {"rpc", "RPC"}
-    found = {
-        named(path): asked
+    faults = {
+        named(path): method_names
         for path in sorted(PACKAGE.rglob("*.py"))
         if path.relative_to(PACKAGE).parts[0] != "methods"
         and "papers" not in path.parts
         and named(path) not in FILES_THAT_CHOOSE
-        if (asked := methods_named(ast.parse(path.read_text()), single))
+        if (method_names := methods_named(ast.parse(path.read_text()), single))
     }
-    assert not found
+    assert not faults
 
 
 def test_entry_points_name_what_there_is() -> None:
@@ -171,20 +171,20 @@ print(*sys.modules)
 def test_public_methods_have_docstrings() -> None:
     """Public methods have a docstring or inherit one, which ruff's D102 does not see."""
     faults = set()
-    for found in pkgutil.walk_packages(seergate.__path__, "seergate."):
-        if found.name == "seergate.__main__":
+    for info in pkgutil.walk_packages(seergate.__path__, "seergate."):
+        if info.name == "seergate.__main__":
             continue
         try:
-            module = importlib.import_module(found.name)
+            module = importlib.import_module(info.name)
         except ModuleNotFoundError as missing:  # an optional library, which is not for tests
             assert missing.name in ("lm_eval", "sglang", "vllm"), missing
             continue
-        for kind in (x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == found.name):
+        for kind in (x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == info.name):
             for name, member in vars(kind).items():
                 if not name.startswith("_") and (inspect.isroutine(member) or isinstance(member, property)):
                     text = inspect.getdoc(getattr(kind, name)) or ""  # inherited where it has none of its own
                     if not text or text.startswith("See `"):
-                        faults.add(f"{found.name}.{kind.__qualname__}.{name}")
+                        faults.add(f"{info.name}.{kind.__qualname__}.{name}")
     assert not faults
 
 
@@ -216,9 +216,9 @@ def test_what_make_installs_is_pinned() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     extras = project["project"]["optional-dependencies"]
     (development,) = (re.split(r"[\[\],]+", line)[1:-1] for line in extras["dev"] if line.startswith("seergate["))
-    wanted = [*project["project"]["dependencies"], *project["build-system"]["requires"], *extras["dev"]]
-    wanted += [line for extra in development for line in extras[extra]]
-    names = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in wanted} - {"seergate"}  # type: ignore[index]
+    requirements = [*project["project"]["dependencies"], *project["build-system"]["requires"], *extras["dev"]]
+    requirements += [line for extra in development for line in extras[extra]]
+    names = {re.match(r"[\w.-]+", line)[0].lower().replace("_", "-") for line in requirements} - {"seergate"}  # type: ignore[index]
     torch, triton, rest = pins("torch"), pins("triton"), pins("dev")
     assert names <= {*torch, *triton, *rest}
     # Where the system has a PyTorch, only dev.txt is read: it must leave PyTorch's own dependencies as they are.
@@ -246,11 +246,11 @@ def test_what_a_document_names_exists(path: Path) -> None:
             assert linked.is_relative_to(ROOT) and linked.exists(), f"{named(path)} links to {target}"
 
 
-def check_options(asked: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_options(options_by_command: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the help of each command has the options that are passed to it."""
     monkeypatch.setenv("COLUMNS", "200")  # so that no option is wrapped
-    assert len(asked) > 8
-    for command, options in asked.items():
+    assert len(options_by_command) > 8
+    for command, options in options_by_command.items():
         name, *arguments = command.split()
         run = run_seergate if name == "seergate" else partial(run_script, name)
         done = run(*arguments, "--help")
@@ -264,12 +264,12 @@ def check_options(asked: dict[str, set[str]], monkeypatch: pytest.MonkeyPatch) -
 
 def test_documented_commands_have_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands and scripts in the shell blocks of the documents exist, with the options that are passed to them."""
-    asked: dict[str, set[str]] = {}
+    options_by_command: dict[str, set[str]] = {}
     for path in DOCUMENTS:
         for line in (line for block in code_blocks(path, "bash", "sh", "console") for line in shell_lines(block)):
             if match := re.search(r"(seergate [a-z-]+|\b[\w/]+\.py\b)(.*)", line):
-                asked.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
-    check_options(asked, monkeypatch)
+                options_by_command.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
+    check_options(options_by_command, monkeypatch)
 
 
 def tracked_files() -> list[Path]:
@@ -312,10 +312,10 @@ def test_no_paths_of_somebodys_machine() -> None:
             text = path.read_text()
         except UnicodeDecodeError:
             continue  # weights and pictures
-        faults += [f"{named(path)}: {found}" for found in absolute.findall(text)]
-        for found in outside.findall(text):
-            if not (path.parent / found).resolve().is_relative_to(ROOT):
-                faults.append(f"{named(path)}: {found} leads out of the repository")
+        faults += [f"{named(path)}: {target}" for target in absolute.findall(text)]
+        for target in outside.findall(text):
+            if not (path.parent / target).resolve().is_relative_to(ROOT):
+                faults.append(f"{named(path)}: {target} leads out of the repository")
     assert not faults
 
 

@@ -41,8 +41,8 @@ def test_kept_as_source_only(notebook: Path) -> None:
 
 def test_decode_and_look(capsys: pytest.CaptureFixture[str]) -> None:
     names, page = run(ROOT / "docs" / "notebooks" / "decode_and_look.ipynb")
-    said = capsys.readouterr().out
-    answers = {name: said.partition(f"\n{name}: ")[2].split("\n")[0] for name in ("dense", "gate")}
+    output = capsys.readouterr().out
+    answers = {name: output.partition(f"\n{name}: ")[2].split("\n")[0] for name in ("dense", "gate")}
     assert [text.split()[-2] for text in answers.values()] == [names["problem"].answer] * 2
     assert names["stats"]["dense"]["density"] == 1 > 0.4 > names["stats"]["gate"]["density"]
     assert page._repr_html_().startswith("<iframe srcdoc=") and "&lt;script" in page._repr_html_()

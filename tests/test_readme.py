@@ -61,10 +61,12 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_python_of_a_page_runs(page: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     for block in (*code_blocks(ROOT / page, "python"), CALLS.get(page, "")):
         exec(compile(on_the_shipped_model(block), page, "exec"), names)
-    said = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     if page == "README.md":
-        assert [line for line in said if re.fullmatch(r"0\.\d+", line)], "the first example prints how little it reads"
-    for line in said:
+        assert [line for line in lines if re.fullmatch(r"0\.\d+", line)], (
+            "the first example prints how little it reads"
+        )
+    for line in lines:
         if " expected " in line:
             assert re.search(rf"{line[-1]} \}}.* expected .$", line), line
 

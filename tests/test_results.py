@@ -26,20 +26,20 @@ def with_values(part: Any, values: dict[str, str]) -> Any:
         return {with_values(key, values): with_values(value, values) for key, value in part.items()}
     if isinstance(part, list):
         return [with_values(value, values) for value in part]
-    return re.sub(r"\$\{(.+?)\}", lambda found: values[found[1]], part) if isinstance(part, str) else part
+    return re.sub(r"\$\{(.+?)\}", lambda match: values[match[1]], part) if isinstance(part, str) else part
 
 
 def stages() -> dict[str, dict[str, Any]]:
     """Stages by name; those of a ``foreach`` are named ``group@key``."""
-    found = {}
+    stages_by_name = {}
     for name, stage in yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"].items():
         if "foreach" not in stage:
-            found[name] = stage
+            stages_by_name[name] = stage
             continue
         for key, item in stage["foreach"].items():
             values = {"key": key} | {f"item.{field}": value for field, value in item.items()}
-            found[f"{name}@{key}"] = with_values(stage["do"], values)
-    return found
+            stages_by_name[f"{name}@{key}"] = with_values(stage["do"], values)
+    return stages_by_name
 
 
 STAGES = stages()
@@ -49,17 +49,17 @@ LOCK: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "dvc.lock").read_text()
 
 def shown() -> set[str]:
     """Pictures and result files that the documents name."""
-    found = set()
+    paths = set()
     for page in DOCUMENTS:
         text = page.read_text(encoding="utf-8")
-        found |= {f"docs/{name}" for name in re.findall(r"images/[\w.-]+\.(?:png|svg)", text)}
-        found |= set(re.findall(r"benchmarks/results/[\w.-]+\.jsonl?", text))
+        paths |= {f"docs/{name}" for name in re.findall(r"images/[\w.-]+\.(?:png|svg)", text)}
+        paths |= set(re.findall(r"benchmarks/results/[\w.-]+\.jsonl?", text))
     notes = (RESULTS / "README.md").read_text(encoding="utf-8")
     local = set(re.findall(r"\]\(([\w.-]+\.jsonl?)\)", notes))
     for heading in re.findall(r"^## ([\w, -]+)$", notes, re.M):
         for name in heading.split(", "):
             local |= {path.name for pattern in (f"{name}.json", f"{name}-*.json") for path in RESULTS.glob(pattern)}
-    return found | {f"benchmarks/results/{name}" for name in local}
+    return paths | {f"benchmarks/results/{name}" for name in local}
 
 
 def commands(stage: dict[str, Any]) -> list[list[str]]:
@@ -102,12 +102,12 @@ def test_a_stage_has_what_it_needs(name: str) -> None:
 
 
 def test_options_of_stages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, set[str]] = {}
+    options_by_command: dict[str, set[str]] = {}
     for program, *words in (command for stage in STAGES.values() for command in commands(stage)):
         if program != "rm" and words[0] != "figure":
             command = f"seergate {words[0]}" if program == "seergate" else script_of(words)
-            asked.setdefault(command, set()).update(word for word in words if word.startswith("--"))
-    check_options(asked, monkeypatch)
+            options_by_command.setdefault(command, set()).update(word for word in words if word.startswith("--"))
+    check_options(options_by_command, monkeypatch)
 
 
 def test_what_is_locked_is_what_there_is() -> None:
@@ -117,8 +117,8 @@ def test_what_is_locked_is_what_there_is() -> None:
         results = [dep for dep in stage["deps"] if dep["path"].startswith("benchmarks/results/")]
         pictures = [out for out in stage["outs"] if not out["path"].endswith(".md")]
         for file in results + pictures:
-            found = hashlib.md5((ROOT / file["path"]).read_bytes()).hexdigest()
-            assert found == file["md5"], f"{file['path']}: make results STAGE='--single-item {name}'"
+            digest = hashlib.md5((ROOT / file["path"]).read_bytes()).hexdigest()
+            assert digest == file["md5"], f"{file['path']}: make results STAGE='--single-item {name}'"
 
 
 def test_the_tables_are_those_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,5 +72,5 @@ def likelihoods(
             best = scores.logits[:, -behind:].argmax(-1) == ids[:, -behind:]
             for row, number in enumerate(chosen):
                 length = len(pairs[number][1])
-                known = scores.log_probs[row, -behind:][:length].double()
-                yield number, float(known.sum()), bool(best[row, :length].all())
+                log_probs = scores.log_probs[row, -behind:][:length].double()
+                yield number, float(log_probs.sum()), bool(best[row, :length].all())

@@ -128,14 +128,14 @@ def measure_proxies(
     each = torch.cat(parts, dim=1)
     kl, loss, dense_loss, agreement = each.mean(1).tolist()
     per_layer = stats.get("recall_per_layer")
-    known = [value for value in per_layer or [] if value is not None]
+    recalls = [value for value in per_layer or [] if value is not None]
     return {
         "next_token_kl": kl,
         "next_token_kl_p99": float(each[0].quantile(0.99)),
         "perplexity": math.exp(loss),
         "dense_perplexity": math.exp(dense_loss),
         "agreement": agreement,
-        "recall": sum(known) / len(known) if known else None,
+        "recall": sum(recalls) / len(recalls) if recalls else None,
         "recall_per_layer": per_layer,
         "layers": stats["layers"],
         "windows": len(windows),

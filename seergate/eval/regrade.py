@@ -92,8 +92,10 @@ def regrade(
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The run's configuration with this grader and the installed version of its library."""
     task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
-    known = {key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()}
-    return {**config, "task": {**task, "grader": name}, "environment": known | grader_version(name)}
+    environment = {
+        key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()
+    }
+    return {**config, "task": {**task, "grader": name}, "environment": environment | grader_version(name)}
 
 
 def _verdict(correct: bool, pred: str | None, reason: str | None) -> str:

@@ -173,16 +173,16 @@ def evaluate(
     processes = cluster.workers if cluster else 1
     config = run_config(model, tokenizer, task, problems, spec, bank, options, processes, limit)
     out_dir.mkdir(parents=True, exist_ok=True)
-    wanted = {(task.name, p.problem_id, i): p for p in problems for i in range(options.samples_of(task))}
+    problems_by_key = {(task.name, p.problem_id, i): p for p in problems for i in range(options.samples_of(task))}
     with store.SampleLog(out_dir) as log:
         samples = store.read_samples(out_dir)
         done = {store.key_of(s) for s in samples}
-        missing = {key: problem for key, problem in wanted.items() if key not in done}
+        missing = {key: problem for key, problem in problems_by_key.items() if key not in done}
         store.pin(out_dir, config, finished=not missing)
         if task.scored is not None:
             if missing:
                 forced = forced or TeacherForcing.of(model, tokenizer, task)
-                _score_texts(forced, spec, bank, list(wanted), done, log, options.on_progress)
+                _score_texts(forced, spec, bank, list(problems_by_key), done, log, options.on_progress)
             return write_metrics(out_dir)
         unmeasured = options.measure_recall and not _has_proxies(out_dir, tokenizer, reference)
         if not missing and not unmeasured:
@@ -194,7 +194,9 @@ def evaluate(
                 unmade = {key: problem for key, problem in missing.items() if key not in ungraded}
                 with (
                     GradingPool(processes, run_programs=options.run_programs) as judges,
-                    Collector(spec.label, len(wanted), task.grader, golds, log, samples, judges, progress) as sink,
+                    Collector(
+                        spec.label, len(problems_by_key), task.grader, golds, log, samples, judges, progress
+                    ) as sink,
                 ):
                     sink.report()
                     sink.take_kept([ungraded[key] for key in missing if key in ungraded])
@@ -222,22 +224,22 @@ def _score_texts(
     forced: TeacherForcing,
     spec: MethodSpec,
     bank: GateBank | None,
-    wanted: list[store.Key],
-    known: set[store.Key],
+    keys: list[store.Key],
+    scored_keys: set[store.Key],
     log: store.SampleLog,
     on_progress: Callable[[Progress], None] | None,
 ) -> None:
     """Score the texts that have no sample yet."""
     began, tokens = time.monotonic(), 0
-    missing = [(number, key) for number, key in enumerate(wanted) if key not in known]
+    missing = [(number, key) for number, key in enumerate(keys) if key not in scored_keys]
     for scored, (number, key) in enumerate(missing, 1):
-        with working(f"scoring {spec.label}, text {number + 1}/{len(wanted)}"):
+        with working(f"scoring {spec.label}, text {number + 1}/{len(keys)}"):
             figures = forced.measure(spec, bank, number)
         log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | figures)
         tokens += figures["n_tokens"]
         if on_progress is not None:
-            done, seconds = len(wanted) - len(missing) + scored, time.monotonic() - began
-            on_progress(Progress(spec.label, done, len(wanted), None, scored, tokens, seconds))
+            done, seconds = len(keys) - len(missing) + scored, time.monotonic() - began
+            on_progress(Progress(spec.label, done, len(keys), None, scored, tokens, seconds))
 
 
 def _has_proxies(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:

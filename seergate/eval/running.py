@@ -121,14 +121,14 @@ def run_plan(plan: SweepPlan) -> Path:
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
         print(f"sampling: {sampling} ({source}); {limit}{cut}")
         if plan.measure_recall and specs[0].name != Dense.name:
-            found = reference_in(out, model, tokenizer, task)
-            whose = "dense, which are there" if found else f"{specs[0].label}, as there is no dense run"
+            results = reference_in(out, model, tokenizer, task)
+            whose = "dense, which are there" if results else f"{specs[0].label}, as there is no dense run"
             print(f"proxies are measured on the answers of {whose}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 
         def evaluated(specs: list[MethodSpec]) -> None:
-            found = sweep(
+            results = sweep(
                 model,
                 tokenizer,
                 task,
@@ -140,7 +140,7 @@ def run_plan(plan: SweepPlan) -> Path:
                 workers=plan.workers,
                 ray_address=plan.ray_address,
             )
-            for label, metrics in found.items():
+            for label, metrics in results.items():
                 if (share := metrics.get("unanswered_rate", 0.0)) > UNANSWERED:
                     print(
                         f"note: the grader {task.grader!r} found no answer in {share * metrics['n_samples']:.0f} of "
@@ -204,9 +204,9 @@ def _matched(
     }
     path = record_path(out, plan.match)
     before = store.read_json(path) or {}
-    known = before["bytes"] if before.get("made") == made else {}
+    bytes_by_key = before["bytes"] if before.get("made") == made else {}
     print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
-    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], known)
+    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], bytes_by_key)
     chosen, records = match(
         replay,
         specs,

@@ -143,8 +143,8 @@ class TokenChooser:
         uniform = torch.stack([torch.rand((), generator=row.generator, dtype=torch.float64) for row in rows])
         cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
         # Scaled by the total, which rounding leaves a little off one, so that the index never exceeds the last token.
-        wanted = (uniform.to(scores.device) * cumulative[:, -1]).unsqueeze(-1)
-        return [int(token) for token in torch.searchsorted(cumulative, wanted, right=True).squeeze(-1).tolist()]
+        thresholds = (uniform.to(scores.device) * cumulative[:, -1]).unsqueeze(-1)
+        return [int(token) for token in torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).tolist()]
 
 
 class SampledRow:

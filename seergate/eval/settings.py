@@ -54,12 +54,12 @@ class MethodSpec:
     gates: str = ""
 
     def __post_init__(self) -> None:
-        known = option_names(self.name)
-        if "token_budget" not in known:
+        accepted_options = option_names(self.name)
+        if "token_budget" not in accepted_options:
             object.__setattr__(self, "token_budget", None)
         elif self.token_budget is None and not limits_of(self.name) & set(self.options):
             raise SeergateError(f"the method {self.name!r} needs a token budget")
-        if "block_size" not in known and not self.has_gates:
+        if "block_size" not in accepted_options and not self.has_gates:
             object.__setattr__(self, "block_size", None)
         self.correction  # noqa: B018  (checks `rectify_every`)
 
@@ -126,14 +126,14 @@ class MethodSpec:
                 f"the method {self.name!r} needs gates: give their directory or Hub id (org/name) with --gates; "
                 "`seergate train` makes gates for a model"
             )
-        known = option_names(self.name)
+        accepted_options = option_names(self.name)
         fields: dict[str, Any] = {
             "token_budget": self.token_budget,
             "block_size": None if self.has_gates and not _selects(self.name) else self.block_size,
             "dense_layers": () if self.dense_layers is None and not self.has_gates else self.dense_layers,
             **method_class(self.name).evaluation_options,
         }
-        given = {key: value for key, value in fields.items() if key in known and value is not None}
+        given = {key: value for key, value in fields.items() if key in accepted_options and value is not None}
         options = {**given, **self.options, **self.calibrated}
         options = {key: value for key, value in options.items() if key not in self._correction_options}
         return make_method(self.name, bank=bank if self.has_gates else None, **options)

@@ -158,7 +158,7 @@ class SweepPlan(RunOptions):
             raise SeergateError(f"match is {self.match!r}, which chooses by budgets; give some, and no thresholds")
         if len(sizes) > 1 or len(self.dense_layers) > 1:
             theirs = len(sizes) > 1 and not self.block_size
-            found = f" (these gates have {', '.join(map(str, sizes))})" if theirs else ""
+            gates_note = f" (these gates have {', '.join(map(str, sizes))})" if theirs else ""
             raise SeergateError(
-                f"match is {self.match!r}; give one block size{found} and one choice of dense layers with it"
+                f"match is {self.match!r}; give one block size{gates_note} and one choice of dense layers with it"
             )

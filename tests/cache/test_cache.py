@@ -21,7 +21,7 @@ from tests.test_house import ROOT, code_blocks
 @pytest.mark.parametrize("attaching", [{}, {"storage": seergate.Offload(room_for(64))}], ids=["growing", "offloaded"])
 def test_a_cache_that_finds_no_memory_to_grow_is_left_as_it_was(monkeypatch, attaching):
     """Keys find room and values do not; later there is memory again."""
-    model, found = tiny_model("qwen3"), []
+    model, logits = tiny_model("qwen3"), []
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     for failing in (False, True):
         with seergate.attached(model, method, **attaching), torch.no_grad():
@@ -35,8 +35,8 @@ def test_a_cache_that_finds_no_memory_to_grow_is_left_as_it_was(monkeypatch, att
                 assert first.keys.shape[2] == first.values.shape[2] < 300 and cache.get_seq_length() == 24
             model(input_ids=prompt(300, 1), past_key_values=cache)
             steps = [model(input_ids=prompt(1, step), past_key_values=cache).logits for step in range(12)]
-        found.append(torch.cat(steps, 1))
-    assert torch.equal(*found)
+        logits.append(torch.cat(steps, 1))
+    assert torch.equal(*logits)
 
 
 def out_of_memory_at_the_second_buffer(patch):
@@ -67,10 +67,10 @@ def test_a_copied_cache_shares_gates_that_lie_deep_in_its_state():
         for one, other in zip(copied.layers, cache.layers, strict=True):
             assert one.state.gating.gate is other.state.gating.gate
             assert one.state.method is method and one.state.evicting.method is method.evictor
-        found = [
+        logits = [
             [model(input_ids=ids[:, i, None], past_key_values=c).logits for i in range(20)] for c in (cache, copied)
         ]
-    assert torch.equal(torch.cat(found[0]), torch.cat(found[1]))
+    assert torch.equal(torch.cat(logits[0]), torch.cat(logits[1]))
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,12 @@ EVERYWHERE = {
 def test_the_whole_of_generate_in_inference_mode(model, method, way):
     options = dict(EVERYWHERE[way])
     of_generate = {"cache_implementation", "num_beams", "prompt_lookup_num_tokens"}
-    asked = {name: options.pop(name) for name in of_generate & options.keys()}
+    generate_options = {name: options.pop(name) for name in of_generate & options.keys()}
     if method != "gates":
         options["block_size"] = 8
     with seergate.attached(model, gates(model) if method == "gates" else method, token_budget=32, **options):
-        found = []
+        sequences = []
         for inside in (True, False, True):
             with torch.inference_mode(inside):
-                found.append(model.generate(prompt(60), max_new_tokens=40, **asked).clone())
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+                sequences.append(model.generate(prompt(60), max_new_tokens=40, **generate_options).clone())
+    assert torch.equal(sequences[0], sequences[1]) and torch.equal(sequences[0], sequences[2])

@@ -36,8 +36,8 @@ def offloaded_is_in_memory(model, method, inputs, *storages, new=20, **options):
     """Tokens and logits to the last bit; the figures of the last run."""
     want, logits, _, _ = run(model, method, inputs, new, **options)
     for storage in storages:
-        found, offloaded, stats, _ = run(model, method, inputs, new, storage, **options)
-        assert torch.equal(found, want) and torch.equal(offloaded, logits)
+        tokens, offloaded, stats, _ = run(model, method, inputs, new, storage, **options)
+        assert torch.equal(tokens, want) and torch.equal(offloaded, logits)
     return stats
 
 
@@ -74,8 +74,8 @@ def test_a_context_four_times_the_memory_cap(model, store):
     bank = gates(model)
     method = methods.Gate(bank=bank, token_budget=budget)
     want, logits, in_memory, _ = run(model, method, inputs, new)
-    found, offloaded, stats, cache = run(model, method, inputs, new, Offload(whole // 4, store))
-    assert torch.equal(found, want) and torch.equal(offloaded, logits)
+    tokens, offloaded, stats, cache = run(model, method, inputs, new, Offload(whole // 4, store))
+    assert torch.equal(tokens, want) and torch.equal(offloaded, logits)
     state = sum(layer.state.nbytes for layer in cache.layers)
     assert stats["resident_bytes_peak"] - state <= whole // 4 < in_memory["resident_bytes_peak"] / 4
     assert sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) >= whole
@@ -161,7 +161,7 @@ def check_pools(cache):
     for layer in cache.layers:
         pool = layer.storage.pool
         stored = [x.flatten(0, 1).unflatten(1, (-1, BLOCK)) for x in (layer.keys, layer.values)]
-        held = 0
+        occupied_slots = 0
         for slot, (pair, block) in enumerate(pool._owner.tolist()):
             if pair < 0:
                 pool.keys[slot], pool.values[slot] = torch.nan, torch.nan
@@ -169,8 +169,8 @@ def check_pools(cache):
             assert pool._slot_of[pair, block] == slot
             assert torch.equal(pool.keys[slot, 0], stored[0][pair, block])
             assert torch.equal(pool.values[slot, 0], stored[1][pair, block])
-            held += 1
-        assert held == int((pool._slot_of >= 0).sum())
+            occupied_slots += 1
+        assert occupied_slots == int((pool._slot_of >= 0).sum())
 
 
 def live(model, draw):
@@ -227,12 +227,12 @@ def test_a_model_is_loaded_with_its_cache_offloaded():
 
 def test_refusals(model):
     bank = gates(model)
-    for options, said in (
+    for options, message in (
         ({"memory_bytes": 0}, "memory_bytes is 0; it must be a positive number of bytes"),
         ({"memory_bytes": 1, "store": "tape"}, 'store is \'tape\'; it must be "disk" or "host"'),
         ({"memory_bytes": 1, "folder": "/nowhere"}, "folder is '/nowhere'; it must be a folder that exists"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             Offload(**options)
     for given in ("disk", 10**9, True):
         with pytest.raises(ValueError, match=f"storage is {given!r}; it must be a seergate.Offload, "):
@@ -257,10 +257,10 @@ def test_the_pool_gives_up_what_has_not_been_read_for_longest():
     stored = [torch.arange(2 * 6 * 4 * dim).float().view(2, 6, 4 * dim) for dim in (2, 3)]
 
     def reads(*blocks):
-        wanted = torch.tensor(blocks)
-        slots, fetched = pool.locate(wanted, *stored)
-        for pair, block in (wanted >= 0).nonzero().tolist():
-            slot, number = int(slots[pair, block]), int(wanted[pair, block])
+        indices = torch.tensor(blocks)
+        slots, fetched = pool.locate(indices, *stored)
+        for pair, block in (indices >= 0).nonzero().tolist():
+            slot, number = int(slots[pair, block]), int(indices[pair, block])
             assert torch.equal(pool.keys[slot].flatten(), stored[0][pair, number])
             assert torch.equal(pool.values[slot].flatten(), stored[1][pair, number])
         return fetched

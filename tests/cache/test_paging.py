@@ -45,7 +45,7 @@ def test_selecting_methods(name, family):
 
 def test_a_cache_goes_on_under_another_handle():
     """With its blocks as they are; what shares them in the other handle knows nothing of this one's rows."""
-    model, found = tiny_model("qwen3"), []
+    model, sequences = tiny_model("qwen3"), []
     method = pick(model, "quest", 2 * BLOCK)
     for first, second in (
         (None, None),
@@ -56,8 +56,8 @@ def test_a_cache_goes_on_under_another_handle():
         for paging in (first, second):
             with seergate.attached(model, method, storage=paging):
                 ids = model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
-        found.append(ids)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        sequences.append(ids)
+    assert torch.equal(sequences[0], sequences[1]) and torch.equal(sequences[0], sequences[2])
     reason = pick(model, "reason_cache", 2 * BLOCK)
     with seergate.attached(model, reason):
         cache = DynamicCache()
@@ -81,7 +81,7 @@ def test_sharing_of_prefixes_remembers_no_steps(model):
 def test_cropping_on_pages(model, name):
     method, ids, astray = pick(model, name, 2 * BLOCK), prompt(60, 1), prompt(30, 2)
     for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
-        found = []
+        logits = []
         for paging in (None, Paging()):
             with seergate.attached(model, method, storage=paging), torch.inference_mode():
                 cache = DynamicCache()
@@ -90,8 +90,8 @@ def test_cropping_on_pages(model, name):
                     model(input_ids=astray[:, i : i + 1], past_key_values=cache)
                 cache.crop(-wandered)
                 steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache) for i in range(kept, kept + 12)]
-                found.append(torch.stack([step.logits for step in steps]))
-        assert torch.equal(*found)
+                logits.append(torch.stack([step.logits for step in steps]))
+        assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["gate", "quest"])
@@ -118,11 +118,11 @@ def test_stock_ways_of_generating(model):
         (left_padded(ROWS), {"num_beams": 2}),
         ({"input_ids": prompt(30)}, {"prompt_lookup_num_tokens": 3}),
     ):
-        found = []
+        tokens = []
         for paging in (None, Paging()):
             with seergate.attached(model, method, storage=paging):
-                found.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0, **options))
-        assert torch.equal(*found)
+                tokens.append(model.generate(**inputs, max_new_tokens=20, do_sample=False, pad_token_id=0, **options))
+        assert torch.equal(*tokens)
 
 
 def test_rows_with_the_same_prompt_share_it(model):
@@ -143,15 +143,15 @@ def test_rows_with_the_same_prompt_share_it(model):
 
 
 def generations(model, method, limit=None, rows=3, **options):
-    found: dict = {}
+    tokens_by_key: dict = {}
     with seergate.attached(model, method, **options) as handle:
         engine = support.engine(
             handle,
-            lambda generation: found.setdefault(generation.request.key, generation.token_ids),
+            lambda generation: tokens_by_key.setdefault(generation.request.key, generation.token_ids),
             **{"batch_size": rows, "limit": Limit(30), "sampling": SAMPLED},
         )
         engine.run(requests_for(LONG))
-    return dict(sorted(found.items())), engine.batch_size
+    return dict(sorted(tokens_by_key.items())), engine.batch_size
 
 
 def test_rows_that_come_and_go():

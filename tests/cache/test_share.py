@@ -36,8 +36,8 @@ def test_each_row_reads_its_own_share(model, name, bounds, tmp_path):
     lines = pq.read_table(tmp_path / "trace").to_pylist()
     for line in lines:
         used = math.ceil((line["position"] + 1) / BLOCK)
-        wanted = min(used, most, max(least, math.ceil(used * 4 / 10)))
-        assert (line["blocks"] is None and wanted == used) or len(line["blocks"]) == wanted
+        block_count = min(used, most, max(least, math.ceil(used * 4 / 10)))
+        assert (line["blocks"] is None and block_count == used) or len(line["blocks"]) == block_count
     assert any(line["blocks"] is not None for line in lines)
     if name != "random":
         with seergate.attached(model, sharing(name, gates(model), **bounds)):
@@ -47,9 +47,9 @@ def test_each_row_reads_its_own_share(model, name, bounds, tmp_path):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_a_share_of_everything_is_dense_attention(model, name):
-    _, found, stats, _ = run(model, sharing(name, gates(model), 1.0), batch())
+    _, logits, stats, _ = run(model, sharing(name, gates(model), 1.0), batch())
     plain = model.generate(**batch(), max_new_tokens=20, return_dict_in_generate=True, output_logits=True)
-    torch.testing.assert_close(found, torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(logits, torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
     assert stats["density"] == 1
 
 
@@ -94,7 +94,7 @@ def test_gates_with_a_share_as_their_default(model, tmp_path):
 
 
 def test_what_does_not_fit_is_refused():
-    for options, said in (
+    for options, message in (
         ({"budget_share": 0}, "budget_share is 0; it must be a number greater than 0 and at most 1"),
         ({"budget_share": 1.01}, "budget_share is 1.01; it must be"),
         ({"budget_share": 0.1, "token_budget": 64}, "token_budget and budget_share are both given; exactly one of"),
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused():
         ({"budget_share": 0.1, "budget_min": 6.5}, "budget_min is 6.5; it must be a whole number, 1 or greater"),
         ({"budget_share": 0.1, "compat": "published"}, "whose code has neither budget_share nor top_p"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             DecodeConfig(**options)
     with pytest.raises(ValueError, match="budget_max is 8; with block_size 8 and 1 sink blocks"):
         methods.Oracle(budget_share=0.1, budget_max=8, block_size=8, sink_blocks=1)

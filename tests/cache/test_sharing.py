@@ -133,7 +133,7 @@ def test_rows_that_come_and_go(model, reads):
         reads = methods.Quest(token_budget=8 * PAGE, block_size=PAGE, dense_layers=())
     texts = [repeating(7, 12), repeating(7, 12, 5)]
     alone = [forced_run(model, reason(reads=reads), [p], text) for p, text in zip(PROMPTS, texts, strict=True)]
-    found: list[list[torch.Tensor]] = [[], []]
+    logits_by_row: list[list[torch.Tensor]] = [[], []]
     with seergate.attached(model, reason(reads=reads)) as handle, torch.inference_mode():
 
         def step(cache, ids, rows, seen):
@@ -141,7 +141,7 @@ def test_rows_that_come_and_go(model, reads):
             for row, logits in zip(
                 rows, model(input_ids=ids, position_ids=at, past_key_values=cache).logits, strict=True
             ):
-                found[row].append(logits[-1])
+                logits_by_row[row].append(logits[-1])
 
         running, arriving = DynamicCache(), DynamicCache()
         step(running, PROMPTS[0], [0], [0])
@@ -156,7 +156,7 @@ def test_rows_that_come_and_go(model, reads):
         for i in range(34, 84):
             step(running, texts[1][:, i : i + 1], [1], [5 + i])
         counts = handle.stats()["sharing"]
-    for (expected, _, _), logits in zip(alone, found, strict=True):
+    for (expected, _, _), logits in zip(alone, logits_by_row, strict=True):
         torch.testing.assert_close(torch.stack(logits), expected[0], rtol=1e-4, atol=1e-4)
     shared = [sum(stats["sharing"]["shared_blocks"].values()) for _, _, stats in alone]
     assert min(shared) >= 4 and sum(counts["shared_blocks"].values()) == sum(shared)
@@ -164,11 +164,11 @@ def test_rows_that_come_and_go(model, reads):
     assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
 
 
-def assert_known(cache, sharing):
+def assert_same_blocks(cache, sharing):
     """The evaluator has each row's blocks as the cache has them."""
     store, rows = cache.layers[0].storage.pages, sharing.evaluator._rows
-    known = {uid: row.blocks for uid, row in rows.items()}
-    assert known == {row.uid: [(b, store.serials[b]) for b in row.table[: row.sealed]] for row in store.rows}
+    blocks_by_uid = {uid: row.blocks for uid, row in rows.items()}
+    assert blocks_by_uid == {row.uid: [(b, store.serials[b]) for b in row.table[: row.sealed]] for row in store.rows}
 
 
 def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
@@ -185,7 +185,7 @@ def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
             model(input_ids=ids, past_key_values=cache)
         counts = handle.stats()["sharing"]
         assert counts["decisions"] == sum(counts["shared_blocks"].values()) >= 3 and counts["dropped"] == 0
-        assert_known(cache, handle.storage.sharing)
+        assert_same_blocks(cache, handle.storage.sharing)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -245,15 +245,17 @@ def test_a_worker_that_raises(model, monkeypatch, asynchronous):
             spoilt(patch, 0, lambda: gate.wait(120))
             try:
                 each = lambda at, *_: at == 84 and gate.set()  # noqa: E731
-                found, _, stats = forced_run(model, reason(asynchronous=True), PROMPTS, looping(), each=each)
+                logits, _, stats = forced_run(model, reason(asynchronous=True), PROMPTS, looping(), each=each)
             finally:
                 gate.set()
-        assert torch.equal(plain, found) and not stats["sharing"]["shared_blocks"]
+        assert torch.equal(plain, logits) and not stats["sharing"]["shared_blocks"]
     spoilt(monkeypatch, 5, raising)
-    with pytest.warns(RuntimeWarning, match="reason_cache shares no more blocks: out of its mind") as said:
+    with pytest.warns(RuntimeWarning, match="reason_cache shares no more blocks: out of its mind") as records:
         method = reason(asynchronous=asynchronous)
-        found, _, stats = forced_run(model, method, PROMPTS, looping(), each=lambda at, _, handle: worker_done(handle))
-    assert sum(warning.category is RuntimeWarning for warning in said) == 1 and torch.equal(plain, found)
+        logits, _, stats = forced_run(
+            model, method, PROMPTS, looping(), each=lambda at, _, handle: worker_done(handle)
+        )
+    assert sum(warning.category is RuntimeWarning for warning in records) == 1 and torch.equal(plain, logits)
     assert stats["sharing"]["error"] == "out of its mind" and not stats["sharing"]["shared_blocks"]
 
 
@@ -262,11 +264,11 @@ def test_a_worker_that_fails_late_leaves_what_it_decided(model, monkeypatch):
     spoilt(monkeypatch, 80, raising)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        found, _, stats = forced_run(model, reason(), PROMPTS, looping())
+        logits, _, stats = forced_run(model, reason(), PROMPTS, looping())
     assert sum(stats["sharing"]["shared_blocks"].values()) > 0
-    same = [torch.equal(a, b) for a, b in zip(found[0], whole[0], strict=True)]
+    same = [torch.equal(a, b) for a, b in zip(logits[0], whole[0], strict=True)]
     assert not all(same) and same == sorted(same, reverse=True), "equal up to where it failed"
-    assert torch.equal(found[1], whole[1])
+    assert torch.equal(logits[1], whole[1])
 
 
 def test_decisions_that_come_too_late(monkeypatch):
@@ -290,7 +292,7 @@ def test_decisions_that_come_too_late(monkeypatch):
         counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages
         model(input_ids=prompt(1, 9), past_key_values=cache)
         assert worker_done(handle)
-        assert_known(cache, sharing)
+        assert_same_blocks(cache, sharing)
     assert counts["error"] is None and counts["dropped"] == counts["decisions"]
     assert not counts["shared_blocks"] and store.physical == store.logical
 

@@ -166,8 +166,8 @@ def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, wei
     """Before dense attention has answered everything, too."""
     gates, out = ROOT / "checkpoints" / "tiny-reasoner" / "gates", tmp_path / "out"
     common = ["eval", "--task", "chain_sum", "--model", str(weightless), "--budget", "128", "--out", str(out)]
-    said = refusal(seergate(*common, "--gates", str(gates), "--method", "dense,gate"))
-    assert "these gates are for another model" in said and "layers" in said
+    message = refusal(seergate(*common, "--gates", str(gates), "--method", "dense,gate"))
+    assert "these gates are for another model" in message and "layers" in message
     config = json.loads((weightless / "config.json").read_text())
     config |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (weightless / "config.json").write_text(json.dumps(config))
@@ -184,16 +184,16 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
     evaluation = ("eval", "--task", "chain_sum", "--model", str(weightless), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
-        said = refusal(seergate(*arguments))
-        assert 'plots need matplotlib; run: pip install "seergate[eval]"' in said and "--no-report" in said
+        message = refusal(seergate(*arguments))
+        assert 'plots need matplotlib; run: pip install "seergate[eval]"' in message and "--no-report" in message
         assert not out.exists()
         assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
         out.rmdir()
     for arguments in (("figure", "5"), ("demo",)):
-        said = refusal(seergate(*arguments, "--out", str(out)))
-        assert "plots need matplotlib" in said and "--no-report" not in said and not out.exists()
-    said = refusal(seergate("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)))
-    assert "did you mean 'tiny-reasoner'" in said, "a table needs no plots"
+        message = refusal(seergate(*arguments, "--out", str(out)))
+        assert "plots need matplotlib" in message and "--no-report" not in message and not out.exists()
+    message = refusal(seergate("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)))
+    assert "did you mean 'tiny-reasoner'" in message, "a table needs no plots"
 
 
 def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
@@ -214,10 +214,10 @@ def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "interrupted" in said
-    assert "Traceback" not in said
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
         ["calibrate", "lazy_eviction", "--model", saved],
         ["demo"],
     ):
-        said = refusal(seergate(*arguments, "--out", out))
-        assert "cannot be made: " in said and "not a directory" in said and "Errno" not in said
+        message = refusal(seergate(*arguments, "--out", out))
+        assert "cannot be made: " in message and "not a directory" in message and "Errno" not in message
 
 
 def test_the_systems_errors_about_files_are_sentences():
@@ -266,8 +266,8 @@ def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
     )  # fmt: skip
     os.close(write)
     assert done.returncode == 128 + signal.SIGPIPE == 141
-    said = "stopped, as nothing reads the output any more (broken pipe); what was finished is kept\n"
-    assert done.stderr.endswith(said) and "Traceback" not in done.stderr
+    message = "stopped, as nothing reads the output any more (broken pipe); what was finished is kept\n"
+    assert done.stderr.endswith(message) and "Traceback" not in done.stderr
 
 
 SHORT = ["--max-steps", "20", "--max-length", "512", "--packs-per-step", "1", "--eval-packs", "0"]
@@ -304,8 +304,8 @@ def test_methods_are_listed_with_their_options(seergate):
     done = seergate("methods")
     assert done.returncode == 0, done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines() if line[0] != " "] == list(METHODS)
-    assert "block_size=16" in (said := seergate("methods", "quest").stdout) and "dense_layers=0+1" in said
-    assert said.startswith("quest: Score a page by") and "h2o" not in said
+    assert "block_size=16" in (output := seergate("methods", "quest").stdout) and "dense_layers=0+1" in output
+    assert output.startswith("quest: Score a page by") and "h2o" not in output
     assert "did you mean 'quest'" in refusal(seergate("methods", "qest"))
     both = seergate("methods", "snapkv+gate").stdout
     assert "window=32" in both and "read_budget=" in both
@@ -337,8 +337,8 @@ def test_a_cache_that_cannot_be_made_names_its_option(seergate, tmp_path, monkey
     (tmp_path / "home").write_text("a file, below which not even an administrator makes a directory")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    said = refusal(seergate("prepare", "--model", "tiny-reasoner", "--output-dir", str(tmp_path / "out")))
-    assert f"tokenised data, {tmp_path}/home/.cache/seergate/tokens, cannot be" in said and "--token-cache" in said
+    error = refusal(seergate("prepare", "--model", "tiny-reasoner", "--output-dir", str(tmp_path / "out")))
+    assert f"tokenised data, {tmp_path}/home/.cache/seergate/tokens, cannot be" in error and "--token-cache" in error
 
 
 def test_training_names_the_command_that_evaluates_its_gates(seergate, tmp_path):
@@ -359,5 +359,5 @@ def test_training_names_the_command_that_evaluates_its_gates(seergate, tmp_path)
 
 def test_a_report_without_findings_says_so(capsys):
     say_report(Report(Path("report.md"), Path("report.html")))
-    said = capsys.readouterr().out
-    assert "no dense run" in said and "What the report shows" not in said
+    output = capsys.readouterr().out
+    assert "no dense run" in output and "What the report shows" not in output

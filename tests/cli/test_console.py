@@ -47,16 +47,16 @@ def test_lines_say_what_is_done_and_how_long_the_rest_takes(capsys, clock):
 
 
 def test_a_line_comes_at_most_every_few_seconds_and_always_at_the_end(capsys, clock):
-    said = []
+    lines = []
     with EvalProgress(2) as progress:
         for label in ("dense", "gate"):
             for done in range(41):
                 progress(at(done, label=label))
                 clock[0] += 0.5
-        said = capsys.readouterr().out.splitlines()
-    seen = [tuple(map(int, re.match(r"\[(\d)/2\] \w+: (\d+)/40", line).groups())) for line in said]
+        lines = capsys.readouterr().out.splitlines()
+    seen = [tuple(map(int, re.match(r"\[(\d)/2\] \w+: (\d+)/40", line).groups())) for line in lines]
     assert seen == [(1, 1), (1, 11), (1, 21), (1, 31), (1, 40), (2, 9), (2, 19), (2, 29), (2, 39), (2, 40)]
-    assert "left" not in said[4] and "left" in said[3], "at the end nothing is left"
+    assert "left" not in lines[4] and "left" in lines[3], "at the end nothing is left"
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_a_silent_command_says_what_it_is_doing(monkeypatch, capsys):
         time.sleep(0.6)
 
     assert guarded(silent) == 0
-    said = capsys.readouterr()
-    assert said.out == ""
-    loading = [line for line in said.err.splitlines() if re.fullmatch(r"still loading the model \([01] s\)", line)]
-    assert len(loading) == 2 and said.err.splitlines()[2:] == ["still working (2 s)"], said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    loading = [line for line in output.err.splitlines() if re.fullmatch(r"still loading the model \([01] s\)", line)]
+    assert len(loading) == 2 and output.err.splitlines()[2:] == ["still working (2 s)"], output.err
 
     def talking():
         for _ in range(12):
@@ -175,5 +175,5 @@ def test_time_left_of_training_is_that_of_the_steps_of_this_process(capsys, cloc
         clock[0] += seconds
         shown.on_step(StepLog(step, 0.5, [0.5], {}, (0,), 1.0, 1e-3, 100, 1.0, 1.0))
     shown.close()
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split("lr 1.00e-03")[1].strip() for line in said] == ["", "8 min left", "12 min left", ""]
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("lr 1.00e-03")[1].strip() for line in lines] == ["", "8 min left", "12 min left", ""]

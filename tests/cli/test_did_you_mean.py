@@ -23,5 +23,5 @@ def test_the_known_name_that_is_most_like_it_or_all_of_them(name, known, said):
 
 
 def test_a_long_error_keeps_its_ends():
-    said = sentence(ValueError(f"the option is {'x' * 600_000}; it must be short"))
-    assert len(said) < 5000 and said.startswith("the option is xxx") and said.endswith("; it must be short")
+    message = sentence(ValueError(f"the option is {'x' * 600_000}; it must be short"))
+    assert len(message) < 5000 and message.startswith("the option is xxx") and message.endswith("; it must be short")

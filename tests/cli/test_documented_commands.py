@@ -119,9 +119,9 @@ def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.Capt
             continue
         before = files(checkout)
         code = main(arguments(line))
-        said = capsys.readouterr()
-        assert code == 0, f"{line}\n{said.err}"
-        assert said.out.strip(), f"{line} says nothing"
+        output = capsys.readouterr()
+        assert code == 0, f"{line}\n{output.err}"
+        assert output.out.strip(), f"{line} says nothing"
         after = files(checkout)
         if any(word in line for word in (" show ", " plan ", "--dry-run")):
             kept = {path: text for path, (_, text) in before.items()}

@@ -64,11 +64,11 @@ def test_every_grade_can_be_explained(runs, capsys):
     row = rows[0]
     capsys.readouterr()
     assert call("eval", "show", runs / "dense", row["problem_id"]) == 0
-    said = capsys.readouterr().out
-    assert f"gold answer: {row['gold']}" in said
-    assert "right: 0 of 2 samples" in said
-    assert said.count("--- sample") == 2
-    assert row["grade_reason"] in said and row["completion"][-100:] in said
+    output = capsys.readouterr().out
+    assert f"gold answer: {row['gold']}" in output
+    assert "right: 0 of 2 samples" in output
+    assert output.count("--- sample") == 2
+    assert row["grade_reason"] in output and row["completion"][-100:] in output
     assert call("eval", "show", runs / "dense", "nowhere") == 2
     assert "problem 'nowhere'; it has 6-0-0, 6-0-1, 6-0-2" in capsys.readouterr().err
     assert call("eval", "show", runs / "dense", row["problem_id"], "--sample", 7) == 2
@@ -83,9 +83,9 @@ def test_regrade_tells_what_changes(runs, capsys):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     capsys.readouterr()
     assert call("regrade", path.parent, "--processes", 1) == 0
-    said = capsys.readouterr().out
-    assert "6 samples, 1 changed; accuracy 0.0 % -> 16.7 %" in said
-    assert "wrong (None; no boxed answer) -> right" in said
+    output = capsys.readouterr().out
+    assert "6 samples, 1 changed; accuracy 0.0 % -> 16.7 %" in output
+    assert "wrong (None; no boxed answer) -> right" in output
     assert call("regrade", runs, "--dry-run") == 0
     assert "1 changed" not in capsys.readouterr().out
     assert call("regrade", runs / "nowhere") == 2
@@ -121,10 +121,14 @@ def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
 
 def test_files_that_are_no_sweep_are_told(tmp_path, capsys):
     file = tmp_path / "sweep.yaml"
-    for text, said in ((None, "does not exist"), ("[", "is not YAML"), ("budget: 32\nbudget: 64\n", "is given again")):
+    for text, message in (
+        (None, "does not exist"),
+        ("[", "is not YAML"),
+        ("budget: 32\nbudget: 64\n", "is given again"),
+    ):
         if text:
             file.write_text(text)
-        assert call("sweep", file) == 2 and said in capsys.readouterr().err
+        assert call("sweep", file) == 2 and message in capsys.readouterr().err
 
 
 def test_single_values_stand_for_lists():
@@ -176,10 +180,10 @@ def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
     GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(tmp_path / "model" / "gates")
     small = ("--model", tmp_path / "model", "--task", "chain_sum", "--problems", 1, "--variables", 6)
     small += ("--max-new-tokens", 8, "--budget", 128)
-    for out, *asked in (("no", "quest"), ("trim", "quest,trim_kv", "--gates", tmp_path / "gates")):
-        assert call("eval", *small, "--method", *asked, "--out", tmp_path / out, "--no-report") == 0
-        found = yaml.safe_load((tmp_path / out / "quest-128" / "config.yaml").read_text())
-        assert found["method"]["block_size"] == 64, "those of trim_kv score tokens"
+    for out, *method_arguments in (("no", "quest"), ("trim", "quest,trim_kv", "--gates", tmp_path / "gates")):
+        assert call("eval", *small, "--method", *method_arguments, "--out", tmp_path / out, "--no-report") == 0
+        config = yaml.safe_load((tmp_path / out / "quest-128" / "config.yaml").read_text())
+        assert config["method"]["block_size"] == 64, "those of trim_kv score tokens"
 
 
 def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path, capsys):
@@ -198,8 +202,8 @@ def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path, capsys):
     assert "a text of the task's length has 25 tokens; the model has 24 positions" in capsys.readouterr().err
     assert not list(tmp_path.glob("runs/*/*")), "before any work"
     assert call(*given, tmp_path / "short.jsonl", *graded, "--threads", "1") == 0
-    said = "at most 24 tokens, prompt included, instead of at most 32768 tokens, prompt included: the model has 24 pos"
-    assert said in capsys.readouterr().out
+    note = "at most 24 tokens, prompt included, instead of at most 32768 tokens, prompt included: the model has 24 pos"
+    assert note in capsys.readouterr().out
     config = yaml.safe_load((tmp_path / "runs" / "dense" / "config.yaml").read_text())
     assert config["generation"]["max_total_tokens"] == 24
     (sample,) = (tmp_path / "runs" / "dense" / "samples.jsonl").read_text().splitlines()

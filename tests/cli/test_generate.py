@@ -56,7 +56,7 @@ def test_the_default_budget_fits_every_method_that_selects():
 @pytest.mark.filterwarnings("always:h2o. a prompt has:UserWarning")
 def test_a_prompt_a_method_and_a_file(model, tmp_path):
     (tmp_path / "prompt.txt").write_text("a1 is the sum of a2 plus a3 .")
-    said = []
+    outputs = []
     for given in (["--prompt", "a1 is the sum of a2 plus a3 ."], ["--prompt-file", str(tmp_path / "prompt.txt")]):
         done = run_seergate(
             "generate", "--model", str(model), "--method", "h2o:interval=2", "--budget", "4", *given,
@@ -64,8 +64,8 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         )  # fmt: skip
         assert done.returncode == 0 and "9 tokens in" in done.stderr, done.stderr
         assert done.stderr.startswith("note: h2o: a prompt has"), "a warning is a line of its own"
-        said.append(done.stdout)
-    assert said[0] == said[1] != "", "the seed decides what is drawn"
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1] != "", "the seed decides what is drawn"
     assert "the right answer" not in done.stderr
 
 

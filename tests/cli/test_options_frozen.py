@@ -19,13 +19,13 @@ def frozen() -> str:
     for name, command in COMMANDS.items():
         below = {f"{name} {below}": kind for below, kind in getattr(command, "SUBCOMMANDS", {}).items()}
         parsers |= {full: _parser_of(kind, full) for full, kind in {name: command, **below}.items() if kind != train}
-    found = {
+    options_by_command = {
         name: [x for a in parser._actions for x in a.option_strings or [a.dest]] for name, parser in parsers.items()
     }
-    lines, training = [], found["train"]
-    for name, options in found.items():
-        known = training if name != "train" and set(training) <= set(options) else ["-h", "--help"]
-        own = ["(train)"] * (known is training) + [option for option in options if option not in known]
+    lines, training = [], options_by_command["train"]
+    for name, options in options_by_command.items():
+        base_options = training if name != "train" and set(training) <= set(options) else ["-h", "--help"]
+        own = ["(train)"] * (base_options is training) + [option for option in options if option not in base_options]
         lines.append(f"{name}: {' '.join(own)}")
     return "\n".join(lines) + "\n"
 

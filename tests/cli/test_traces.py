@@ -29,7 +29,7 @@ PROMPTS = [
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> list[str]:
+def arguments(tmp_path: Path) -> list[str]:
     """Questions of which two end at once and one goes on, to a model that has learned no such thing."""
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     return ["--prompts", str(tmp_path / "asked.jsonl")]
@@ -84,24 +84,24 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
         assert prepared.returncode == 0 and "2 samples of 2 rows" in prepared.stdout, prepared.stderr
 
 
-def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(asked: list[str], tmp_path: Path) -> None:
+def test_what_asks_nothing_is_counted_and_what_does_not_end_is_left_out(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "traces.jsonl"
-    done = run_seergate("traces", *asked, "--out", str(out), "--max-length", "24")
+    done = run_seergate("traces", *arguments, "--out", str(out), "--max-length", "24")
     assert done.returncode == 0, done.stderr
     assert "3 questions, 0 answered already; 1 malformed (no messages, prompt or question)" in done.stdout
     kept = rows(out)
     assert len(kept) < 3, "this test is about answers that are cut"
-    said = f"{len(kept)} answers in {out}; {3 - len(kept)} were cut (at most 24 tokens, prompt included) and left out"
-    assert f"{said} (--keep-cut keeps them)" in done.stdout
-    done = run_seergate("traces", *asked, "--out", str(out), "--max-length", "24", "--keep-cut")
+    note = f"{len(kept)} answers in {out}; {3 - len(kept)} were cut (at most 24 tokens, prompt included) and left out"
+    assert f"{note} (--keep-cut keeps them)" in done.stdout
+    done = run_seergate("traces", *arguments, "--out", str(out), "--max-length", "24", "--keep-cut")
     assert done.returncode == 0 and f"3 answers in {out}" in done.stdout, done.stderr
     assert [row["row"] for row in rows(out)] == [0, 1, 3] and all(row in rows(out) for row in kept)
     assert rows(out)[-1]["messages"][0] == {"role": "user", "content": "and then comes a5:"}
 
 
-def test_answers_have_a_length_of_their_own(asked: list[str], tmp_path: Path) -> None:
+def test_answers_have_a_length_of_their_own(arguments: list[str], tmp_path: Path) -> None:
     out = tmp_path / "traces.jsonl"
-    command = ["traces", *asked, "--out", str(out), "--max-new-tokens", "2", "--keep-cut"]
+    command = ["traces", *arguments, "--out", str(out), "--max-new-tokens", "2", "--keep-cut"]
     done = run_seergate(*command)
     assert done.returncode == 0 and "(at most 2 new tokens and 2304 tokens, prompt included) and kept" in done.stdout
     tokenizer = load_tokenizer("checkpoints/tiny-reasoner")
@@ -136,18 +136,18 @@ def test_how_rows_were_made_is_compared_in_two_steps(tmp_path: Path) -> None:
     out, early = tmp_path / "traces.jsonl", {"prompts": "org/rows", "method": {"name": "dense"}}
     write_yaml(tmp_path / "traces.jsonl.yaml", early | {"weights": "w", "commit": "a"})
     assert recorded_commit(out, early, unknown=("weights",)) == "a" == recorded_commit(out, early | {"weights": "w"})
-    for asked, unknown, said in (
+    for settings, unknown, message in (
         (early | {"weights": "v"}, (), "made with other settings: weights was 'w' and is 'v'"),
         (early | {"method": {"name": "gate"}}, ("weights",), r"method\.name was 'dense' and is 'gate'"),
         ({"method": {"name": "dense"}}, ("weights",), "prompts was 'org/rows' and is None"),
         (early | {"weights": "w", "rope": "r"}, (), "rope was None and is 'r'"),
     ):
-        with pytest.raises(SeergateError, match=said):
-            recorded_commit(out, asked, unknown=unknown)
+        with pytest.raises(SeergateError, match=message):
+            recorded_commit(out, settings, unknown=unknown)
 
 
 def test_the_prompts_stay_at_the_commit_that_they_began_with(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out, commits, seen = support.save(tmp_path / "model"), tmp_path / "traces.jsonl", iter("ab"), []
 
@@ -157,7 +157,7 @@ def test_the_prompts_stay_at_the_commit_that_they_began_with(
 
     monkeypatch.setattr("seergate.distill.commits.data_commit", lambda _: next(commits))
     monkeypatch.setattr("seergate.distill.data.questions", read)
-    command = ["traces", "--model", str(model), *asked, "--out", str(out), "--max-length", "72"]
+    command = ["traces", "--model", str(model), *arguments, "--out", str(out), "--max-length", "72"]
     turns = [{"role": "user", "content": "which gives"}, {"role": "assistant", "content": "a1"}]
     row = json.dumps({"row": 1, "messages": turns}) + "\n"
     for left in (row, row, "", ""):  # of what the call made; nothing: no row has been made
@@ -167,10 +167,10 @@ def test_the_prompts_stay_at_the_commit_that_they_began_with(
 
 
 def test_rows_that_are_made_otherwise_are_not_mixed(
-    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, out = support.save(tmp_path / "model"), tmp_path / "traces.jsonl"
-    command = ["traces", "--model", str(model), *asked, "--out", str(out), "--max-length", "72"]
+    command = ["traces", "--model", str(model), *arguments, "--out", str(out), "--max-length", "72"]
     assert run_seergate(*command).returncode == 0
     turns = [{"role": "user", "content": "which gives"}, {"role": "assistant", "content": "a1"}]
     out.write_text(json.dumps({"row": 1, "messages": turns}) + "\n")
@@ -196,19 +196,19 @@ def test_rows_that_are_made_otherwise_are_not_mixed(
 
 
 @pytest.mark.parametrize("text", ["mine", "mine\n", '{"text": "a row"}\n'])
-def test_a_file_of_something_else_is_not_written_to(asked: list[str], tmp_path: Path, text: str) -> None:
+def test_a_file_of_something_else_is_not_written_to(arguments: list[str], tmp_path: Path, text: str) -> None:
     out = tmp_path / "notes.txt"
     out.write_text(text)
-    done = run_seergate("traces", *asked, "--out", str(out))
+    done = run_seergate("traces", *arguments, "--out", str(out))
     assert done.returncode == 2 and "is not a file of traces" in done.stderr
     assert out.read_text() == text
 
 
-def test_a_file_has_one_writer_at_a_time(tmp_path: Path, asked: list[str]) -> None:
+def test_a_file_has_one_writer_at_a_time(tmp_path: Path, arguments: list[str]) -> None:
     out = tmp_path / "traces.jsonl"
     out.write_text("")
-    with out.open("ab") as held:
-        lock(held, out, "wait")
-        refused = run_seergate("traces", *asked, "--out", str(out))
+    with out.open("ab") as locked_file:
+        lock(locked_file, out, "wait")
+        refused = run_seergate("traces", *arguments, "--out", str(out))
     assert refused.returncode == 2 and f"another process is writing to {out}; name another file" in refused.stderr
     assert out.read_text() == ""

@@ -48,14 +48,14 @@ def data(tmp_path: Path) -> Path:
 
 def test_two_thirds_of_the_time_train_and_the_rest_evaluates() -> None:
     assert pair_seconds(dense=4.0, gate=3.0, dense_text=2.0, gate_text=1.0, budgets=3) == 4 + 2 * 2 + 3 * (3 + 1)
-    found = decide(1.0, 600.0, 10.0, 20.0, packs=1000, held_out=40)
-    assert (found.steps, found.problems, found.texts) == (200, 50, 40)
-    assert (found.training, found.evaluation) == (2000.0, 1000.0)
+    plan = decide(1.0, 600.0, 10.0, 20.0, packs=1000, held_out=40)
+    assert (plan.steps, plan.problems, plan.texts) == (200, 50, 40)
+    assert (plan.training, plan.evaluation) == (2000.0, 1000.0)
 
 
 def test_no_text_is_trained_on_more_than_twice_and_evaluation_gets_what_is_left() -> None:
-    found = decide(1.0, 600.0, 10.0, 20.0, packs=30, held_out=400)
-    assert (found.steps, found.problems, found.texts) == (60, 120, 120)
+    plan = decide(1.0, 600.0, 10.0, 20.0, packs=30, held_out=400)
+    assert (plan.steps, plan.problems, plan.texts) == (60, 120, 120)
     assert decide(10.0, 0.0, 10.0, 20.0, packs=30, held_out=400).problems == tune.MOST
 
 
@@ -93,13 +93,13 @@ def test_models_that_are_none_and_files_without_texts_are_refused(model, data, t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.jsonl").write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
     (tmp_path / "empty").mkdir()
-    for arguments, said in (
+    for arguments, message in (
         (["nowhere.gguf"], "the model file 'nowhere.gguf' does not exist"),
         ([str(model), "--data", "few.jsonl"], "few.jsonl: 10 texts, 10 of them of 384 tokens or more; there must"),
         ([str(model), "--data", "empty", "--out", "other"], "data is 'empty', in which there is no text"),
     ):
         done = run_seergate("tune", *arguments, "--hours", "1")
-        assert done.returncode == 2 and said in done.stderr
+        assert done.returncode == 2 and message in done.stderr
 
 
 def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:

@@ -58,9 +58,9 @@ def test_an_anchor_in_every_layer_changes_nothing(deep, bank, name):
 
 @pytest.mark.parametrize("name", ["gate", "resa"])
 def test_a_budget_for_everything_is_dense_attention(deep, bank, name):
-    _, found, _, _ = run(deep, with_anchors(name, bank, (0,), 4096), batch())
+    _, logits, _, _ = run(deep, with_anchors(name, bank, (0,), 4096), batch())
     plain = deep.generate(**batch(), max_new_tokens=20, return_dict_in_generate=True, output_logits=True)
-    torch.testing.assert_close(found, torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(logits, torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "quest, heads apart"])
@@ -74,9 +74,9 @@ def test_layers_read_what_their_anchor_chose(deep, bank, name, tmp_path):
             deep.generate(**batch(), max_new_tokens=12)
         lines = pq.read_table(tmp_path / "trace").to_pylist()
         blocks = {(x["step"], x["row"], x["head"], x["layer"]): x["blocks"] for x in lines}
-        for (*place, layer), found in blocks.items():
-            assert (found is None) == (layer in dense)
-            assert found == blocks[(*place, source[layer])]
+        for (*place, layer), indices in blocks.items():
+            assert (indices is None) == (layer in dense)
+            assert indices == blocks[(*place, source[layer])]
         assert all(
             (x["scores"] is None) == (source[x["layer"]] != x["layer"]) for x in lines if x["layer"] not in dense
         )
@@ -110,9 +110,9 @@ def test_offloaded_is_in_memory(deep, bank, name):
     method, inputs = with_anchors(name, bank, PLAN, 3 * BLOCK), batch()
     want = run(deep, method, inputs)
     offload = seergate.Offload(LAYERS * 3 * 2 * 4 * (2 * BLOCK * 16 * 4))
-    found = run(deep, method, inputs, storage=offload)
-    assert torch.equal(found[0], want[0]) and torch.equal(found[1], want[1])
-    assert found[2]["bytes_fetched_per_step"] > 0
+    result = run(deep, method, inputs, storage=offload)
+    assert torch.equal(result[0], want[0]) and torch.equal(result[1], want[1])
+    assert result[2]["bytes_fetched_per_step"] > 0
 
 
 def test_steps_on_a_static_cache_eager_and_compiled(deep, bank):
@@ -140,8 +140,8 @@ def test_a_copied_cache_goes_its_own_way(deep, bank):
         other = copy.deepcopy(one)
         want = [deep(prompt(1, i), past_key_values=one).logits for i in range(6)]
         deep(prompt(9, 8), past_key_values=one)
-        found = [deep(prompt(1, i), past_key_values=other).logits for i in range(6)]
-    assert torch.equal(torch.cat(found), torch.cat(want))
+        logits = [deep(prompt(1, i), past_key_values=other).logits for i in range(6)]
+    assert torch.equal(torch.cat(logits), torch.cat(want))
 
 
 def test_rectification(deep, bank):
@@ -168,11 +168,11 @@ def test_gates_of_the_other_layers_are_not_needed(deep, bank, tmp_path):
 
 def test_what_does_not_fit_is_refused(deep, bank):
     assert read_method("quest:anchors=0+4") == ("quest", {"anchors": (0, 4)})
-    for anchors, said in (
+    for anchors, message in (
         ((7,), r"anchors names \[7\]; the layers with full attention are \[0, 1, 2, 3\]"),
         ((1,), r"anchors names \[1\], for which there are no gates"),
     ):
-        with pytest.raises(SeergateError, match=said):
+        with pytest.raises(SeergateError, match=message):
             seergate.attach(deep, bank.subset(PLAN), anchors=anchors)
     with pytest.raises(ValueError, match=r"anchors names \[0\], which are in dense_layers, too"):
         methods.Oracle(token_budget=64, anchors=(0,), dense_layers=(0, 1))
@@ -239,8 +239,8 @@ def test_cropped_and_reordered_caches(deep, bank):
         for seed in range(4):
             token = torch.cat([prompt(1, seed), prompt(1, seed + 9)])
             want = deep(token, past_key_values=plain).logits
-            found = deep(token.flip(0), past_key_values=other).logits
-            torch.testing.assert_close(found.flip(0), want)
+            logits = deep(token.flip(0), past_key_values=other).logits
+            torch.testing.assert_close(logits.flip(0), want)
         other.batch_select_indices(torch.tensor([1]))
         want = deep(token, past_key_values=plain).logits[:1]
         torch.testing.assert_close(deep(token[:1], past_key_values=other).logits, want)

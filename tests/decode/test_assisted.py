@@ -20,10 +20,10 @@ def _no_logged_deprecations():
 def slow_text(model, bank, ids, new):
     """Greedy text of the slow decoder, token by token."""
     row = ReferenceRow(model, Rule("gate", BLOCK, 2 * BLOCK), dict(bank))
-    found = [int(row.read(ids[0].tolist())[-1].argmax())]
-    while len(found) < new:
-        found.append(int(row.decode(found[-1:])[-1].argmax()))
-    return found
+    tokens = [int(row.read(ids[0].tolist())[-1].argmax())]
+    while len(tokens) < new:
+        tokens.append(int(row.decode(tokens[-1:])[-1].argmax()))
+    return tokens
 
 
 @contextmanager

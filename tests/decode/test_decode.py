@@ -76,8 +76,8 @@ UNLIKE = ["qwen3", "gemma3_text", "gpt_oss"]
 
 def pairs(others, least):
     """Every method with one of ``others`` in turn, the methods in ``least`` with all of them."""
-    found = list(zip(METHODS, itertools.cycle(others), strict=False))
-    return list(dict.fromkeys(found + [(name, other) for name in least for other in others]))
+    method_pairs = list(zip(METHODS, itertools.cycle(others), strict=False))
+    return list(dict.fromkeys(method_pairs + [(name, other) for name in least for other in others]))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
@@ -93,8 +93,8 @@ def test_a_budget_for_everything_is_the_plain_model(family):
                 seergate.attach(model, method)
             continue
         with seergate.attached(model, method):
-            found = model.generate(**batch, max_new_tokens=10, return_dict_in_generate=True, output_logits=True)
-        torch.testing.assert_close(torch.stack(found.logits), torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
+            output = model.generate(**batch, max_new_tokens=10, return_dict_in_generate=True, output_logits=True)
+        torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +135,8 @@ def test_cropping_then_going_on_is_never_having_gone_astray(model, name):
                         model(input_ids=astray[:, i : i + 1], past_key_values=cache)
                     cache.crop(-wandered)
                 for i, logits in zip(steps, expected, strict=True):
-                    found = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
-                    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+                    actual_logits = model(input_ids=ids[:, i : i + 1], past_key_values=cache).logits
+                    torch.testing.assert_close(actual_logits, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -184,14 +184,14 @@ def test_padding_that_arrives_token_by_token(model, name):
 def test_a_masked_token_in_the_middle_of_decoding_is_not_stored(model):
     ids, paused = prompt(20, 1).expand(2, -1), torch.tensor([[1], [0]])
 
-    def said():
+    def step_logits():
         rows = Decoding(model, ids[:, :18])
         rows.read(ids[:, 18:19], paused)
         return rows.read(ids[:, 19:])
 
-    plain = said()
+    plain = step_logits()
     with seergate.attached(model, "dense"):
-        torch.testing.assert_close(said(), plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(step_logits(), plain, rtol=1e-4, atol=1e-4)
 
 
 def test_detaching_leaves_no_trace():

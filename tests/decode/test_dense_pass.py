@@ -45,6 +45,6 @@ def test_against_the_definition(group, new, ends):
     expected = naive(q, k, v, ends, step.sm_scale)
     torch.testing.assert_close(newest_tokens_attention(step).double(), expected, rtol=1e-5, atol=1e-5)
     step.q_BHSD, step.keys_BKCD, step.values_BKCD = (x.bfloat16() for x in (q, k, v))
-    found = newest_tokens_attention(step)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.double(), expected, rtol=0.05, atol=0.05)
+    output = newest_tokens_attention(step)
+    assert output.dtype == torch.bfloat16
+    torch.testing.assert_close(output.double(), expected, rtol=0.05, atol=0.05)

@@ -76,8 +76,8 @@ class Request:
             past_key_values=self.cache,
         ).logits
 
-    def compare(self, found: torch.Tensor, expected: list[torch.Tensor], what: str) -> None:
-        for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+    def compare(self, actual_logits: torch.Tensor, expected: list[torch.Tensor], what: str) -> None:
+        for row, (ours, theirs) in enumerate(zip(actual_logits, expected, strict=True)):
             gap = float((ours[-len(theirs) :] - theirs).abs().max())
             assert gap < 1e-4, f"{what}, row {row} of {len(expected)}: logits are {gap:.1e} off"
 
@@ -189,9 +189,9 @@ def generates(model, reference: ReferenceRow, draw: random.Random) -> None:
         options["cache_implementation"] = "static"
     else:
         options["past_key_values"] = cache
-    found = model.generate(**batch, **options)
+    sequences = model.generate(**batch, **options)
     rows, ended = [reference.twin() for _ in texts], []
-    for row, text, answer in zip(rows, texts, found[:, width:].tolist(), strict=True):
+    for row, text, answer in zip(rows, texts, sequences[:, width:].tolist(), strict=True):
         logits = (row.decode if width == 1 else row.read)(text)[-1]
         for place, token in enumerate(answer):
             if ended_here := token in (end, end + 30):
@@ -208,11 +208,11 @@ def generates(model, reference: ReferenceRow, draw: random.Random) -> None:
         return
     # a further turn, on the same cache
     more = [[draw.randrange(3, VOCABULARY) for _ in range(VERIFIED_TOKENS + 3)] for _ in rows]
-    ids = torch.cat((found, torch.tensor(more)), 1)
+    ids = torch.cat((sequences, torch.tensor(more)), 1)
     mask = torch.cat((batch["attention_mask"], torch.ones(len(rows), ids.shape[1] - width, dtype=torch.long)), 1)
     again = model.generate(ids, attention_mask=mask, max_new_tokens=1, past_key_values=cache, pad_token_id=0)
-    for row, text, said, answer in zip(rows, more, found.tolist(), again.tolist(), strict=True):
-        assert int(row.read([said[-1], *text])[-1].argmax()) == answer[-1]
+    for row, text, sequence, answer in zip(rows, more, sequences.tolist(), again.tolist(), strict=True):
+        assert int(row.read([sequence[-1], *text])[-1].argmax()) == answer[-1]
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 11))])

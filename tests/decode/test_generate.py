@@ -42,17 +42,17 @@ def test_what_is_drawn_is_what_the_plain_model_draws(speaker, options):
     model, bank = speaker
     inputs = left_padded([prompt(30, 1), prompt(47, 2)])
 
-    def said():
+    def generate():
         torch.manual_seed(7)
         return model.generate(**inputs, max_new_tokens=12, **options)
 
-    plain = said()
+    plain = generate()
     assert plain.shape == (2 * options.get("num_return_sequences", 1), 47 + 12)
     with seergate.attached(model, bank, token_budget=EVERYTHING):
-        assert torch.equal(said(), plain)
+        assert torch.equal(generate(), plain)
     with seergate.attached(model, bank, token_budget=LITTLE) as handle:
-        little = said()
-        assert torch.equal(said(), little) and not torch.equal(little, plain)
+        little = generate()
+        assert torch.equal(generate(), little) and not torch.equal(little, plain)
         assert handle.stats()["density"] < 0.6
     if options.get("num_return_sequences") == 3:
         assert len({tuple(row.tolist()) for row in plain[:3]}) == 3, "the samples of a prompt differ"
@@ -63,9 +63,9 @@ def test_a_pipeline_says_what_generate_says(speaker, tokenizer):
     question = "[a1] 3 [a2] a1 4 [a3] a2 5 [a4] a3 1 answer start a4:"
 
     def piped():
-        (said,) = pipeline("text-generation", model=model, tokenizer=tokenizer)(question, max_new_tokens=8)
-        assert said["generated_text"].startswith(question)
-        return said["generated_text"].removeprefix(question).strip()
+        (output,) = pipeline("text-generation", model=model, tokenizer=tokenizer)(question, max_new_tokens=8)
+        assert output["generated_text"].startswith(question)
+        return output["generated_text"].removeprefix(question).strip()
 
     plain = piped()
     with seergate.attached(model, bank, token_budget=EVERYTHING):
@@ -73,8 +73,8 @@ def test_a_pipeline_says_what_generate_says(speaker, tokenizer):
     with seergate.attached(model, bank, token_budget=2 * BLOCK):
         little = piped()
         inputs = tokenizer(question, return_tensors="pt")
-        said = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
-    assert little == tokenizer.decode(said, skip_special_tokens=True).strip() != plain
+        output = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+    assert little == tokenizer.decode(output, skip_special_tokens=True).strip() != plain
 
 
 def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
@@ -89,11 +89,11 @@ def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
             warnings.simplefilter("error")
             assert not torch.equal(model.generate(**options), plain)
             model(input_ids=prompt(30), use_cache=False)  # the way to score a text densely
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as records:
             warnings.simplefilter("default")
             for _ in range(3):
                 model.generate(**options, use_cache=False)
-        assert len(said) == 1, "once, not at every call"
+        assert len(records) == 1, "once, not at every call"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.generate(**options, use_cache=False)  # the plain model has nothing to say

@@ -65,7 +65,7 @@ def additive(mask):
 @pytest.mark.parametrize("form", [torch.Tensor.bool, additive])
 def test_4d_masks_of_padding_are_those_of_two_dimensions(model, mask, form):
     """Whatever the rows of padding see, without which attention would be undefined."""
-    found = []
+    logits = []
     real = mask[-1].long()[None]
     positions = (real.cumsum(1) - 1).clamp(min=0)
     with seergate.attached(model, gates(model), token_budget=4096):
@@ -74,8 +74,8 @@ def test_4d_masks_of_padding_are_those_of_two_dimensions(model, mask, form):
             model(prompt(50), attention_mask=given, position_ids=positions, past_key_values=cache)
             later = {"attention_mask": torch.cat((real, torch.ones_like(real[:, :1])), 1)}
             later["position_ids"] = positions[:, -1:] + 1
-            found.append(model(prompt(1), past_key_values=cache, **later).logits)
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+            logits.append(model(prompt(1), past_key_values=cache, **later).logits)
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()

@@ -19,14 +19,14 @@ def test_short_rows_read_everything_worked_out_by_hand():
     indices = torch.tensor([[[0, 3], [2, 3]], [[1, 2], [0, -1]], [[0, 1], [4, 5]]], dtype=torch.int32)
     counts = torch.tensor([[2, 2], [2, 1], [2, 2]], dtype=torch.int32)
     ends = [32, 17, 48]  # in blocks of 8: 4, 3 and 6
-    found = with_all_blocks(Selection(indices, counts), ends, 8, short=32)
-    assert found.indices.tolist() == [
+    selection = with_all_blocks(Selection(indices, counts), ends, 8, short=32)
+    assert selection.indices.tolist() == [
         [[0, 1, 2, 3], [0, 1, 2, 3]],
         [[0, 1, 2, -1], [0, 1, 2, -1]],
         [[0, 1, -1, -1], [4, 5, -1, -1]],
     ]
-    assert found.counts.tolist() == [[4, 4], [3, 3], [2, 2]]
-    assert found.indices.dtype == found.counts.dtype == torch.int32
+    assert selection.counts.tolist() == [[4, 4], [3, 3], [2, 2]]
+    assert selection.indices.dtype == selection.counts.dtype == torch.int32
     untouched = Selection(indices, counts)
     assert with_all_blocks(untouched, ends, 8, short=16) is untouched
 
@@ -150,6 +150,6 @@ def test_bytes_that_are_read_to_choose(model, name):
     """One key per past block and head; two bounds per page and head, the current page's among them."""
     with seergate.attached(model, selector(model, name, 2 * BLOCK)) as handle:
         model.generate(input_ids=prompt(40), max_new_tokens=12)
-        found = handle.stats()["bytes_scored_per_step"]
+        scored_bytes = handle.stats()["bytes_scored_per_step"]
     vectors = [(end - 1) // 8 if name == "gate" else 2 * -(-end // 8) for end in range(41, 52)]
-    assert found == pytest.approx(2 * 2 * 16 * 4 * sum(vectors) / 11)  # layers, heads, width, bytes
+    assert scored_bytes == pytest.approx(2 * 2 * 16 * 4 * sum(vectors) / 11)  # layers, heads, width, bytes

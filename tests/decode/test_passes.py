@@ -220,7 +220,7 @@ def test_the_dense_implementation_sees_its_own_name(model):
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"])
 def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
     """What a module catches on the way would be mixed up. A thread that comes later, or after an error, is welcome."""
-    own, arrived, go, found = copy.deepcopy(model), threading.Event(), threading.Event(), {}
+    own, arrived, go, results = copy.deepcopy(model), threading.Event(), threading.Event(), {}
 
     def wait(*_):
         if threading.current_thread() is not threading.main_thread():
@@ -229,9 +229,9 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
 
     def run(number):
         try:
-            found[number] = own.generate(prompt(50, number), max_new_tokens=4)
+            results[number] = own.generate(prompt(50, number), max_new_tokens=4)
         except SeergateError as error:
-            found[number] = error
+            results[number] = error
 
     with seergate.attached(own, gates(model), token_budget=32):
         want = own.generate(prompt(50, 1), max_new_tokens=4)
@@ -243,24 +243,24 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
         hook.remove()
         go.set()
         first.join()
-        assert "two threads run this model at once" in str(found[2])
-        assert torch.equal(found[1], want)
+        assert "two threads run this model at once" in str(results[2])
+        assert torch.equal(results[1], want)
         later = threading.Thread(target=run, args=(1,))
         later.start()
         later.join()
-        assert torch.equal(found[1], want)
+        assert torch.equal(results[1], want)
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_a_pass_that_failed_or_was_nested_refuses_no_later_thread(model, where):
     """An error may come from another hook of the decoder or from within it; rectification nests passes."""
-    own, found = copy.deepcopy(model), {}
+    own, results = copy.deepcopy(model), {}
 
     def fail(*_):
         raise RuntimeError("fails")
 
     def run():
-        found["later"] = own.generate(prompt(50), max_new_tokens=12)
+        results["later"] = own.generate(prompt(50), max_new_tokens=12)
 
     with seergate.attached(own, gates(model), token_budget=32, correction=Rectify(4)) as handle:
         want = own.generate(prompt(50), max_new_tokens=12)
@@ -272,7 +272,7 @@ def test_a_pass_that_failed_or_was_nested_refuses_no_later_thread(model, where):
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
-    assert torch.equal(found["later"], want)
+    assert torch.equal(results["later"], want)
 
 
 class Pages:
@@ -303,7 +303,7 @@ def test_pages_of_transformers_are_said_to_be_dense(model):
 
 def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
     """One reads a prompt in chunks; another begins between two of them."""
-    found, chunks, between, refused = {}, [], threading.Event(), threading.Event()
+    results, chunks, between, refused = {}, [], threading.Event(), threading.Event()
 
     def before(module, args, kwargs):
         chunks.append(threading.current_thread().name)
@@ -313,9 +313,9 @@ def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
 
     def run(tokens, **options):
         try:
-            found[threading.current_thread().name] = model.generate(prompt(tokens, 1), max_new_tokens=3, **options)
+            results[threading.current_thread().name] = model.generate(prompt(tokens, 1), max_new_tokens=3, **options)
         except SeergateError as error:
-            found[threading.current_thread().name] = str(error)
+            results[threading.current_thread().name] = str(error)
 
     with seergate.attached(model, gates(model), token_budget=32) as handle:
         want = model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20)
@@ -329,8 +329,8 @@ def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
         refused.set()
         first.join()
         hook.remove()
-        assert "two threads run this model at once" in found["second"]
-        assert torch.equal(found["first"], want)
+        assert "two threads run this model at once" in results["second"]
+        assert torch.equal(results["first"], want)
         assert (handle.passes.phase, handle.passes.in_chunks, handle.passes.thread) == (None, False, None)
         assert torch.equal(model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20), want)
 

@@ -45,8 +45,8 @@ def test_forced_and_scored_tokens_are_placed_like_single_ones(model, storage):
             cache.crop(-5)
         want = torch.cat([read(single, i, i + 1) for i in range(35, 70)], 1)
         with handle.passes.forced("decode"):
-            found = read(forced, 35, 70)
-        torch.testing.assert_close(found, want)
+            logits = read(forced, 35, 70)
+        torch.testing.assert_close(logits, want)
         torch.testing.assert_close(kept(forced), kept(single))
         if storage is None:
             scored = seergate.score(model, ids, mask, start=36, logits=True).logits

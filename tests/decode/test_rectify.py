@@ -65,10 +65,10 @@ def test_generate_against_a_loop_that_reads_tokens_again(model):
     """On dynamic and static caches, in a copy of the model, and with drafts and beams."""
     batch = left_padded([prompt(40, 1), prompt(29, 2)])
     with seergate.attached(model, selector(model, "oracle"), correction=Rectify(EVERY)) as handle:
-        found = model.generate(**batch, max_new_tokens=18)
+        sequences = model.generate(**batch, max_new_tokens=18)
         assert handle.stats()["rectification"]["passes"] == 3
         twin = copy.deepcopy(model)
-        assert torch.equal(twin.generate(**batch, max_new_tokens=18, cache_implementation="static"), found)
+        assert torch.equal(twin.generate(**batch, max_new_tokens=18, cache_implementation="static"), sequences)
         assert seergate.handle_of(twin).stats()["rectification"]["passes"] == 6
         for options, passes in (({"prompt_lookup_num_tokens": 3}, 2), ({"num_beams": 3}, 3)):
             handle.reset_stats()
@@ -85,7 +85,7 @@ def test_generate_against_a_loop_that_reads_tokens_again(model):
                     rows.read(ids[:, -EVERY - 1 : -1])
             rows.read(ids[:, -1:])
             sparse += 1
-    assert torch.equal(found, ids)
+    assert torch.equal(sequences, ids)
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
             raise ArithmeticError
 
     def contents(cache):
-        found = []
+        parts = []
         for layer in copy.deepcopy(cache).layers:
             if isinstance(layer, GatedLayer):
                 rows, kept = layer.rows, (layer.keys, layer.values)
-                found += [rows.resident, rows.total, rows.slots, rows.lengths, layer.state.rows]
-                found += [x[row, :, :held] for x in kept for row, held in enumerate(rows.resident)]
+                parts += [rows.resident, rows.total, rows.slots, rows.lengths, layer.state.rows]
+                parts += [x[row, :, :residents] for x in kept for row, residents in enumerate(rows.resident)]
             else:
-                found += [layer.keys, layer.values, layer.get_seq_length()]
-        return found
+                parts += [layer.keys, layer.values, layer.get_seq_length()]
+        return parts
 
     model.model.layers[1].mlp.register_forward_pre_hook(fail)
     method, runs = selector(model, "gate"), []

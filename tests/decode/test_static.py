@@ -57,8 +57,8 @@ def decoded_as_one_graph(model, method, inputs, **options):
         with seergate.attached(model, method, **options) as handle:
             for _ in range(2):
                 handle.reset_stats()
-                found = model.generate(**inputs, max_new_tokens=14, **way)
-            results.append((found, handle.stats()))
+                sequences = model.generate(**inputs, max_new_tokens=14, **way)
+            results.append((sequences, handle.stats()))
     for tokens, figures in results[1:]:
         assert torch.equal(tokens, results[0][0])
         same_figures(figures, results[0][1])
@@ -123,15 +123,15 @@ def test_the_host_knows_the_lengths_but_in_compiled_steps(model, monkeypatch, un
 
 def test_overflow_is_refused_before_the_write(monkeypatch):
     """The host counts along: the device is not asked, but after compiled steps."""
-    model, asked = tiny_model("qwen3"), []
+    model, device_reads = tiny_model("qwen3"), []
     see = Rows._see
-    monkeypatch.setattr(Rows, "_see", lambda rows: asked.append(rows) or see(rows))
+    monkeypatch.setattr(Rows, "_see", lambda rows: device_reads.append(rows) or see(rows))
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK):
         cache = StaticCache(model.config, max_cache_len=20)
         model(prompt(10), past_key_values=cache)
         for _ in range(10):
             model(prompt(1), past_key_values=cache)
-        assert not asked
+        assert not device_reads
         monkeypatch.undo()
         kept = cache.layers[0].storage.keys.clone()
         for _ in range(2):
@@ -379,7 +379,7 @@ def test_cache_operations(model):
 @pytest.mark.parametrize("indices", [[1], [0, 0, 1, 1, 1]])
 def test_rows_may_become_fewer_or_more(model, indices):
     """As on a dynamic cache, what is counted of them too."""
-    method, ids, found, told = choices(model)["gate"], prompt(20, 3), [], []
+    method, ids, logits, stats = choices(model)["gate"], prompt(20, 3), [], []
     for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=100)):
         with seergate.attached(model, method) as handle, torch.no_grad():
             model(input_ids=torch.cat((prompt(40, 1), prompt(40, 2))), past_key_values=cache)
@@ -392,11 +392,11 @@ def test_rows_may_become_fewer_or_more(model, indices):
                 model(input_ids=ids[:, i, None].expand(len(indices), 1), past_key_values=cache).logits
                 for i in range(3, 9)
             ]
-            found.append(torch.cat(steps, 1))
-            told.append(handle.stats())
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+            logits.append(torch.cat(steps, 1))
+            stats.append(handle.stats())
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     for name in ("resident_tokens_per_layer", "tokens_per_head", "density"):
-        assert told[0][name] == told[1][name], name
+        assert stats[0][name] == stats[1][name], name
 
 
 def test_recall_and_other_methods_on_a_static_cache(model):

@@ -105,8 +105,8 @@ def test_a_trace_by_position(model, tmp_path):
     code = next(block for block in code_blocks(ROOT / "docs/decoding.md", "python") if "by_position" in block)
     assert "max_new_tokens=1000" in code
     exec(code.replace("max_new_tokens=1000", "max_new_tokens=100"), documented)
-    found = documented["tokens_by_position"](model, gates(model), prompt(40), path)
-    assert found["position"].to_pylist()[:3] == [40, 41, 42] and max(found["tokens_stddev"].to_pylist()) > 0
+    table = documented["tokens_by_position"](model, gates(model), prompt(40), path)
+    assert table["position"].to_pylist()[:3] == [40, 41, 42] and max(table["tokens_stddev"].to_pylist()) > 0
     with seergate.attached(model, "oracle", token_budget=24, block_size=BLOCK) as handle, handle.traced(path):
         model.generate(input_ids=prompt(40), max_new_tokens=25)
     columns, _ = read_trace(path)

@@ -166,10 +166,10 @@ def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) 
 
 def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, monkeypatch):  # noqa: F811
     """Whichever comes first. Its gates are larger, as if in two processes with room for those of the other."""
-    decide, asked = trainer.decide_sharding, list[bool | None]()
+    decide, shard_flags = trainer.decide_sharding, list[bool | None]()
 
     def load(path: str, config: TrainConfig, *rest: Any) -> None:
-        asked.append(config.shard_base)
+        shard_flags.append(config.shard_base)
         raise KeyboardInterrupt
 
     first = replace(config, output_dir=str(tmp_path / "first"))
@@ -179,7 +179,7 @@ def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, m
     for runs in ({"first": first}, {"second": second}, {"first": first, "second": second}):
         with pytest.raises(KeyboardInterrupt):
             run_together({name: (run, []) for name, run in runs.items()})
-    assert asked == [False, True, True]
+    assert shard_flags == [False, True, True]
 
 
 def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
@@ -200,7 +200,7 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     with contextlib.chdir(tmp_path):
         done = run_seergate("ablate", *studies, "--config", "run.yaml", "--max-steps", "2")
     assert done.returncode == 0, done.stderr
-    assert all(said in done.stdout for said in ("one\n\n| variant", "two\n\n| variant", "one, b: held out"))
+    assert all(phrase in done.stdout for phrase in ("one\n\n| variant", "two\n\n| variant", "one, b: held out"))
     assert {path.parent.parent.name for path in tmp_path.glob("runs/*/*/gate_config.json")} == {
         f"ablation-{name}-{config.run_dir.name and Path(config.model).name.lower()}" for name in ("one", "two")
     }

@@ -30,7 +30,7 @@ def losses_by_hand(model, bank, source):
     """Layer -> the KL from its target of the gate of ``source[layer]``, with queries and keys of the gate's layer."""
     ids, ends = pack()
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    calls, found = {}, {}
+    calls, losses = {}, {}
 
     def attend(call):
         calls[call.layer] = call
@@ -48,8 +48,8 @@ def losses_by_hand(model, bank, source):
             keys.append(gate.keys(pooled, torch.arange(0, b - a, BLOCK))[0].transpose(0, 1))
         q, k = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
         loss, _ = reference.gate_kl(q, k, queries, torch.cat(keys), ends, BLOCK, row_start=0.5, sm_scale=call.sm_scale)
-        found[layer] = loss
-    return found
+        losses[layer] = loss
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_gates_of_every_layer_learn_from_their_own(deep):
     bank = gates(deep).double()
     named = bank.derived(decode_defaults={"anchors": [0]})
     ids, ends = pack()
-    plain, found = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, ids, ends)
-    assert torch.equal(plain.loss, found.loss) and torch.equal(plain.kl_per_layer, found.kl_per_layer)
+    plain, anchored = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, ids, ends)
+    assert torch.equal(plain.loss, anchored.loss) and torch.equal(plain.kl_per_layer, anchored.kl_per_layer)
 
 
 def test_a_run_trains_the_gates_of_its_anchors_alone(tmp_path):
@@ -89,9 +89,9 @@ def test_a_run_trains_the_gates_of_its_anchors_alone(tmp_path):
     assert fresh.geometry.layers == (0, 2) and fresh.decode_config().anchors == (0, 2)
     whole = GateBank.for_model(model, config.gates(16))
     whole.save_pretrained(tmp_path)
-    known = given_gates(TrainConfig(**{**vars(config), "init_gates": str(tmp_path)}), fresh)
-    assert known.geometry.layers == (0, 2)
-    assert all(torch.equal(known.state_dict()[name], whole.state_dict()[name]) for name in known.state_dict())
+    bank = given_gates(TrainConfig(**{**vars(config), "init_gates": str(tmp_path)}), fresh)
+    assert bank.geometry.layers == (0, 2)
+    assert all(torch.equal(bank.state_dict()[name], whole.state_dict()[name]) for name in bank.state_dict())
     with pytest.raises(SeergateError, match=r"layers is \[9\]; it must name some of"):
         fresh_gates(TrainConfig(model="x", block_size=BLOCK, anchors=(0, 9), gate_dim=16), model)
     with pytest.raises(ValueError, match=r"anchors is \(-1,\); it must be layers, 0 or greater"):

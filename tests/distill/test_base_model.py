@@ -50,11 +50,11 @@ def test_compiled_norms_give_the_same_and_hooks_still_catch(family: str) -> None
         return graph.forward
 
     def outcomes(*lengths: int) -> list[torch.Tensor]:
-        found = []
+        tensors = []
         for n in lengths:
             outcome = distill_step(bank, model, prompt(n), torch.tensor([0, n // 3, n], dtype=torch.int32))
-            found += [outcome.loss, *torch.autograd.grad(outcome.loss, list(bank.parameters()))]
-        return found
+            tensors += [outcome.loss, *torch.autograd.grad(outcome.loss, list(bank.parameters()))]
+        return tensors
 
     want = outcomes(95, 64, 41)
     compile_elementwise(model, backend)

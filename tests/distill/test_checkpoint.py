@@ -86,24 +86,24 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_what_a_checkpoint_does_not_say_is_as_it_was_before_there_was_a_choice(tmp_path: Path) -> None:
-    found = {"reduction": "published", "learning_rate": 1e-3}
+    settings = {"reduction": "published", "learning_rate": 1e-3}
     check_same_run(
-        tmp_path, found, found | {"scorer": "attn_gate", "target": "max", "k_pooling": ["max", "min", "avg"]}
+        tmp_path, settings, settings | {"scorer": "attn_gate", "target": "max", "k_pooling": ["max", "min", "avg"]}
     )
-    for now, said in (
+    for now, message in (
         ({"scorer": "msa"}, "scorer='attn_gate' and this run has 'msa'"),
         ({"loss_scale": 9.0}, "loss_scale=1.0"),
     ):
-        with pytest.raises(SeergateError, match=f"made with {said}"):
-            check_same_run(tmp_path, found, found | now)
+        with pytest.raises(SeergateError, match=f"made with {message}"):
+            check_same_run(tmp_path, settings, settings | now)
 
 
 def test_a_revision_is_named_before_the_fingerprint_that_it_changes(tmp_path: Path) -> None:
     a, b, c = (digit * 40 for digit in "abc")
-    found = {"revision": a, "model_fingerprint": a, "data_revision": None, "data_fingerprint": "d"}
+    record = {"revision": a, "model_fingerprint": a, "data_revision": None, "data_fingerprint": "d"}
 
     def check(changes: dict[str, str]) -> None:
-        check_same_run(tmp_path, found, found | changes)
+        check_same_run(tmp_path, record, record | changes)
 
     check({"data_revision": b})  # it was not known which it was; the data are the same
     with pytest.raises(SeergateError, match=f"made with revision='{a}' and this run has '{c}'"):

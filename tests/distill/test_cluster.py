@@ -25,9 +25,9 @@ def test_options_of_torchrun_in_the_slurm_script():
     from torch.distributed.run import get_args_parser
 
     text = (CLUSTER / "slurm.sbatch").read_text()
-    known = {option for action in get_args_parser()._actions for option in action.option_strings}
+    options = {option for action in get_args_parser()._actions for option in action.option_strings}
     named = re.findall(r"(--[a-z-]+)=", text[text.index("torchrun \\") :])
-    assert len(named) == 5 and set(named) <= known
+    assert len(named) == 5 and set(named) <= options
 
 
 def test_torchrun_kills_no_sooner_than_slurm_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,8 +50,8 @@ def test_options_of_train_py_in_the_recipes(capsys):
     named = {option for line in lines for option in re.findall(r"--[a-z-]+", f"--{re.split('[#`]', line)[0]}")}
     with pytest.raises(SystemExit):
         main(["--help"])
-    known = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
-    assert len(named) >= 5 and named <= known
+    options = set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert len(named) >= 5 and named <= options
 
 
 def test_deepspeed_reads_the_hostfile():

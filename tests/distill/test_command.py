@@ -47,8 +47,8 @@ def test_a_process_without_a_gpu_says_so_itself(rank, capsys, monkeypatch, tmp_p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     rank(3)
     assert command.main(["--model", "tiny-reasoner", "--output-dir", str(tmp_path / "run")]) == 2
-    said = "[rank 3] error: process 3 of this machine has no GPU: there are 3; start as many processes\n"
-    assert capsys.readouterr().err == said
+    message = "[rank 3] error: process 3 of this machine has no GPU: there are 3; start as many processes\n"
+    assert capsys.readouterr().err == message
 
 
 def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
@@ -62,7 +62,7 @@ def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
 
 
 def test_gpu_memory_is_kept_in_one_piece_unless_the_user_says_how(monkeypatch):
-    for name, given, found in (
+    for name, given, expected in (
         ("PYTORCH_ALLOC_CONF", "backend:native", None),
         ("PYTORCH_CUDA_ALLOC_CONF", "backend:native", "backend:native"),
         ("", "", "expandable_segments:True"),
@@ -70,7 +70,7 @@ def test_gpu_memory_is_kept_in_one_piece_unless_the_user_says_how(monkeypatch):
         for each in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
             monkeypatch.setenv(each, given) if each == name else monkeypatch.delenv(each, raising=False)
         command.prepare_process()
-        assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == found
+        assert os.environ.get("PYTORCH_CUDA_ALLOC_CONF") == expected
 
 
 def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):

@@ -53,10 +53,10 @@ def test_what_is_not_kept_is_looked_up_again(config, tmp_path, monkeypatch):
 
 
 def test_each_source_of_a_mixture_has_its_own(config: TrainConfig, tmp_path: Path, monkeypatch) -> None:
-    asked = {"org/a": (None, A), "org/b": ("v2", B), "c.jsonl": (None, None)}
+    sources = {"org/a": (None, A), "org/b": ("v2", B), "c.jsonl": (None, None)}
 
     def look_up(one: TrainConfig) -> str | None:
-        revision, commit = asked[one.data]
+        revision, commit = sources[one.data]
         assert one.data_revision == revision
         return commit
 

@@ -180,12 +180,12 @@ def parsed(*argv: str) -> TrainConfig:
 
 def test_a_mistake_in_a_configuration_file_is_told_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    for text, said in (
+    for text, message in (
         ("lr: 1", r"c\.yaml: 'lr' is not an option of training; did you mean 'learning_rate'"),
         ("max_steps: [3\nseed: 1", r"c\.yaml, line 3, column 5 is not YAML: expected ',' or ']'"),
     ):
         file.write_text(f"model: tiny-reasoner\n{text}\n")
-        with pytest.raises(SeergateError, match=said):
+        with pytest.raises(SeergateError, match=message):
             parsed("--config", str(file))
 
 
@@ -242,13 +242,13 @@ def test_a_wrong_argument_is_one_line(argv: list[str], why: str, capsys: pytest.
 
 
 def test_mistakes_that_would_fail_later_are_refused_before():
-    for given, said in (
+    for given, message in (
         ({"model": "checkpoints/none"}, "model directory 'checkpoints/none' does not exist"),
         ({"blocksize": 32}, "'blocksize' is not an option of training; did you mean 'block_size'"),
         ({"push_to_hub": "notanid"}, r"push_to_hub is 'notanid'; it must be a Hub repository \(org/name\)"),
         ({"chat_template": "nowhere.jinja"}, "chat_template is 'nowhere.jinja'"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             locate_model(load_train_config(None, {"model": "tiny-reasoner"} | given))
 
 

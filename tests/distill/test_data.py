@@ -76,20 +76,20 @@ def test_what_is_left_out_of_a_conversation_is_counted(
     def turns(*contents: Any) -> list[Any]:
         return [{"role": ("user", "assistant")[i % 2], **c} for i, c in enumerate(contents)]
 
-    def said(text: str, **more: str) -> dict[str, str]:
+    def turn(text: str, **more: str) -> dict[str, str]:
         return {"content": text, **more}
 
-    last = said("<think>b</think>B")
+    last = turn("<think>b</think>B")
     rows = [
-        turns(said("1"), last),  # nothing left out
-        turns(said("2"), said("A"), said("?"), last),
-        turns(said("3"), said("<think>\n\n</think>A"), said("?"), last),  # an empty reasoning is none
-        turns(said("4"), said("<think>a</think>A"), said("?"), last),
-        turns(said("5"), said("a</think>A"), said("?"), said("<think>c</think>C"), said("?"), last),  # counted once
-        turns(said("6"), said("A", reasoning_content="a"), said("?"), last),
-        turns(said("7"), last, said("unanswered")),
-        [*turns(said("8"), last, said("unanswered")), {"role": "user", "content": "too"}],  # counted once
-        turns(said("9"), said("<think>a</think>A"), said("?"), last, said("unanswered")),
+        turns(turn("1"), last),  # nothing left out
+        turns(turn("2"), turn("A"), turn("?"), last),
+        turns(turn("3"), turn("<think>\n\n</think>A"), turn("?"), last),  # an empty reasoning is none
+        turns(turn("4"), turn("<think>a</think>A"), turn("?"), last),
+        turns(turn("5"), turn("a</think>A"), turn("?"), turn("<think>c</think>C"), turn("?"), last),  # counted once
+        turns(turn("6"), turn("A", reasoning_content="a"), turn("?"), last),
+        turns(turn("7"), last, turn("unanswered")),
+        [*turns(turn("8"), last, turn("unanswered")), {"role": "user", "content": "too"}],  # counted once
+        turns(turn("9"), turn("<think>a</think>A"), turn("?"), last, turn("unanswered")),
         [{"role": "user", "content": "no answer at all"}],  # malformed, and nothing else
     ]
     write(config.data, [{"messages": row} for row in rows])
@@ -219,21 +219,21 @@ def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> N
 
 @pytest.mark.parametrize("written", [json.dumps, str, lambda turns: json.dumps(json.dumps(turns))])
 def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> None:
-    asked, answer = chat("<think>a</think>b", "Q")["messages"]
+    prompt, answer = chat("<think>a</think>b", "Q")["messages"]
     formatter, named = (Formatter(byte_tokenizer(TEMPLATES["plain"]), column) for column in (None, "talk"))
     for read, row in (
-        (formatter.text, {"messages": written([asked, answer])}),
-        (formatter.text, {"prompt": written([asked]), "completion": "<think>a</think>b"}),
+        (formatter.text, {"messages": written([prompt, answer])}),
+        (formatter.text, {"prompt": written([prompt]), "completion": "<think>a</think>b"}),
         (formatter.text, {"prompt": "Q", "completion": written([answer])}),
-        (named.text, {"talk": written([asked, answer])}),
-        (question, {"messages": written([asked, answer])}),
-        (question, {"prompt": written([asked])}),
-        (question, {"question": written(asked)}),
+        (named.text, {"talk": written([prompt, answer])}),
+        (question, {"messages": written([prompt, answer])}),
+        (question, {"prompt": written([prompt])}),
+        (question, {"question": written(prompt)}),
     ):
         with pytest.raises(MalformedRow, match="instead of a list; parse it first"):
             read(row)
-    for said in ("[1, 2] is a list with a role and content", '{"role": "king"}', '"the role and its content"'):
-        assert question({"prompt": said}) == [{"role": "user", "content": said}]
+    for text in ("[1, 2] is a list with a role and content", '{"role": "king"}', '"the role and its content"'):
+        assert question({"prompt": text}) == [{"role": "user", "content": text}]
     with pytest.raises(MalformedRow, match="invalid unicode"):
         question({"prompt": "half a pair: \ud83d"})
 
@@ -340,8 +340,8 @@ def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
     config = replace(config, max_length=128, eval_packs=2)
     write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(60)])
     data = prepare_data(config, tokenizer)
-    held, trained = ({i for pack in packs for i in pack} for packs in (data.held_out, data.train))
-    assert len(data.held_out) == 2 and held and not held & trained and held | trained == set(range(60))
+    held_out, trained = ({i for pack in packs for i in pack} for packs in (data.held_out, data.train))
+    assert len(data.held_out) == 2 and held_out and not held_out & trained and held_out | trained == set(range(60))
     few = prepare_data(replace(config, eval_packs=1000), tokenizer)
     assert 0 < len(few.held_out) <= len(few.train) / 9
 

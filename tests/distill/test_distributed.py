@@ -125,7 +125,7 @@ def test_a_failure_of_one_is_known_to_all_and_said_once():
     done = pair(["-c", FATES])
     assert [one.returncode for one in done] == [0, 0], done
     main, other = (json.loads(one.stdout) for one in done)
-    said = [
+    messages = [
         None,
         "alike",
         "[rank 1] mine alone",
@@ -134,7 +134,7 @@ def test_a_failure_of_one_is_known_to_all_and_said_once():
         "[rank 1] TypeError: a fault of ours",
         "they differ",
     ]
-    assert main == [text and ["CommonError", text] for text in said]
+    assert main == [text and ["CommonError", text] for text in messages]
     assert other.pop(5) == ["TypeError", "a fault of ours"]  # with its traceback
     del main[5]
     assert other == main
@@ -152,16 +152,16 @@ def test_what_is_said_on_gpus_goes_through_gloo(monkeypatch, tmp_path):
     """NCCL's communicators are made when gradients are summed first, which is after processes were forked. There is no
     NCCL here, so gloo stands for it.
     """
-    asked, places = [], []
+    calls, places = [], []
     for name, value in {"is_available": True, "device_count": 2, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with monkeypatch.context() as patch:
-        patch.setattr(dist, "init_process_group", lambda *args, **options: asked.append((args, options)))
+        patch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((args, options)))
         patch.setattr(dist, "all_reduce", lambda x, **_: places.append(x.device.type))
         assert init_distributed().device == torch.device("cuda", 1)
-        assert asked[0][0] == ("cpu:gloo,cuda:nccl",) and "device_id" not in asked[0][1]
+        assert calls[0][0] == ("cpu:gloo,cuda:nccl",) and "device_id" not in calls[0][1]
         world = DistributedState(0, 2, 0, torch.device("meta"))
         world.barrier()
     gather = dist.distributed_c10d.all_gather

@@ -15,7 +15,7 @@ def plain(characters: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(characters // 4))[:characters]
 
 
-def found(text: str, which: int) -> list[tuple[int, str, str]]:
+def mentions(text: str, which: int) -> list[tuple[int, str, str]]:
     """(place, name, value) of the statements (0) or the repetitions (1) of facts."""
     places = []
     for wordings in FACTS:
@@ -28,7 +28,7 @@ def found(text: str, which: int) -> list[tuple[int, str, str]]:
 @pytest.mark.parametrize(("characters", "facts", "repetitions"), [(16_000, 24, 89), (4_000, 6, 22), (300, 4, 1)])
 def test_every_repetition_is_of_a_fact_stated_far_before_it(characters: int, facts: int, repetitions: int) -> None:
     text = with_facts(plain(characters), random.Random(1))
-    stated, repeated = found(text, 0), found(text, 1)
+    stated, repeated = mentions(text, 0), mentions(text, 1)
     assert len({(name, value) for _, name, value in stated}) == facts
     assert len(repeated) == repetitions
     last = max(place for place, _, _ in stated)
@@ -40,7 +40,7 @@ def test_every_repetition_is_of_a_fact_stated_far_before_it(characters: int, fac
 
 def test_of_six_texts_four_have_facts_and_one_quotes() -> None:
     made = list(referring_back([plain(4_000)] * 12, random.Random(0)))
-    assert [bool(found(text, 1)) for text in made] == [True, True, False, True, True, False] * 2
+    assert [bool(mentions(text, 1)) for text in made] == [True, True, False, True, True, False] * 2
     assert ["As quoted above" in text for text in made] == [False] * 5 + [True] + [False] * 5 + [True]
     assert made[2] == plain(4_000)
     assert made == list(referring_back([plain(4_000)] * 12, random.Random(0)))

@@ -29,13 +29,13 @@ def test_scores_are_the_models_own_products(q_pooling, k_pooling):
     gate.begin_as_model()
     q, k = torch.randn(1, gate.num_heads, 1, 16), torch.randn(1, gate.num_kv_heads, 3 * SIZE, 16)
     at, starts = torch.tensor([2 * SIZE + 3]), torch.arange(3) * SIZE
-    found = gate.scores(gate.queries(q, at), gate.keys(gate.pool(k), starts))[0, :, 0]
+    scores = gate.scores(gate.queries(q, at), gate.keys(gate.pool(k), starts))[0, :, 0]
     blocks = k.unflatten(2, (3, SIZE))
     own = (blocks.amax(3) + blocks.amin(3)) / 4 + blocks.mean(3) / 2 if len(k_pooling) == 3 else blocks.mean(3)
     keys = rotate(own, starts, gate.inv_freq, 1.0)[0]
     queries = rotate(q, at, gate.inv_freq, 1.0)[0, :, 0].unflatten(0, (gate.num_kv_heads, -1))
     products = torch.einsum("kgd,knd->kgn", queries, keys) / 4
-    torch.testing.assert_close(found, products.amax(1) if q_pooling == "none" else products.mean(1))
+    torch.testing.assert_close(scores, products.amax(1) if q_pooling == "none" else products.mean(1))
 
 
 def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F811

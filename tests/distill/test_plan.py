@@ -66,7 +66,7 @@ def test_some_of_a_gpu_is_not_for_tensors() -> None:
 def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
     run = load_train_config("qwen3-8b")
     (one,) = make_plan(replace(run, packs_per_step=1), memory_gb=80, tflops=300).step_seconds.values()
-    for processes, most, said in (
+    for processes, most, lines in (
         (3, 6, ["16 packs a step: one less for 2 of 3 processes"]),
         (16, 1, []),
         (24, 1, ["16 packs a step: none for 8 of 24 processes"]),
@@ -76,7 +76,7 @@ def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:
         assert plan.step_seconds == {"at the given rate": pytest.approx(most * one)}
         hours = 800 * most * one / 3600
         assert f"{hours:,.2f} hours ({processes * hours:,.2f} device-hours)" in plan.text()
-        assert [line for line in plan.text().splitlines() if "packs a step: " in line] == said
+        assert [line for line in plan.text().splitlines() if "packs a step: " in line] == lines
     run = load_train_config("smollm2-135m")  # so many packs for each process
     alone, both = (make_plan(run, memory_gb=80, tflops=300, processes=n).step_seconds for n in (1, 2))
     assert alone == both
@@ -175,9 +175,9 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
         engine.accumulate(distill_step(bank, model, ids, **run.loss_options).loss)
         engine.update(lr=1e-3)
 
-    held = sum(p.nbytes for module in (model.model, bank) for p in module.parameters())
-    assert planned.base + planned.gates == pytest.approx(held, rel=0.01)
-    assert planned.total == pytest.approx(held + peak_bytes(step), rel=0.1)
+    parameter_bytes = sum(p.nbytes for module in (model.model, bank) for p in module.parameters())
+    assert planned.base + planned.gates == pytest.approx(parameter_bytes, rel=0.01)
+    assert planned.total == pytest.approx(parameter_bytes + peak_bytes(step), rel=0.1)
 
 
 def test_what_was_measured_of_whole_processes_agrees_with_the_plan(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_what_has_no_kernel_for_gpus_is_named():
     model, common = tiny_model("qwen3"), {"recipe": "paper", "block_size": 8, "max_length": 1024}
     for options, named in (({"sink_blocks": 1}, None), ({"scorer": "msa"}, "'msa'"), ({"target": "sum"}, "'sum'")):
         config = load_train_config("someone/model", common | options)
-        said = without_kernel(GateBank.for_model(model, GateConfig(8, 16, scorer=config.scorer)), config)
-        assert said is None if named is None else named in said
+        message = without_kernel(GateBank.for_model(model, GateConfig(8, 16, scorer=config.scorer)), config)
+        assert message is None if named is None else named in message
 
 
 @pytest.mark.parametrize(
@@ -259,13 +259,13 @@ def test_the_command(options, words, capsys):
 def test_what_cannot_be_planned_and_a_dry_run(capsys, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for command, said in (
+    for command, message in (
         (["plan", "--model", "qwen3-8b", "--memory-gb", "-1"], "memory_gb is -1.0; it must be positive"),
         (["plan", "--model", "qwen3-8b", "--device", "cuda"], "error: device is 'cuda' and this machine has no CUDA"),
         (["plan", "--model", str(tmp_path)], "gpt2"),
         (["train", "--model", "qwen3-8b", "--deepspeed", "nope.json", "--dry-run"], "nope.json"),
     ):
-        assert main(command) == 2 and said in capsys.readouterr().err
+        assert main(command) == 2 and message in capsys.readouterr().err
     assert main(["train", "--model", "tiny-reasoner", "--max-steps", "7", "--dry-run"]) == 0
     (tmp_path / "c.yaml").write_text(capsys.readouterr().out)
     assert read_yaml(tmp_path / "c.yaml")["max_steps"] == 7

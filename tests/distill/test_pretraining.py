@@ -25,11 +25,11 @@ def test_a_lookup_finds_the_token_that_is_said_next(monkeypatch: pytest.MonkeyPa
     places, ids = Places(tokenizer), torch.tensor(rows)
     places.watch(ids)
     which = tokenizer.convert_tokens_to_ids("which")
-    found = places.lookups()
-    assert [len(row) for row, _, _ in found] == [4 * n for n in (7, 4, 7, 8)]
-    for row, asks, answers in found:
-        said = torch.where(ids[row, asks + 1] == which, ids[row, (asks + 4) % ids.shape[1]], ids[row, asks + 1])
-        assert torch.equal(said, ids[row, answers]) and (answers < asks).all()
+    lookups = places.lookups()
+    assert [len(row) for row, _, _ in lookups] == [4 * n for n in (7, 4, 7, 8)]
+    for row, asks, answers in lookups:
+        targets = torch.where(ids[row, asks + 1] == which, ids[row, (asks + 4) % ids.shape[1]], ids[row, asks + 1])
+        assert torch.equal(targets, ids[row, answers]) and (answers < asks).all()
 
 
 @pytest.mark.soak

@@ -178,8 +178,8 @@ def test_more_processes_than_packs(config: TrainConfig, tmp_path: Path) -> None:
 def steps_of(process: subprocess.Popen[str], count: int) -> list[int]:
     """The next steps that a run reports; it still runs then."""
     assert process.stdout is not None
-    told = (int(line.split()[1].split("/")[0]) for line in process.stdout if line.startswith("step "))
-    steps = list(itertools.islice(told, count))
+    numbers = (int(line.split()[1].split("/")[0]) for line in process.stdout if line.startswith("step "))
+    steps = list(itertools.islice(numbers, count))
     assert len(steps) == count, "it ended before it could be killed"
     return steps
 

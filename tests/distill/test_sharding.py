@@ -186,11 +186,11 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
     run.save(tmp_path / "run.yaml")
     for done in pair(["-c", LOADS, str(tmp_path / "run.yaml")]):
         assert done.returncode == 0, done
-        found = json.loads(done.stdout.splitlines()[-1])
-        divided, whole = found["True"], found["False"]
+        memory = json.loads(done.stdout.splitlines()[-1])
+        divided, whole = memory["True"], memory["False"]
         assert divided["held"] == pytest.approx(plan.base, rel=1e-3)
         assert whole["held"] == pytest.approx(plan.base + plan.base_elsewhere, rel=1e-3)
-        assert divided["peak"] < 0.75 * whole["peak"], found
+        assert divided["peak"] < 0.75 * whole["peak"], memory
 
 
 def test_who_cannot_divide_is_told(config: TrainConfig) -> None:  # noqa: F811

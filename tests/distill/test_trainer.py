@@ -283,9 +283,14 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(config, monkeypatch):
     with pytest.raises(SeergateError, match=f"more than {NON_FINITE_LIMIT} is too many"):
         run_distillation(many)
     assert all(math.isfinite(log.loss) and math.isfinite(log.grad_norm) for log in heard.steps)
-    told = [text for text in heard.messages if "no finite loss" in text]
-    assert [text.split(" packs")[0] for text in told] == ["step 1: 1 of 2", "step 3: 2 of 2"]
-    assert "(3 in this run)" in told[1] and [log.learning_rate > 0 for log in heard.steps] == [True, True, False, True]
+    messages = [text for text in heard.messages if "no finite loss" in text]
+    assert [text.split(" packs")[0] for text in messages] == ["step 1: 1 of 2", "step 3: 2 of 2"]
+    assert "(3 in this run)" in messages[1] and [log.learning_rate > 0 for log in heard.steps] == [
+        True,
+        True,
+        False,
+        True,
+    ]
     gates = [
         {name: x for name, x in load_file(path / "state.safetensors").items() if name.startswith("gates.")}
         for path in sorted((out / "checkpoints").iterdir())
@@ -306,8 +311,8 @@ def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(confi
     out = run_distillation(replace(config, max_steps=2, eval_steps=1), [heard])
     assert [math.isnan(log.kl) for log in heard.evals] == [True, True]
     count = json.loads((out / "data.json").read_text(encoding="utf-8"))["held_out"]
-    said = f"{count} of {count} held-out packs gave no finite loss and were left out"
-    assert [f"step {step}: {said}" in heard.messages for step in (1, 2)] == [True, True]
+    message = f"{count} of {count} held-out packs gave no finite loss and were left out"
+    assert [f"step {step}: {message}" in heard.messages for step in (1, 2)] == [True, True]
     training = json.loads((out / "gate_config.json").read_text(encoding="utf-8"))["training"]
     assert training["kl_held_out_best"] is None and math.isfinite(training["kl_last_step"])
     assert not (out / "best").exists()

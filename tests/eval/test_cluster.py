@@ -47,9 +47,9 @@ def run(out, saved, *, specs=SPECS, options=OPTIONS, loader=None, **given):
     task, given = make_task("chain_sum", problems=8, variables=6), given | {"loader": loader or partial(load, saved)}
     metrics = sweep(model, tokenizer, task, specs, out, options, gates=banks, **given)
     rows = {spec.label: store.read_samples(out / spec.label) for spec in specs}
-    assert all(len(found) == 16 for found in rows.values())
-    lines = {label: sorted(json.dumps(compared(row)) for row in found) for label, found in rows.items()}
-    return {label: (found, compared(metrics[label])) for label, found in lines.items()}
+    assert all(len(samples) == 16 for samples in rows.values())
+    lines = {label: sorted(json.dumps(compared(row)) for row in samples) for label, samples in rows.items()}
+    return {label: (samples, compared(metrics[label])) for label, samples in lines.items()}
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +90,9 @@ def with_a_node_lost(out: Path, saved: str, after: int, delay: float):
                 threading.Timer(delay, cluster.remove_node, (second,), {"allow_graceful": False}).start()
 
         options = replace(OPTIONS, on_progress=remove, max_new_tokens=400)
-        found = run(out, saved, specs=SPECS[1:2], options=options, workers=2, ray_address=cluster.address)
+        result = run(out, saved, specs=SPECS[1:2], options=options, workers=2, ray_address=cluster.address)
         assert lost.is_set() and len(cluster.list_all_nodes()) == 1
-        return found
+        return result
     finally:
         cluster.shutdown()
 
@@ -109,8 +109,8 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
     options, moments = replace(OPTIONS, max_new_tokens=400), random.Random(0)
     whole = run(tmp_path / "whole", saved, specs=SPECS[1:2], options=options)
     for number in range(10):
-        found = with_a_node_lost(tmp_path / str(number), saved, moments.randrange(1, 8), moments.uniform(0, 1))
-        assert found == whole
+        result = with_a_node_lost(tmp_path / str(number), saved, moments.randrange(1, 8), moments.uniform(0, 1))
+        assert result == whole
 
 
 @pytest.mark.soak

@@ -25,11 +25,11 @@ def run(out, model=None, **options):
 
 def test_decoding_goes_on_while_an_answer_is_graded(tmp_path, monkeypatch):
     """Grades are given only after the model has gone on; where decoding waited for them, both would wait for ever."""
-    model, real, asked, went_on = support.model(), GradingPool.grade, threading.Event(), threading.Event()
-    model.register_forward_hook(lambda *_: went_on.set() if asked.is_set() else None)
+    model, real, grade_requested, went_on = support.model(), GradingPool.grade, threading.Event(), threading.Event()
+    model.register_forward_hook(lambda *_: went_on.set() if grade_requested.is_set() else None)
 
     def late(pool, *arguments):
-        asked.set()
+        grade_requested.set()
         assert went_on.wait(WAIT), "decoding waits for a grade"
         return real(pool, *arguments)
 
@@ -39,17 +39,17 @@ def test_decoding_goes_on_while_an_answer_is_graded(tmp_path, monkeypatch):
 
 def test_the_accuracy_so_far_is_told_while_answers_are_generated(tmp_path):
     """With one process: the second answer is not begun before the first has been told of."""
-    model, told, seen, steps = support.model(), threading.Event(), [], []
+    model, first_reported, seen, steps = support.model(), threading.Event(), [], []
 
     def wait(*_):
         steps.append(1)
         if len(steps) == 25:  # the prompt and 23 further tokens make an answer of 24
-            assert told.wait(WAIT), "nothing is told while answers are generated"
+            assert first_reported.wait(WAIT), "nothing is told while answers are generated"
 
     def on_progress(now):
         seen.append((now.done, now.total, len(steps)))
         if now.done == 1:
-            told.set()
+            first_reported.set()
 
     model.register_forward_hook(wait)
     run(tmp_path, model, on_progress=on_progress)
@@ -96,14 +96,14 @@ def test_a_finished_sample_is_on_the_disk(tmp_path):
 
     def work(sink):
         for number in numbers:
-            taken = generation(number)
-            sink.take(taken)
+            answer = generation(number)
+            sink.take(answer)
             try:
-                found = read_samples(tmp_path, UNGRADED)
+                stored_samples = read_samples(tmp_path, UNGRADED)
             except FileNotFoundError:  # nothing waits any more
-                found = []
-            found += read_samples(tmp_path)  # what has left the first file is in this one
-            if taken.request.key not in map(key_of, found):
+                stored_samples = []
+            stored_samples += read_samples(tmp_path)  # what has left the first file is in this one
+            if answer.request.key not in map(key_of, stored_samples):
                 lost.append(number)
 
     seen = []
@@ -123,20 +123,20 @@ def test_a_finished_sample_is_on_the_disk(tmp_path):
 
 def test_what_still_waits_is_not_forgotten(tmp_path, monkeypatch):
     """One sample is graded while another, new or left by an earlier run, waits for its grade."""
-    held, real, done = threading.Event(), GradingPool.grade, threading.Event()
+    release, real, done = threading.Event(), GradingPool.grade, threading.Event()
 
     def grade(pool, grader, completion, gold):
-        assert "3" not in completion or held.wait(WAIT)
+        assert "3" not in completion or release.wait(WAIT)
         return real(pool, grader, completion, gold)
 
     monkeypatch.setattr(GradingPool, "grade", grade)
     for kept in (False, True):
         out = tmp_path / str(kept)
         out.mkdir()
-        held.clear()
+        release.clear()
         done.clear()
-        told = {"on_progress": lambda now: done.set()}
-        with SampleLog(out) as log, GradingPool(2) as judges, collector(log, judges, 5, **told) as sink:
+        options = {"on_progress": lambda now: done.set()}
+        with SampleLog(out) as log, GradingPool(2) as judges, collector(log, judges, 5, **options) as sink:
             if kept:
                 left = [sink._ungraded(generation(number)) for number in (4, 3)]
                 for sample in left:
@@ -148,16 +148,16 @@ def test_what_still_waits_is_not_forgotten(tmp_path, monkeypatch):
             assert done.wait(WAIT)
             assert [s["problem_id"] for s in read_samples(out)] == ["4"]
             assert "3" in [s["problem_id"] for s in read_samples(out, UNGRADED)]
-            held.set()
+            release.set()
         assert len(read_samples(out)) == 2 and not (out / UNGRADED).exists()
 
 
 def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
     """Interrupted while it waits for the last grade, which then comes from a process that was killed."""
-    asked, ended, done = threading.Event(), threading.Event(), threading.Event()
+    grade_requested, ended, done = threading.Event(), threading.Event(), threading.Event()
 
     def stopped(pool, *arguments):
-        asked.set()
+        grade_requested.set()
         assert ended.wait(WAIT)
         return real(pool, "digit", "killed", "3")
 
@@ -169,7 +169,7 @@ def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
 
         def interrupted(wait=True, **options):
             if wait:
-                assert asked.wait(WAIT)
+                assert grade_requested.wait(WAIT)
                 raise KeyboardInterrupt
             inner(wait=wait, **options)
 

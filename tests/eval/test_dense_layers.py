@@ -39,8 +39,8 @@ def test_distances_are_those_of_decoding_every_text_anew(deep, texts, name):
     options = {"bank": gates(deep).double()} if name == "gate" else {"block_size": BLOCK}
     method = methods.make_method(name, token_budget=2 * BLOCK, **options)
     plans = [(), (0,), (1, 3), (0, 1, 2, 3)]
-    found = distances(deep, method, texts, plans)
-    for layers, row in zip(plans, found.tolist(), strict=True):
+    plan_distances = distances(deep, method, texts, plans)
+    for layers, row in zip(plans, plan_distances.tolist(), strict=True):
         for (given, reply), measured in zip(texts, row, strict=True):
             ids = torch.tensor([given + reply])
             with torch.no_grad(), seergate.attached(deep, replace(method, dense_layers=layers)) as handle:
@@ -49,7 +49,7 @@ def test_distances_are_those_of_decoding_every_text_anew(deep, texts, name):
                     dense = deep(ids).logits
             kl = compare(dense[0, len(given) : -1], sparse[0, 1:], ids[0, len(given) + 1 :])[0]
             assert measured == pytest.approx(float(kl.mean()), abs=1e-7)
-    assert bool((found[-1] < 1e-7).all()) and bool((found[0] > 1e-2).all())
+    assert bool((plan_distances[-1] < 1e-7).all()) and bool((plan_distances[0] > 1e-2).all())
 
 
 def test_layers_with_a_window_are_left_alone(texts):
@@ -58,18 +58,18 @@ def test_layers_with_a_window_are_left_alone(texts):
     method = methods.Quest(token_budget=2 * BLOCK, block_size=BLOCK)
     full = [layer for layer, _ in families.full_attention_modules(model)]
     assert len(full) < model.config.num_hidden_layers
-    found = distances(model, method, texts, [(), tuple(full)])
-    assert bool((found[0] > 1e-4).all()) and bool((found[1] < 1e-7).all())
+    plan_distances = distances(model, method, texts, [(), tuple(full)])
+    assert bool((plan_distances[0] > 1e-4).all()) and bool((plan_distances[1] < 1e-7).all())
 
 
 def test_each_further_layer_brings_the_answers_nearest(deep, texts):
     method = methods.Gate(bank=gates(deep).double(), token_budget=2 * BLOCK, dense_layers=(3,))
     seen = {}
-    found = find_dense_layers(deep, method, texts, 2, lambda plan, kl: seen.update({plan: float(kl.mean())}))
+    best_plan = find_dense_layers(deep, method, texts, 2, lambda plan, kl: seen.update({plan: float(kl.mean())}))
     assert set(seen) == {(), (0,), (1,), (2,), (3,), *(plan for plan in seen if len(plan) == 2)}
     first = min((plan for plan in seen if len(plan) == 1), key=seen.get)
     pairs = {tuple(sorted((*first, other))) for other in {0, 1, 2, 3} - {*first}}
-    assert {plan for plan in seen if len(plan) == 2} == pairs and found == min(pairs, key=seen.get)
+    assert {plan for plan in seen if len(plan) == 2} == pairs and best_plan == min(pairs, key=seen.get)
 
 
 def test_what_cannot_be_told_apart_is_refused(deep, texts):
@@ -90,8 +90,8 @@ def test_the_command_writes_gates_that_decode_with_their_dense_layers(tmp_path, 
     command = ["dense-layers", "--model", str(model), "--gates", str(tmp_path / "given"), "--count", "1"]
     command += ["--budget", "64", "--task", "variable_tracking:length=300:problems=2", "--out", str(out)]
     assert main(command) == 0
-    said = capsys.readouterr().out
-    assert "2 answers of variable_tracking" in said and said.count("  KL ") == 1 + 2
+    output = capsys.readouterr().out
+    assert "2 answers of variable_tracking" in output and output.count("  KL ") == 1 + 2
     bank = GateBank.from_pretrained(out)
     (layer,) = bank.decode_config().dense_layers
     assert len(bank) == 2 and rf"dense_layers=\[{layer}\]" in (out / "README.md").read_text()

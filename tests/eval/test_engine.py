@@ -38,24 +38,24 @@ def requests_for(prompts):
 
 def run(model, prompts, *, batch_size, max_new_tokens=12, sampling=None, method="dense", **options):
     """Key -> generation, in the order in which they ended."""
-    found: dict = {}
+    generations: dict = {}
 
     def keep(generation):
-        assert generation.request.key not in found
-        found[generation.request.key] = generation
+        assert generation.request.key not in generations
+        generations[generation.request.key] = generation
 
     requests = requests_for(prompts)
     with attached(model, method, **options) as handle:
         how = {"batch_size": batch_size, "limit": Limit(max_new_tokens), "sampling": sampling}
         support.engine(handle, keep, **how, prefix=common_prefix([each.ids for each in requests])).run(requests)
-    return found
+    return generations
 
 
 PROMPTS = ["a1 1 a2 2", "a1 1 a2 2 a3 3 a4 4 a5 5 a6 6", "a9", "[a7] 3 [a8] 4 a9"]
 
 
-def tokens(found):
-    return {key: generation.token_ids for key, generation in sorted(found.items())}
+def tokens(generations):
+    return {key: generation.token_ids for key, generation in sorted(generations.items())}
 
 
 LONG = [" ".join(f"a{i} {i % 10}" for i in range(1, n)) for n in (30, 3, 55, 12, 41, 8, 20)]
@@ -115,7 +115,7 @@ def test_a_common_prefix_is_prefilled_once(method, size, monkeypatch):
     """With the answers and costs of whole prompts, whichever arrive together."""
     model, seen = support.model(), []
     prompts = [f"{LONG[0]} {end}" for end in ("a9 1", "a9", "a9 1 a8 2 a7 3", "a9 5 a4", "a9 5 a4")]
-    known = len(encode(support.tokenizer(), LONG[0]))
+    prefix_length = len(encode(support.tokenizer(), LONG[0]))
     resa = {"method": methods.ReSA(token_budget=32, block_size=8, rectify_every=4)}
     chosen = WHOLE.get(method) or (resa if method == "resa" else arguments_of(method, model))
     alone = run(model, prompts, batch_size=size, max_new_tokens=9, **chosen)
@@ -124,7 +124,7 @@ def test_a_common_prefix_is_prefilled_once(method, size, monkeypatch):
     same(run(model, prompts, batch_size=size, max_new_tokens=9, **chosen), alone)
     hook.remove()
     first, *others = [shape[1] for shape in seen if shape[1] > 1 and shape[1] != 4]  # ReSA reads 4 tokens again
-    assert (first == known - 1 and max(others) < known) == (method not in WHOLE)
+    assert (first == prefix_length - 1 and max(others) < prefix_length) == (method not in WHOLE)
 
 
 def test_which_prefix_is_common():
@@ -158,13 +158,13 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
     for length, budget in ((400, 24), (400, 4096), (12, 24)):
         prompt = " ".join(f"a{1 + i % 60}" for i in range(length))
         with attached(model, methods.H2O(token_budget=budget, interval=4)) as handle:
-            found = []
+            measurements = []
 
-            def keep(generation, found=found, handle=handle):
-                found.append((generation.costs, handle.stats()["resident_bytes_peak"]))
+            def keep(generation, measurements=measurements, handle=handle):
+                measurements.append((generation.costs, handle.stats()["resident_bytes_peak"]))
 
             support.engine(handle, keep, limit=Limit(40)).run(requests_for([prompt]))
-        ((costs, peak),) = found
+        ((costs, peak),) = measurements
         assert costs["resident_bytes_peak"] == peak
         assert costs["own_bytes_peak"] <= peak
         peaks.append(costs["own_bytes_peak"])
@@ -173,12 +173,12 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
 
 
 def test_an_engine_runs_again_after_a_run_that_ended_or_failed():
-    found, fail = [], [False, False, True, False]
+    results, fail = [], [False, False, True, False]
 
     def keep(generation):
         if fail.pop(0):
             raise InterruptedError
-        found.append((generation.request.key, generation.token_ids, generation.costs))
+        results.append((generation.request.key, generation.token_ids, generation.costs))
 
     with attached(support.model(), "quest", token_budget=16, block_size=8) as handle:
         engine = support.engine(handle, keep, batch_size=2, limit=Limit(12))
@@ -187,7 +187,7 @@ def test_an_engine_runs_again_after_a_run_that_ended_or_failed():
         with pytest.raises(InterruptedError):
             engine.run(requests_for(PROMPTS[1:]))
         engine.run(requests_for(PROMPTS[:1]))
-    assert found[0][2] and found == found[:1] * 3
+    assert results[0][2] and results == results[:1] * 3
 
 
 def two_rows(handle, *lengths):
@@ -254,13 +254,13 @@ def end_tokens():
 
 def test_a_greedy_answer_is_what_generate_says():
     model, tokenizer = support.model(), support.tokenizer()
-    found = run(model, LONG, batch_size=3, max_new_tokens=20)
+    generations = run(model, LONG, batch_size=3, max_new_tokens=20)
     for i, prompt in enumerate(LONG):
         ids = torch.tensor([tokenizer(prompt, add_special_tokens=False)["input_ids"]])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
         new = expected[0, ids.shape[1] :].tolist()
         stop = new.index(support.END) + 1 if support.END in new else len(new)
-        assert list(found[i].token_ids) == new[:stop]
+        assert list(generations[i].token_ids) == new[:stop]
 
 
 def test_finished_rows_are_replaced_at_once():
@@ -290,19 +290,19 @@ def test_models_with_other_layers_are_served_without_refill():
 
 
 def test_the_limit_may_count_the_prompt():
-    found: dict = {}
+    generations: dict = {}
     with attached(support.model(), "dense") as handle:
-        engine = support.engine(handle, lambda g: found.update({g.request.key: g}), limit=Limit(None, 16))
+        engine = support.engine(handle, lambda g: generations.update({g.request.key: g}), limit=Limit(None, 16))
         engine.run(requests_for(PROMPTS))
-    assert {key: g.n_tokens + len(g.request.ids) for key, g in found.items()} == dict.fromkeys(range(4), 16)
+    assert {key: g.n_tokens + len(g.request.ids) for key, g in generations.items()} == dict.fromkeys(range(4), 16)
     assert (Limit(10).of(500), Limit(None, 100).of(60), Limit(10, 100).of(95), Limit(None, 100).of(100)) == (
         10,
         40,
         5,
         0,
     )
-    for wrong, said in (((0,), "max_new_tokens is 0"), ((), "neither")):
-        with pytest.raises(ValueError, match=said):
+    for wrong, message in (((0,), "max_new_tokens is 0"), ((), "neither")):
+        with pytest.raises(ValueError, match=message):
             Limit(*wrong)
 
 
@@ -311,11 +311,11 @@ def test_the_end_token_ends_an_answer():
     free = run(model, ["a1 1 a2 2"], batch_size=1)
     end = free[0].token_ids[4]
     model.generation_config.eos_token_id = [end]
-    found = run(model, ["a1 1 a2 2", "a3 4 5"], batch_size=2)
+    generations = run(model, ["a1 1 a2 2", "a3 4 5"], batch_size=2)
     first = free[0].token_ids.index(end)
-    assert found[0].token_ids == free[0].token_ids[: first + 1]
-    assert found[0].finish_reason == "stop"
-    assert len(found[0].completion.split()) == first  # the end token is counted but not part of the text
+    assert generations[0].token_ids == free[0].token_ids[: first + 1]
+    assert generations[0].finish_reason == "stop"
+    assert len(generations[0].completion.split()) == first  # the end token is counted but not part of the text
 
 
 def choose(sampling, scores, seeds):
@@ -372,8 +372,8 @@ def test_rope_whose_frequencies_change_is_decoded_up_to_where_they_do(kind, more
     ]
     with attached(model, "dense") as handle:
         batch = Batch(model)
-        found = [*batch.add([short, long]), *batch.step([5, 5])]
-        torch.testing.assert_close(torch.stack(found), torch.stack(dense))
+        logits = [*batch.add([short, long]), *batch.step([5, 5])]
+        torch.testing.assert_close(torch.stack(logits), torch.stack(dense))
         with pytest.raises(
             SeergateError, match=f"has 65 tokens; the model's {kind} RoPE has other frequencies beyond"
         ):

@@ -79,8 +79,8 @@ REWRITINGS = {
 )
 def test_gold_answers_written_otherwise(judges, gold, answers):
     for answer in [gold, *answers]:
-        found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
-        assert found.correct, (answer, found.reason)
+        grade = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
+        assert grade.correct, (answer, grade.reason)
         wrong = judges.grade("math", f"so \\boxed{{{perturbed(answer)}}}", gold)
         assert not wrong.correct, (perturbed(answer), wrong.reason)
 
@@ -100,5 +100,5 @@ def test_gold_answers_of_the_hub(judges, name):
     for rewriting, change in REWRITINGS.items():
         refused = misjudged(judges, task.grader, golds, change, right=True)
         assert len(refused) <= (1 - SHARE) * len(golds), (rewriting, refused)
-    taken = misjudged(judges, task.grader, golds, perturbed, right=False)
-    assert len(taken) <= (1 - SHARE) * len(golds), taken
+    false_accepts = misjudged(judges, task.grader, golds, perturbed, right=False)
+    assert len(false_accepts) <= (1 - SHARE) * len(golds), false_accepts

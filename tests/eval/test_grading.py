@@ -169,8 +169,8 @@ def test_thousands_however_they_are_separated(judges, separator):
 )
 def test_right_and_wrong_answers(judges, gold, right, wrong):
     for answer in right:
-        found = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
-        assert found.correct, (answer, found.reason)
+        verdict = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
+        assert verdict.correct, (answer, verdict.reason)
     for answer in wrong:
         assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
 
@@ -252,13 +252,13 @@ def test_the_limit_is_processor_time(monkeypatch):
     assert judge.compare("7", "14/2")[0]
     before, ask = judge.process, judge._ask
 
-    def held_up(line, seconds):
+    def delayed_ask(line, seconds):
         process = psutil.Process(before.pid)
         process.suspend()
         threading.Timer(1.5, process.resume).start()
         return ask(line, seconds)
 
-    judge._ask = held_up
+    judge._ask = delayed_ask
     assert judge.compare("7", "21/3") == (True, "compared by math-verify")
     assert judge.process is before
     judge._ask = ask
@@ -431,8 +431,8 @@ def test_many_are_graded_in_their_order():
     ],
 )
 def test_answers_without_a_box(grader, completion, gold, pred, correct):
-    found = graded(grader, completion, gold)
-    assert (found.pred, found.correct) == (pred, correct)
+    verdict = graded(grader, completion, gold)
+    assert (verdict.pred, verdict.correct) == (pred, correct)
 
 
 @pytest.mark.parametrize("grader", GRADERS)

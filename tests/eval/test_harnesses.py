@@ -32,11 +32,11 @@ def test_a_method_is_given_as_to_seergate_eval():
     assert (spec.token_budget, spec.method(None).block_size, spec.method(None).dense_layers) == (96, 8, (0, 1))
     assert spec.label != method_spec("quest", 96).label
     assert method_spec("dense").label == "dense"
-    for given, said in (
+    for given, message in (
         (("quest:budget_share=0.1", 128), "budget is 128; 'quest:budget_share=0.1' already sets how much is read"),
         (("raas", 128, 32), "block_size is 32; write raas:block_size=32"),
     ):
-        with pytest.raises(SeergateError, match=said):
+        with pytest.raises(SeergateError, match=message):
             method_spec(*given)
 
 
@@ -58,8 +58,8 @@ def test_the_documented_command_names_files_that_exist():
     words = (ROOT / "seergate" / "eval" / "lm_eval_adapter.py").read_text().split()
     named = [word for word in words if word.startswith("docs/")]
     assert named and all((ROOT / word).exists() for word in named)
-    said = (ROOT / "docs" / "harnesses.md").read_text()
-    assert "python -m seergate.eval.lm_eval_adapter" in said and all(word in said for word in named)
+    documentation = (ROOT / "docs" / "harnesses.md").read_text()
+    assert "python -m seergate.eval.lm_eval_adapter" in documentation and all(word in documentation for word in named)
 
 
 def test_the_examples_have_true_answers():
@@ -91,30 +91,30 @@ PAIRS = [
 def test_continuations_are_decoded_behind_the_last_token_of_their_context(method):
     model = support.model()
     with seergate.attached(model, method_spec(method, 16, 8 if method == "quest" else None).method(None)) as handle:
-        found = {number: answer for number, *answer in likelihoods(model, PAIRS)}
+        answers = {number: answer for number, *answer in likelihoods(model, PAIRS)}
         assert handle.stats()["steps"] > 0 and handle.stats()["density"] < 1
         for number, (context, continuation) in enumerate(PAIRS):
             ids = torch.tensor([[*context, *continuation]])
             start = max(1, len(context) - 1)
             scores = seergate.score(model, ids, start=start, logits=True)
-            known = scores.log_probs[0, len(context) - start :]
-            assert found[number][0] == pytest.approx(float(known.sum()), abs=1e-4)
+            log_probs = scores.log_probs[0, len(context) - start :]
+            assert answers[number][0] == pytest.approx(float(log_probs.sum()), abs=1e-4)
             chosen = scores.logits[0, len(context) - start :].argmax(-1).tolist()
-            assert found[number][1] == (chosen == continuation)
+            assert answers[number][1] == (chosen == continuation)
         together = {number: answer for number, *answer in likelihoods(model, PAIRS, 4)}
-    for number, (value, greedy) in found.items():
+    for number, (value, greedy) in answers.items():
         assert together[number] == [pytest.approx(value, abs=1e-4), greedy]
     dense = {number: value for number, value, _ in likelihoods(model, PAIRS)}
-    assert all(abs(dense[i] - found[i][0]) > 1e-3 for i in (0, 1, 2, 4)), "beyond the budget the method shows"
-    assert dense[3] == pytest.approx(found[3][0], abs=1e-4), "within it, it reads all"
+    assert all(abs(dense[i] - answers[i][0]) > 1e-3 for i in (0, 1, 2, 4)), "beyond the budget the method shows"
+    assert dense[3] == pytest.approx(answers[3][0], abs=1e-4), "within it, it reads all"
 
 
 def test_a_continuation_that_is_the_most_probable_one_is_told():
     model = support.model()
     context = list(range(4, 30))
     written = model.generate(torch.tensor([context]), max_new_tokens=3, do_sample=False)[0, len(context) :].tolist()
-    found = likelihoods(model, [(context, written), (context, [*written[:2], written[2] + 1])], 2)
-    assert [greedy for _, _, greedy in sorted(found)] == [True, False]
+    answers = likelihoods(model, [(context, written), (context, [*written[:2], written[2] + 1])], 2)
+    assert [greedy for _, _, greedy in sorted(answers)] == [True, False]
 
 
 def run_lm_eval(monkeypatch, capsys, model, *arguments):
@@ -132,8 +132,8 @@ def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
     model, out = support.save(tmp_path / "model"), tmp_path / "out"
     run_lm_eval(monkeypatch, capsys, model, "--output_path", str(out), "--apply_chat_template")
     (kept,) = out.rglob("results_*.json")
-    found = json.loads(kept.read_text())["results"]["seergate_chain_sum"]
-    assert found["accuracy,none"] == 0.0 and found["sample_len"] == 2  # random weights
+    metrics = json.loads(kept.read_text())["results"]["seergate_chain_sum"]
+    assert metrics["accuracy,none"] == 0.0 and metrics["sample_len"] == 2  # random weights
 
 
 def scored_task(folder, name, kind, **more):
@@ -157,17 +157,17 @@ def test_scored_tasks_of_lm_eval_are_decoded_sparsely(tmp_path, monkeypatch):
     monkeypatch.delitem(model_registry._objs, "seergate", raising=False)  # of the module that ran as a program
     from seergate.eval.lm_eval_adapter import SeergateLM
 
-    asked = {"doc_to_text": "{{text}}", "doc_to_choice": "choices", "doc_to_target": "label"}
-    scored_task(tmp_path, "choices", "multiple_choice", **asked)
+    task_fields = {"doc_to_text": "{{text}}", "doc_to_choice": "choices", "doc_to_target": "label"}
+    scored_task(tmp_path, "choices", "multiple_choice", **task_fields)
     scored_task(tmp_path, "rolling", "loglikelihood_rolling", doc_to_text="", doc_to_target="{{text}}")
     model = str(support.save(tmp_path / "model"))
     monkeypatch.chdir(tmp_path)
 
     def evaluated(harness_model):
         tasks = TaskManager(include_path=str(tmp_path))
-        found = simple_evaluate(harness_model, tasks=["choices", "rolling"], task_manager=tasks, bootstrap_iters=0)
-        chosen = [[float(answer[0]) for answer in each["filtered_resps"]] for each in found["samples"]["choices"]]
-        return chosen, found["results"]["rolling"]["word_perplexity,none"]
+        results = simple_evaluate(harness_model, tasks=["choices", "rolling"], task_manager=tasks, bootstrap_iters=0)
+        chosen = [[float(answer[0]) for answer in each["filtered_resps"]] for each in results["samples"]["choices"]]
+        return chosen, results["results"]["rolling"]["word_perplexity,none"]
 
     theirs = evaluated(HFLM(pretrained=model, device="cpu"))
     dense = evaluated(SeergateLM(model, method="dense"))

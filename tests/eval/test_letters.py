@@ -50,8 +50,8 @@ def test_two_letters_however_they_are_joined(joint, second):
     ],
 )
 def test_what_is_no_letter_or_more_than_one(answer):
-    found = letter(answer)
-    assert not found.correct and "does not hold one letter" in found.reason
+    verdict = letter(answer)
+    assert not verdict.correct and "does not hold one letter" in verdict.reason
 
 
 @pytest.mark.parametrize("answer", ["A proton", "A higher energy electron", "A 10 kg mass", "a rise", "A is the unit"])

@@ -36,19 +36,19 @@ from tests.support import evaluation as support
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1200), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_the_nearest_is_found_with_few_measurements(steps, target, straight):
-    measures, asked = [100.0], []
+    measures, measured_values = [100.0], []
     for step in steps:
         measures.append(measures[-1] + (7 if straight else step))
 
     def measure(value):
-        asked.append(value)
+        measured_values.append(value)
         return measures[value]
 
-    found = nearest(range(len(measures)), measure, target)
+    nearest_value = nearest(range(len(measures)), measure, target)
     best = min(abs(m - target) for m in measures)
-    assert abs(measures[found] - target) <= max(best, CLOSE * target)
+    assert abs(measures[nearest_value] - target) <= max(best, CLOSE * target)
     if straight:
-        assert len(asked) <= 5
+        assert len(measured_values) <= 5
 
 
 TOKENS = 2 * 2 * 2 * 16 * 4
@@ -65,13 +65,13 @@ def run(tmp_path, measure, texts, budgets, scorer="attn_gate"):
     sweep(*arguments, specs[:1], tmp_path, options, gates=bank)
     replay = Replay(model, tokenizer, read_samples(tmp_path / "dense"), MEASURES[measure])
     assert replay.bytes_per_token() == TOKENS
-    said = []
-    chosen, records = match(replay, specs, budgets, prepare=lambda s: s, banks=bank, say=said.append)
-    assert len(said) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
+    lines = []
+    chosen, records = match(replay, specs, budgets, prepare=lambda s: s, banks=bank, say=lines.append)
+    assert len(lines) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
     return sweep(*arguments, chosen, tmp_path, options, gates=bank), chosen, records
 
 
-def held(directory):
+def bytes_of(directory):
     """By the answer to the problem whose dense answer is replayed."""
     problem = replayed(read_samples(directory.parent / "dense"))["problem_id"]
     (sample,) = (s for s in read_samples(directory) if s["problem_id"] == problem)
@@ -87,12 +87,12 @@ def test_what_is_matched_holds_so_many_bytes(tmp_path):
             assert record["target_bytes"] == int(record["target"].split()[0]) * TOKENS
         assert record["matched"] == (abs(record["bytes"] / record["target_bytes"] - 1) <= FAR)
         if record["matched"]:  # the sweep made it beside a row of another length, and without the last step
-            assert held(tmp_path / record["label"]) == pytest.approx(record["bytes"], rel=0.01)
+            assert bytes_of(tmp_path / record["label"]) == pytest.approx(record["bytes"], rel=0.01)
     by_method = {name: [r["matched"] for r in records if r["method"] == name] for name in ("gate", "h2o", "snapkv")}
     assert by_method == {"gate": [False] * 3, "h2o": [True] * 3, "snapkv": [True] * 3}
     assert any(r["matched"] for r in records if r["method"] == "rpc")
     (h2o,) = (r for r in records if r["method"] == "h2o" and r["target"] == "kv4bit-residual=32")
-    assert held(tmp_path / h2o["label"]) == pytest.approx(held(tmp_path / "kv4bit-residual=32"), rel=0.03)
+    assert bytes_of(tmp_path / h2o["label"]) == pytest.approx(bytes_of(tmp_path / "kv4bit-residual=32"), rel=0.03)
     assert set(results) == {path.name for path in tmp_path.iterdir()}
     labels = [spec.label for spec in chosen]
     assert len(set(labels)) == len(labels) and "gate" not in {spec.name for spec in chosen}
@@ -109,9 +109,9 @@ def test_retention_gates_are_matched_by_the_token(tmp_path):
 
 def test_what_is_matched_reads_so_many_bytes(tmp_path):
     results, _, records = run(tmp_path, "read", ["gate", "quest", "tova", "snapkv+gate:read_budget=32:window=6"], [96])
-    found = {r["method"]: results[r["label"]]["bytes_read_per_step"] for r in records if r["matched"]}
-    assert set(found) >= {"gate", "quest", "tova"}
-    for name, measured in found.items():
+    bytes_per_step = {r["method"]: results[r["label"]]["bytes_read_per_step"] for r in records if r["matched"]}
+    assert set(bytes_per_step) >= {"gate", "quest", "tova"}
+    for name, measured in bytes_per_step.items():
         assert measured == pytest.approx(96 * TOKENS, rel=FAR + 0.03), name
     budgets = {r["method"]: r["value"] for r in records}
     assert budgets["gate"] < 96 and budgets["quest"] < budgets["gate"], "what is read to decide is paid for"
@@ -144,8 +144,8 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, caps
     command += ["--match", "resident", "--method"]
     command += ["dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04", "--budget"]
     assert main([*command, "48"]) == 0
-    said = capsys.readouterr().out
-    assert "streaming_llm, token_budget for 48 tokens: 4" in said
+    output = capsys.readouterr().out
+    assert "streaming_llm, token_budget for 48 tokens: 4" in output
     assert "## At equal resident bytes" in (tmp_path / "runs" / "report.md").read_text()
     before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")}
     assert len(before) == 3
@@ -161,7 +161,7 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, caps
 
 def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path, capsys):
     """The setting may have the name of an existing one, and is refused then."""
-    known, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
+    keys, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
     for more, what in (
         (["8"], "dense_layers=(), anchors=(), dense_below=0, block_size=8"),
         (["16"], "dense_layers=(), anchors=(), dense_below=0, block_size=16"),
@@ -170,8 +170,8 @@ def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tm
         code = main([*command, *more])
         assert code == 0 or "with other settings: method.block_size was 8 and is 16" in capsys.readouterr().err
         matched = json.loads((tmp_path / "runs" / "matching-read.json").read_text())
-        new = matched["bytes"].keys() - known
-        known |= new
+        new = matched["bytes"].keys() - keys
+        keys |= new
         assert new and all(what in method for method in new if method.startswith("(Quest"))
         assert matched["made"]["answer"]["completion"]
 
@@ -214,8 +214,8 @@ def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     assert {r["target"] for r in records} == {"96 tokens", "quest-56"}
     assert {r["method"]: r["label"] for r in records if r["target"] == "quest-56"}["quest"] == "quest-56"
     store.write_json(tmp_path / "matching-read.json", {"matches": records})
-    (found,) = load_sweeps(tmp_path)
-    ((_, text),) = equal_bytes(found)
+    (report,) = load_sweeps(tmp_path)
+    ((_, text),) = equal_bytes(report)
     assert len(re.findall(r"^\| quest-56 +\| quest ", text, re.MULTILINE)) == 1
 
 

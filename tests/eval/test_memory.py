@@ -28,9 +28,9 @@ def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
             torch.zeros(1 << 50)  # more than there is: the allocator's own error
 
     hook = model.register_forward_pre_hook(full, with_kwargs=True)
-    found = run(model, LONG, batch_size=7, max_new_tokens=20, sampling=sampling)
+    generations = run(model, LONG, batch_size=7, max_new_tokens=20, sampling=sampling)
     hook.remove()
-    assert tokens(found) == tokens(expected)
+    assert tokens(generations) == tokens(expected)
     assert max(sizes) == 7 and sizes[-1] < 7
 
 
@@ -62,18 +62,20 @@ def test_running_out_of_memory_when_rows_are_dropped_makes_none_of_them_again(mo
 
     monkeypatch.setattr(Batch, "keep", full)
     monkeypatch.setattr(engine, "_Row", Limited)
-    found = run(model, LONG, batch_size=batch_size, max_new_tokens=20, sampling=sampling)
+    generations = run(model, LONG, batch_size=batch_size, max_new_tokens=20, sampling=sampling)
     assert failed == [batch_size]
-    assert tokens(found) == {key: generation.token_ids[: limits[key]] for key, generation in sorted(expected.items())}
+    assert tokens(generations) == {
+        key: generation.token_ids[: limits[key]] for key, generation in sorted(expected.items())
+    }
     assert sorted(began) == sorted([*range(len(LONG)), *range(survivors)])
 
 
 def test_memory_that_runs_out_where_samples_are_taken_in_loses_none():
     """It is told: a smaller batch would not help, and the sample would be gone."""
-    taken = []
+    keys = []
 
     def refuse(generation):
-        taken.append(generation.request.key)
+        keys.append(generation.request.key)
         raise MemoryError("no room to write")
 
     with (
@@ -81,7 +83,7 @@ def test_memory_that_runs_out_where_samples_are_taken_in_loses_none():
         pytest.raises(SeergateError, match="while a finished sample was taken in: no room to write"),
     ):
         support.engine(handle, refuse, limit=Limit(4)).run(requests_for(PROMPTS))
-    assert taken == [0]
+    assert keys == [0]
 
 
 def test_out_of_memory_is_recognised():
@@ -117,11 +119,11 @@ HELD = {
 def test_a_sample_holds_what_its_method_lets_it(name):
     """As much as is then measured at the peak of the longest answer, within what an eviction may free at the end."""
     model, prompt = support.model(), encode(support.tokenizer(), LONG[0])
-    found = run(model, LONG[:1], batch_size=1, max_new_tokens=200, method=name, **HELD[name])[0]
+    generation = run(model, LONG[:1], batch_size=1, max_new_tokens=200, method=name, **HELD[name])[0]
     with attached(model, name, **HELD[name]):
-        held = sample_bytes(model, prompt, len(prompt) + 200)
-    assert found.n_tokens == 200
-    assert 1 <= held / found.costs["own_bytes_peak"] < 1.35, held / found.costs["own_bytes_peak"]
+        estimate = sample_bytes(model, prompt, len(prompt) + 200)
+    assert generation.n_tokens == 200
+    assert 1 <= estimate / generation.costs["own_bytes_peak"] < 1.35, estimate / generation.costs["own_bytes_peak"]
 
 
 def test_methods_that_evict_get_the_rows_that_they_have_room_for(monkeypatch):

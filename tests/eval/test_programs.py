@@ -199,12 +199,12 @@ def test_numbers_of_system_calls_are_the_kernels():
     import platform
     import re
 
-    found = next(Path("/usr/include").glob(f"{platform.machine()}-linux-gnu/asm/unistd_64.h"), None)
-    if found is None:
+    header = next(Path("/usr/include").glob(f"{platform.machine()}-linux-gnu/asm/unistd_64.h"), None)
+    if header is None:
         pytest.skip("no headers of the kernel here")
-    numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", found.read_text()))
+    numbers = dict(re.findall(r"#define __NR_(\w+) (\d+)", header.read_text()))
     names = ["clone", "fork", "vfork", "clone3", "execve", "execveat", "kill", "tkill", "tgkill", "socket", "ptrace"]
-    wanted = {int(numbers[name]) for name in names if name in numbers}
-    assert wanted <= set(confined.FORBIDDEN[platform.machine()]) and len(wanted) > 9
+    syscall_numbers = {int(numbers[name]) for name in names if name in numbers}
+    assert syscall_numbers <= set(confined.FORBIDDEN[platform.machine()]) and len(syscall_numbers) > 9
     assert confined.CAPSET[platform.machine()] == int(numbers["capset"])
     assert os.uname().machine in confined.ARCHITECTURES

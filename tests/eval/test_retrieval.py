@@ -76,8 +76,8 @@ def test_variables_are_assigned_in_order(data) -> None:
         values: dict[str, str] = {}
         for name, source in re.findall(r"VAR (\w{5}) = (?:VAR )?(\w{5})\.", problem.prompt):
             values[name] = values.get(source, source)
-        (asked,) = re.findall(r"have the value (\d{5})\. They are$", problem.prompt)
-        assert [name for name, value in values.items() if value == asked] == problem.gold.splitlines()
+        (queried_value,) = re.findall(r"have the value (\d{5})\. They are$", problem.prompt)
+        assert [name for name, value in values.items() if value == queried_value] == problem.gold.splitlines()
         assert len(values) == 8 and len(problem.gold.splitlines()) == 4
 
 

@@ -41,8 +41,8 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     rows = samples(tmp_path)
     assert len(rows) == 4 and all(set(row) >= FIELDS and 0 < row["density"] < 1 for row in rows)
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
-    found = {"truncation_rate": 1.0, "mean_tokens": 36, "max_tokens": 36, "n_problems": 4}
-    assert found.items() <= metrics.items()
+    expected_metrics = {"truncation_rate": 1.0, "mean_tokens": 36, "max_tokens": 36, "n_problems": 4}
+    assert expected_metrics.items() <= metrics.items()
     config = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert {"name": "oracle", "token_budget": 32, "block_size": 16}.items() <= config["method"].items()
     assert config["generation"]["max_new_tokens"] == 36
@@ -130,13 +130,13 @@ def test_regrading_changes_grades_only(tmp_path):
     assert regrade(tmp_path).changed == []
     with pytest.raises(SeergateError, match="no grader 'maths'"):
         regrade(tmp_path, grader="maths")
-    for name, old, new, said in (
+    for name, old, new, message in (
         ("samples.jsonl", '"gold"', '"glod"', "a sample without 'gold'"),
         ("config.yaml", "grader:", "grad:", "has no task.grader"),
     ):
         whole = (tmp_path / name).read_text()
         (tmp_path / name).write_text(whole.replace(old, new))
-        with pytest.raises(SeergateError, match=said):
+        with pytest.raises(SeergateError, match=message):
             regrade(tmp_path)
         (tmp_path / name).write_text(whole)
 
@@ -206,14 +206,14 @@ def test_damage_is_told(tmp_path):
     small(tmp_path)
     path = tmp_path / "samples.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    for second, third, said in (
+    for second, third, message in (
         ("rubbish\n", lines[1], "line 2 is damaged"),
         (lines[1], lines[0], "line 3 repeats"),
         ("[" * 100_000 + "\n", lines[2], "line 2 is damaged"),
         (lines[1].replace('"seconds"', '"s"'), lines[2], "'seconds'"),
     ):
         path.write_text(lines[0] + second + third)
-        with pytest.raises(SeergateError, match=said):
+        with pytest.raises(SeergateError, match=message):
             small(tmp_path)
 
 
@@ -303,13 +303,13 @@ def test_a_run_goes_on_when_its_gates_are_given_a_name(method, scorer, tmp_path)
 def test_settings_are_checked_before_work(tmp_path):
     task = make_task("chain_sum", problems=1, variables=5)
     arguments = (support.model(), support.tokenizer(), task)
-    for specs, said in (
+    for specs, message in (
         ([MethodSpec("gate", 64)], "needs gates"),
         ([MethodSpec("quest", 8, 16)], "token_budget is 8"),
         ([MethodSpec("dense"), MethodSpec("dense")], "given twice"),
         (grid(["quest", "quest:block_size=8"], [32], 8), "'quest-32' and 'quest-32-block_size=8' mean the same"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             sweep(*arguments, specs, tmp_path / "out", RunOptions())
     twins = dict.fromkeys("ab", GateBank.for_model(support.model(), GateConfig(8, 16)))
     with pytest.raises(SeergateError, match="'gate-32-a' and 'gate-32-b' mean the same"):

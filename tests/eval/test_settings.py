@@ -146,10 +146,10 @@ def test_methods_that_select_no_blocks_have_pages_of_their_own_size():
     texts = ["quest", "raas", "raas:block_size=4", "raas+gate:read_budget=32", "reason_cache" + unchecked]
     texts += [f"random_sharing{unchecked}", f"reason_cache+gate{unchecked}"]
     specs = grid(texts, [64], 8)
-    found = [spec.describe(bank) for spec in specs]
+    descriptions = [spec.describe(bank) for spec in specs]
     expected = [("quest", 8), ("raas", 16), ("raas", 4), ("raas+gate", 16), ("reason_cache", 16)]
     expected += [("random_sharing", 16), ("reason_cache+gate", 8)]
-    assert [(each["name"], each["block_size"]) for each in found] == expected
+    assert [(each["name"], each["block_size"]) for each in descriptions] == expected
     for spec, (_, size) in zip(specs[4:], expected[4:], strict=True):
         method = spec.method(bank)
         method.tokenizer = support.tokenizer()
@@ -158,7 +158,7 @@ def test_methods_that_select_no_blocks_have_pages_of_their_own_size():
                 torch.tensor([[3, 4, 5]]), past_key_values=(cache := DynamicCache(config=handle.model.config))
             )
             assert cache.layers[0].storage.pages.block_size == size
-    assert found[3]["gate.block_size"] == 8
+    assert descriptions[3]["gate.block_size"] == 8
     (several, other) = grid(["raas+gate:read_budget=32"], [64], 8) + grid(["raas+gate:read_budget=32"], [64], 16)
     assert (several.block_size, other.block_size) == (8, 16), "by which a sweep over sizes finds its gates"
 
@@ -183,13 +183,13 @@ def test_sharing_nothing_answers_as_the_method_that_reads(tmp_path):
     bank.decode_defaults = {"dense_layers": [0]}
     task, options = make_task("chain_sum", problems=3, variables=8), RunOptions(max_new_tokens=40, batch_size=2)
     texts = ["gate", "reason_cache:percentile=0", "reason_cache+gate:percentile=0:structural_check=false"]
-    said, density = {}, {}
+    answers, density = {}, {}
     for spec in [MethodSpec("dense"), *grid(texts, [32], 8)]:
         metrics = evaluate(model, tokenizer, task, spec, tmp_path / spec.name, options, bank=bank)
         density[spec.name] = metrics["density"]
         samples = read_samples(tmp_path / spec.name)
-        said[spec.name] = {(sample["problem_id"], sample["completion"]) for sample in samples}
-    assert said["reason_cache"] == said["dense"] != said["gate"] == said["reason_cache+gate"]
+        answers[spec.name] = {(sample["problem_id"], sample["completion"]) for sample in samples}
+    assert answers["reason_cache"] == answers["dense"] != answers["gate"] == answers["reason_cache+gate"]
     assert density["reason_cache"] == 1 > density["gate"] == density["reason_cache+gate"]
     described = spec.describe(bank)
     assert described["gate.dense_layers"] == [0] and described["block_size"] == 8
@@ -206,23 +206,23 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     check_auto(specs)
     others, count = other_problems(task)
     assert count == 4
-    asked = [{p.messages[0]["content"] for p in each.problems()} for each in (others, task)]
-    assert not asked[0] & asked[1]
+    prompts = [{p.messages[0]["content"] for p in each.problems()} for each in (others, task)]
+    assert not prompts[0] & prompts[1]
     how = {"limit": RunOptions(max_new_tokens=40).limit(task), "sampling": Sampling()}
-    found = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
-    assert [spec.label for spec in found] == [spec.label for spec in specs]
-    windows = [spec.method(None).window for spec in found if spec.name == "lazy_eviction"]
+    calibrated_specs = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
+    assert [spec.label for spec in calibrated_specs] == [spec.label for spec in specs]
+    windows = [spec.method(None).window for spec in calibrated_specs if spec.name == "lazy_eviction"]
     assert windows[0] <= 6, "a window must leave room in its budget"
     assert windows[1] > 1
-    (centres,) = {spec.method(None).found.fingerprint for spec in found if spec.name == "tri_attention"}
+    (centres,) = {spec.method(None).found.fingerprint for spec in calibrated_specs if spec.name == "tri_attention"}
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for name in ("measure_recurrence", "query_centres"):  # what is kept is not measured again
         monkeypatch.setattr(f"seergate.eval.calibration.recurrence.{name}", None)
     again = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
-    assert again == found
+    assert again == calibrated_specs
     assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]
     assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {
-        f"{centres}, from {found[-1].method(None).found.tokens} tokens"
+        f"{centres}, from {calibrated_specs[-1].method(None).found.tokens} tokens"
     }
 
 
@@ -235,8 +235,8 @@ def test_what_was_measured_on_something_else_is_measured_anew(tmp_path):
     def made(model=model, variables=6, new=20, sampling=None):
         task = make_task("chain_sum", problems=3, variables=variables)
         how = {"limit": RunOptions(max_new_tokens=new).limit(task), "sampling": sampling or Sampling()}
-        found = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
-        described = found[1].describe(None)["centres"]
+        calibrated_specs = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
+        described = calibrated_specs[1].describe(None)["centres"]
         return json.loads(kept[0].read_text())["made"], described, [path.stat().st_mtime_ns for path in kept]
 
     first = made()

@@ -72,13 +72,13 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     model, task = babbling(), make_task("chain_sum", problems=3, variables=4)
     model.name_or_path = str(support.save(tmp_path / "model"))
     options = RunOptions(max_new_tokens=90, batch_size=2, sampling=SAMPLING)
-    found = {}
+    metrics_by_label = {}
     for spec in (MethodSpec("dense"), MethodSpec("reason_cache", options=OPTIONS), MethodSpec("reason_cache")):
         out = tmp_path / "runs" / spec.label
-        found[spec.label] = evaluate(model, support.tokenizer(), task, spec, out, options)
-    dense, shares, shares_not = found.values()
+        metrics_by_label[spec.label] = evaluate(model, support.tokenizer(), task, spec, out, options)
+    dense, shares, shares_not = metrics_by_label.values()
     assert dense["amsr"] is None and shares["amsr"] > 0 and shares_not["amsr"] == 0
-    run_dir = tmp_path / "runs" / list(found)[1]
+    run_dir = tmp_path / "runs" / list(metrics_by_label)[1]
     assert yaml.safe_load((run_dir / "config.yaml").read_text())["method"]["asynchronous"] is False
     first = (run_dir / "samples.jsonl").read_text().splitlines()[0]
     before = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
@@ -86,7 +86,7 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     resumed = evaluate(model, support.tokenizer(), task, MethodSpec("reason_cache", options=OPTIONS), run_dir, options)
     assert resumed["amsr"] == pytest.approx(shares["amsr"], abs=1e-9)
     after = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
-    assert {key: said for key, (said, _) in after.items()} == {key: said for key, (said, _) in before.items()}
+    assert {key: text for key, (text, _) in after.items()} == {key: text for key, (text, _) in before.items()}
     report = write_report(tmp_path / "runs").markdown.read_text()
     header, *table = [line for line in report.partition("memory saved by sharing %")[2].splitlines() if "|" in line]
     last = [line.split("|")[-2].strip() for line in table[1:4]]  # below the rule
@@ -103,10 +103,10 @@ def test_proxies_see_what_was_shared():
     model, tokenizer = support.model(), support.tokenizer()
     step = [WORDS[i % len(WORDS)] for i in (3, 1, 2, 0, 5, 6, 7, 8, 9)]
     reference = [{"prompt": f"a{i} {i}", "completion": " ".join([*step, WORDS[i], "and"] * 9)} for i in range(1, 4)]
-    found = {}
+    proxies = {}
     shared = sharing("random_sharing", warm_up=20, max_candidates=1)
     for name, method in (("dense", methods.Dense()), ("random", shared)):
         with seergate.attached(model, method) as handle:
-            found[name] = measure_proxies(handle, tokenizer, reference)
-    assert found["dense"]["next_token_kl"] < 1e-6
-    assert found["random"]["next_token_kl"] > 1e-3
+            proxies[name] = measure_proxies(handle, tokenizer, reference)
+    assert proxies["dense"]["next_token_kl"] < 1e-6
+    assert proxies["random"]["next_token_kl"] > 1e-3

@@ -64,7 +64,7 @@ def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
 
 
 def test_mistakes_are_told(files: dict[str, str]) -> None:
-    for name, options, said in (
+    for name, options, message in (
         ("gsm8k:shots=-1", {}, "shots is -1"),
         ("gsm8k:shots=3", {"shots_source": "train"}, r"shots is 3; .*train\.jsonl has only 2"),
         ("math500:shots=5", {}, "shots is 5; the 4 examples of 'math500' has only 4"),
@@ -76,7 +76,7 @@ def test_mistakes_are_told(files: dict[str, str]) -> None:
         ("gsm8k:shots=1", {"shots_source": "nowhere"}, "the task's source nowhere does not exist"),
     ):
         given = {key: files.get(value, value) for key, value in options.items()}
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             only(make_task(name, source=files["math" if "math" in name else "test"], **given))
 
 

@@ -29,11 +29,11 @@ def test_paired_difference_cancels_the_spread_between_problems():
     dense = {"a": [1, 1], "b": [1, 0], "c": [0, 0], "d": [1, 1]}  # means 1, .5, 0, 1
     ours = {"a": [1, 0], "b": [0, 0], "c": [0, 0], "d": [1, 0]}  # means .5, 0, 0, .5
     # differences -.5, -.5, 0, -.5: mean -.375; squared deviations 3 * .015625 + .140625 = .1875; se = sqrt(.1875 / 12)
-    found = paired(ours, dense)
-    assert (found.mean, found.se, found.n) == (-0.375, pytest.approx(0.125), 4)
+    difference = paired(ours, dense)
+    assert (difference.mean, difference.se, difference.n) == (-0.375, pytest.approx(0.125), 4)
     # s^2 = (1 + 3/4) / 4 = .4375; of the six: mean -.25, squares .75 + .875 = 1.625, less 6 / 16 = 1.25;
     # se = sqrt(1.25 / 30) = .204124; t(5) = 2.570582
-    assert (found.low, found.high) == pytest.approx((-0.25 - 0.52472, -0.25 + 0.52472), abs=1e-5)
+    assert (difference.low, difference.high) == pytest.approx((-0.25 - 0.52472, -0.25 + 0.52472), abs=1e-5)
 
 
 def test_paired_uses_common_problems_only():
@@ -60,8 +60,8 @@ def test_a_difference_is_ahead_beyond_its_interval():
 def test_intervals_of_losses_cover_them_and_are_monotone():
     """The benchmark's own computation: every loss from 2 to 20 %, every number of problems lost."""
     for n in (16, 32, 64, 128):
-        found = one_sided(n)
-        assert found["coverage"] >= 0.93 and found["monotone"], found
+        summary = one_sided(n)
+        assert summary["coverage"] >= 0.93 and summary["monotone"], summary
 
 
 def test_more_samples_per_problem_make_an_interval_shorter():

@@ -127,8 +127,8 @@ def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"question": "1+1?", "answer": 2}\n{"prompt": "1+1 =", "answer": 2}')
     for grader in ("exact", "contains", "number"):
-        asked, left = make_task(str(path), grader=grader).problems()
-        assert asked.messages[0]["content"] == "1+1?" and left.prompt == "1+1 ="
+        chat_problem, left = make_task(str(path), grader=grader).problems()
+        assert chat_problem.messages[0]["content"] == "1+1?" and left.prompt == "1+1 ="
     with pytest.raises(
         SeergateError, match=r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
     ):

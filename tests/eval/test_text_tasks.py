@@ -90,11 +90,11 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
     task = make_task("perplexity:length=65:scored=8", data=str(tmp_path / "texts.jsonl"))
     specs, runs = with_each(grid(["dense", "gate", "streaming_llm:interval=1"], [16, 32], 8), banks), tmp_path / "runs"
     sweep(model, tokenizer, task, specs, runs, RunOptions(), gates=banks)
-    (found,) = load_sweeps(runs)
-    dense, ours, theirs = found.settings[0], found.at("gate [msa]", 16), found.at("gate [attn_gate]", 16)
-    assert dense is found.dense and ours is not None and theirs is not None
-    assert minus_gate(found, dense) is None and minus_gate(found, theirs) is None
-    apart = minus_gate(found, ours)
+    (report,) = load_sweeps(runs)
+    dense, ours, theirs = report.settings[0], report.at("gate [msa]", 16), report.at("gate [attn_gate]", 16)
+    assert dense is report.dense and ours is not None and theirs is not None
+    assert minus_gate(report, dense) is None and minus_gate(report, theirs) is None
+    apart = minus_gate(report, ours)
     assert apart is not None and apart.mean == pytest.approx(ours.metrics["kl"] - theirs.metrics["kl"])
     each = [
         torch.tensor([sum(text["kl"]) / 8 for text in store.read_samples(runs / name)], dtype=torch.float64)
@@ -102,29 +102,31 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
     ]
     error = 4.302653 * float((each[1] - each[0]).std()) / 3**0.5  # Student's t of two degrees of freedom
     assert [apart.low, apart.high] == pytest.approx([apart.mean - error, apart.mean + error])
-    assert minus_gate(found, replace(ours, samples=ours.samples[1:])) is None, "the gate has scored another text"
+    assert minus_gate(report, replace(ours, samples=ours.samples[1:])) is None, "the gate has scored another text"
 
     one = [replace(s, samples=s.samples[:1]) for s in (dense, theirs, ours)]  # of one text there is no interval
     (alone,) = table(Sweep(one), TEXTS, one[2:]).splitlines()[2:]
-    (with_ends,) = table(found, TEXTS, [ours]).splitlines()[2:]
+    (with_ends,) = table(report, TEXTS, [ours]).splitlines()[2:]
     assert f"{apart.mean:+.4f} (" in with_ends and with_ends.count("(") == 3 and alone.count("(") == 2
     assert "nan" not in with_ends + alone
-    drawn = text_plot(found, tmp_path / "kl.png")
+    drawn = text_plot(report, tmp_path / "kl.png")
     assert drawn is not None and drawn.stat().st_size > 20_000
-    assert text_plot(Sweep(found.settings[1:]), tmp_path / "none.png") is None
+    assert text_plot(Sweep(report.settings[1:]), tmp_path / "none.png") is None
 
 
 def test_one_text_has_no_interval():
     text = {"kl": [0.1, 0.3], "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 2, "seconds": 1.0}
-    found = of_texts([text])
-    assert found["kl"] == pytest.approx(0.2) and found["kl_low"] is found["kl_p99_high"] is found["kl_se"] is None
+    metrics = of_texts([text])
+    assert (
+        metrics["kl"] == pytest.approx(0.2) and metrics["kl_low"] is metrics["kl_p99_high"] is metrics["kl_se"] is None
+    )
     two = of_texts([text, {**text, "kl": [0.2, 0.4]}])
     # means .2 and .3: .25 ± t(1) * .05
     assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
     assert two["kl_p99_low"] == pytest.approx(0.3) and two["kl_p99_high"] == pytest.approx(0.4)
     names = ("own_bytes_peak", "resident_bytes_peak", "own_bytes_mean")
-    found = of_texts([text | dict(zip(names, each, strict=True)) for each in ((10.0, 50.0, 4.0), (30.0, 40.0, 8.0))])
-    assert [found[name] for name in names] == [30, 50, 6], "peaks are those of the worst text"
+    metrics = of_texts([text | dict(zip(names, each, strict=True)) for each in ((10.0, 50.0, 4.0), (30.0, 40.0, 8.0))])
+    assert [metrics[name] for name in names] == [30, 50, 6], "peaks are those of the worst text"
 
 
 def test_the_peak_of_a_text_counts_its_prompt():
@@ -133,8 +135,8 @@ def test_the_peak_of_a_text_counts_its_prompt():
     texts = TeacherForcing(model, ids, prompt=79)
     token = 4 * 2 * sum(model.config.num_key_value_heads * model.config.head_dim for _ in model.model.layers)
     for spec, peak in zip(grid(["dense", "streaming_llm:interval=1"], [16], 8), (119, 79), strict=True):
-        found = texts.measure(spec, None, 0)
-        assert found["own_bytes_peak"] == peak * token > found["own_bytes_mean"], spec.label
+        metrics = texts.measure(spec, None, 0)
+        assert metrics["own_bytes_peak"] == peak * token > metrics["own_bytes_mean"], spec.label
 
 
 def test_figures_of_texts_do_not_depend_on_the_order_of_their_samples():
@@ -144,9 +146,9 @@ def test_figures_of_texts_do_not_depend_on_the_order_of_their_samples():
     texts = [
         alike | {"problem_id": f"text-{i}", "kl": [draw.expovariate(1.0) for _ in range(20)]} for i in range(1, 13)
     ]
-    found = derive(texts, None)
-    assert found == derive(texts[::-1], None) == derive(store.in_order(texts), None)
-    assert found["kl_p99_low"] < found["kl_p99"] <= found["kl_p99_high"]
+    metrics = derive(texts, None)
+    assert metrics == derive(texts[::-1], None) == derive(store.in_order(texts), None)
+    assert metrics["kl_p99_low"] < metrics["kl_p99"] <= metrics["kl_p99_high"]
 
 
 def test_the_right_answer_has_its_log_probability(tmp_path):

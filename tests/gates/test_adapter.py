@@ -142,8 +142,8 @@ def test_a_newer_adapter_warns_and_loads(saved):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert GateBank.from_pretrained(path).geometry == bank.geometry
-        found = [bool(re.search(message or "", str(entry.message))) for entry in caught]
-        assert found == ([True] if message else []), what
+        matches = [bool(re.search(message or "", str(entry.message))) for entry in caught]
+        assert matches == ([True] if message else []), what
 
 
 @pytest.mark.parametrize(

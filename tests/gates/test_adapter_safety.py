@@ -107,8 +107,8 @@ def test_a_save_that_is_killed_between_two_files_leaves_no_mixture(banks, tmp_pa
             patch.setattr(os, "replace", deadly)
             new.save_pretrained(directory)
         try:
-            found = GateBank.from_pretrained(directory)
-            outcomes.append("old" if same(found, old) else "new" if same(found, new) else "a mixture")
+            bank = GateBank.from_pretrained(directory)
+            outcomes.append("old" if same(bank, old) else "new" if same(bank, new) else "a mixture")
         except SeergateError as error:
             assert "its SHA-256 is another" in str(error)
             outcomes.append("refused")
@@ -198,18 +198,18 @@ def test_mutations(count, banks, tmp_path, capsys):
         harm(path, rng)
         what = f"mutation {number} of {origin}: {harm.__name__} of {path.name}"
         try:
-            found = GateBank.from_pretrained(mutant)
+            gates = GateBank.from_pretrained(mutant)
             accepted += 1
             # Tensors that no SHA-256 protects may have changed; a record that fits the tensors is believed.
-            assert (origin == "unsummed" and path.name == WEIGHTS) or same_tensors(found, bank), what
-            assert path.name == CONFIG or (found.config, found.geometry) == (bank.config, bank.geometry), what
+            assert (origin == "unsummed" and path.name == WEIGHTS) or same_tensors(gates, bank), what
+            assert path.name == CONFIG or (gates.config, gates.geometry) == (bank.config, bank.geometry), what
         except SeergateError as error:
-            found, refused = None, refused + 1
+            gates, refused = None, refused + 1
             assert str(error).strip(), what
         if number % 5 == 0:
             capsys.readouterr()
             code = main(["info", str(mutant), *rng.choice([[], ["--json"]])])
             error = capsys.readouterr().err
-            assert code == (2 if found is None else 0) or "surrogates" in error, what
+            assert code == (2 if gates is None else 0) or "surrogates" in error, what
             assert code == 0 or (error.startswith("error: ") and error.count("\n") == 1), what
     assert refused > 0.4 * count and accepted > 0.1 * count, (refused, accepted)

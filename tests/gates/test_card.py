@@ -105,8 +105,8 @@ def test_results_of_an_evaluation(bank, tmp_path):
     gates, runs, out = (str(tmp_path / name) for name in ("gates", "runs", "with"))
     arguments = "--problems 2 --variables 8 --budget 64 --method dense,gate --no-report --max-new-tokens 8"
     output_of("eval", *arguments.split(), "--batch-size", "2", "--out", runs)
-    found = {(row["method"], row["token_budget"], row["samples"]) for row in results_of(tmp_path / "runs")}
-    assert found == {("dense", None, 2), ("gate", 64, 2)}
+    results = {(row["method"], row["token_budget"], row["samples"]) for row in results_of(tmp_path / "runs")}
+    assert results == {("dense", None, 2), ("gate", 64, 2)}
     bank.save_pretrained(gates)
     output_of("export", gates, out, "--results", runs, "--licence", "mit")
     text = (tmp_path / "with" / "README.md").read_text()

@@ -67,13 +67,13 @@ def naive(gate: AttnGate, q, k, block_size):
             members = [q[g * group + i, t] for i in range(group)]
             if config.q_pooling in ("proj", "none"):
                 mapped = [member @ gate.q_proj.weight[g, i] for i, member in enumerate(members)]
-                found = mapped if config.q_pooling == "none" else [sum(mapped)]
+                queries = mapped if config.q_pooling == "none" else [sum(mapped)]
             else:
                 x = sum(members) / group
-                found = [x @ gate.q_proj.weight[g] if config.q_pooling == "avgproj" else x]
-            found = [rotated(norm(x, gate.q_norm.weight) if config.qk_norm else x, t) for x in found]
+                queries = [x @ gate.q_proj.weight[g] if config.q_pooling == "avgproj" else x]
+            queries = [rotated(norm(x, gate.q_norm.weight) if config.qk_norm else x, t) for x in queries]
             for n in range(blocks):
-                scores[g, t, n] = max(x @ kg[n] for x in found) / math.sqrt(width)
+                scores[g, t, n] = max(x @ kg[n] for x in queries) / math.sqrt(width)
     return scores
 
 
@@ -96,9 +96,9 @@ def test_against_naive(group, q_pooling, k_pooling, gate_dim, qk_norm, rope):
         parameter.data.normal_()
     q, k = torch.randn(1, 2 * group, 27, 6), torch.randn(1, 2, 27, 6)
     pooled = ops.pool_keys(k[:, :, :24], 8, k_pooling)
-    found = gate.scores(gate.queries(q, torch.arange(27)), gate.keys(pooled, torch.arange(3) * 8))[0]
+    scores = gate.scores(gate.queries(q, torch.arange(27)), gate.keys(pooled, torch.arange(3) * 8))[0]
     expected = naive(gate.double(), q[0].double(), k[0].double(), 8)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_initialisation():

@@ -24,8 +24,8 @@ def test_the_loss_and_its_gradients_against_the_reference():
     loss, _, *gradients = pack.run(ops.gate_kl)
     expected, _, *others = pack.to(torch.float64).run(reference.gate_kl)
     assert relative(loss, expected) < 1e-5
-    for found, other in zip(gradients, others, strict=True):
-        assert relative(found, other) < 1e-5 and float(other.norm()) > 0
+    for gradient, other in zip(gradients, others, strict=True):
+        assert relative(gradient, other) < 1e-5 and float(other.norm()) > 0
 
 
 @pytest.mark.parametrize("name", ["gate", "quest"])
@@ -45,7 +45,7 @@ def test_decoding_against_a_slow_decoder(name):
             twin = ReferenceRow(model, Rule(name, SIZE, token_budget=2 * SIZE), gated)
             twin.read(row[0].tolist())
             expected.append(twin.decode(forced[0].tolist()))
-        batch, cache, found = left_padded(rows), DynamicCache(), []
+        batch, cache, logits = left_padded(rows), DynamicCache(), []
         mask = batch["attention_mask"]
         with seergate.attached(model, method) as handle:
             model(**batch, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
@@ -54,7 +54,7 @@ def test_decoding_against_a_slow_decoder(name):
                 places = mask.sum(1, keepdim=True) - 1
                 ids = token.expand(2, 1)
                 out = model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache)
-                found.append(out.logits[:, -1])
+                logits.append(out.logits[:, -1])
             density = handle.stats()["density"]
-    torch.testing.assert_close(torch.stack(found, 1), torch.stack(expected), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(torch.stack(logits, 1), torch.stack(expected), rtol=1e-9, atol=1e-9)
     assert density < 0.9, "something is left out"

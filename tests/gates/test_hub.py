@@ -73,8 +73,8 @@ def test_push_and_pull(hub, bank, tmp_path):
         again = pull(**options)
         assert same(again, bank) and again.geometry == bank.geometry
         assert len(hub.seen("GET", "/lfs/")) == downloads, "what is there is not downloaded again"
-    asked = len(hub.requests)
-    assert same(pull(local_files_only=True), bank) and len(hub.requests) == asked
+    request_count = len(hub.requests)
+    assert same(pull(local_files_only=True), bank) and len(hub.requests) == request_count
     facts = metadata(card(hub))
     assert facts["library_name"] == "seergate" and facts["pipeline_tag"] == "text-generation"
     assert facts["datasets"] == ["open-r1/OpenR1-Math-220k"] and "seergate" in facts["tags"]
@@ -213,8 +213,8 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
     """Qwen3.5 has other names than ``model-00001-of-00002.safetensors``."""
     shards = [f"model.safetensors-0000{i}-of-00002.safetensors" for i in (1, 2)]
     index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
-    held = {"model.safetensors.index.json": File(index)} | {name: File(b"x", lfs=True) for name in shards}
-    hub.hold("org/shards", held | {"consolidated.safetensors": File(b"of no use", lfs=True)})
+    repo_files = {"model.safetensors.index.json": File(index)} | {name: File(b"x", lfs=True) for name in shards}
+    hub.hold("org/shards", repo_files | {"consolidated.safetensors": File(b"of no use", lfs=True)})
     download_weights("org/shards")
     assert sorted(path.name for path in (tmp_path / "cache").rglob("*.safetensors")) == shards
     before = len(hub.requests)
@@ -255,12 +255,12 @@ def test_a_model_is_asked_for_once_and_in_the_cache_not_at_all(hub, files, tmp_p
     assert [path.name for path in (tmp_path / "cache").rglob("*.safetensors")] == ["model.safetensors"]
     with offline(False), hub_call("reading"):
         assert not constants.HF_HUB_OFFLINE
-    asked = len(hub.requests)
+    request_count = len(hub.requests)
     with offline():
         base_config("org/asked", revision=revision)
         download_weights("org/asked", revision)
         assert load_base("org/asked", revision=revision).num_parameters()
-    assert len(hub.requests) == asked and not constants.HF_HUB_OFFLINE
+    assert len(hub.requests) == request_count and not constants.HF_HUB_OFFLINE
 
 
 def test_a_published_checkpoint_is_read_from_the_hub(hub, tmp_path):

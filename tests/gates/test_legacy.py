@@ -82,8 +82,8 @@ def compare_scores(bank, tensors, layer, release, prompt_length, steps):
             state.append(now)
             scores = state.scores(now)[0, :, :whole].double()  # the open block's logit is 0 there, and set in `select`
             torch.testing.assert_close(scores, expected[:, :whole], rtol=1e-4, atol=1e-4)
-            found = [{b for b in row if b >= 0} for row in decoder.select(state, now).indices[0].tolist()]
-            assert found == theirs.blocks_read(expected, rule.token_budget, rule.threshold or 0.0), (t, rule)
+            blocks = [{b for b in row if b >= 0} for row in decoder.select(state, now).indices[0].tolist()]
+            assert blocks == theirs.blocks_read(expected, rule.token_budget, rule.threshold or 0.0), (t, rule)
 
 
 def test_scores_of_a_small_one(tmp_path):

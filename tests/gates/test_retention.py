@@ -38,7 +38,7 @@ def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
     lengths, ids = [41, 1, 26], prompt(68, 4)
     out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, recall_budgets=(16,))
     out.loss.backward()
-    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in bank.named_parameters()}
     bank.zero_grad()
 
     calls = {layer: [] for layer, _ in families.full_attention_modules(model)}
@@ -68,8 +68,8 @@ def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
     torch.testing.assert_close(out.kl_per_layer, torch.stack(losses).detach().float())
     torch.testing.assert_close(out.recall, torch.stack(recall, 1).float())
     for name, parameter in bank.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
-        assert found[name].any(), name
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
+        assert gradients[name].any(), name
 
 
 def test_trim_kv_learns_from_the_whole_model(model):
@@ -80,7 +80,7 @@ def test_trim_kv_learns_from_the_whole_model(model):
     lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
     out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
     out.loss.backward()
-    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in bank.named_parameters()}
     bank.zero_grad()
 
     excess = []
@@ -88,8 +88,8 @@ def test_trim_kv_learns_from_the_whole_model(model):
     def attend(call):
         q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
         log_beta = bank.retention_gate(call.layer)(call.hidden_BSW)[0].T
-        output, held = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
-        excess.append((held - room).clamp(min=0).mean())
+        output, weight_sums = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
+        excess.append((weight_sums - room).clamp(min=0).mean())
         return output[None]
 
     kl, ce, capacity, rows, followed = 0.0, 0.0, 0.0, 0, 0
@@ -109,8 +109,8 @@ def test_trim_kv_learns_from_the_whole_model(model):
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert out.kl_per_layer.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
     for name, parameter in bank.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-8, msg=name)
-        assert found[name].any(), name
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-8, msg=name)
+        assert gradients[name].any(), name
 
 
 @EACH
@@ -175,9 +175,9 @@ def test_logits_are_made_for_the_rows_that_count(model):
     specs = [DistillSpec(bank, start, target_budget=4) for start in (0.5, 0.75)]
     together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
     assert made == [30, 30, 15]
-    for spec, found in zip(specs, together, strict=True):
+    for spec, outcome in zip(specs, together, strict=True):
         (alone,) = distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))
-        torch.testing.assert_close(found.loss, alone.loss)
+        torch.testing.assert_close(outcome.loss, alone.loss)
 
 
 def test_base_keys_stay_equal(model):

@@ -72,12 +72,12 @@ def test_against_the_equations(model, scorer, options):
     tokens, at = 2 * SIZE + 3, 30
     q = torch.randn(1, gate.num_heads, 1, gate.head_dim).double()
     k = torch.randn(1, gate.num_kv_heads, tokens, gate.head_dim).double()
-    found = gate.scores(gate.queries(q, torch.tensor([at])), gate.keys(gate.pool(k), torch.arange(tokens)))
-    assert found.shape == (1, gate.num_kv_heads, 1, 3)
+    scores = gate.scores(gate.queries(q, torch.tensor([at])), gate.keys(gate.pool(k), torch.arange(tokens)))
+    assert scores.shape == (1, gate.num_kv_heads, 1, 3)
     for g in range(gate.num_kv_heads):
         values = [token_score(gate, q[0, :, 0], k[0, :, s], at, s, g) for s in range(tokens)]
         blocks = [max(values[n : n + SIZE]) for n in range(0, tokens, SIZE)]
-        assert found[0, g, 0].tolist() == pytest.approx(blocks, rel=1e-5, abs=1e-7)
+        assert scores[0, g, 0].tolist() == pytest.approx(blocks, rel=1e-5, abs=1e-7)
 
 
 def test_an_indexer_tells_blocks_apart_for_every_kv_head(model):
@@ -95,7 +95,7 @@ def test_an_indexer_tells_blocks_apart_for_every_kv_head(model):
 
 @BY_TOKEN
 def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
-    ids, found = prompt(3 * SIZE + 5), []
+    ids, keys = prompt(3 * SIZE + 5), []
     for first in (1, 2 * SIZE, ids.shape[1]):
         from transformers import DynamicCache
 
@@ -104,13 +104,13 @@ def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
             rest = ids[:, first:].split(1, 1) if first < ids.shape[1] else ()
             for part in (ids[:, :first], *rest):
                 model(input_ids=part, past_key_values=cache)
-        found.append(cache.layers[0].state.rows["kg"][:, :, : ids.shape[1]])
-    for entries in found[:-1]:
-        torch.testing.assert_close(entries, found[-1], rtol=1e-4, atol=1e-4)
+        keys.append(cache.layers[0].state.rows["kg"][:, :, : ids.shape[1]])
+    for entries in keys[:-1]:
+        torch.testing.assert_close(entries, keys[-1], rtol=1e-4, atol=1e-4)
     state = cache.layers[0].state
     state.block_shared(0, slice(2, 3), slice(0, 1))
     kg = state.rows["kg"][0, 0]
-    assert torch.equal(kg[2 * SIZE : 3 * SIZE], kg[:SIZE]) and torch.equal(kg[: 2 * SIZE], found[-1][0, 0, : 2 * SIZE])
+    assert torch.equal(kg[2 * SIZE : 3 * SIZE], kg[:SIZE]) and torch.equal(kg[: 2 * SIZE], keys[-1][0, 0, : 2 * SIZE])
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_gradients_of_all_parameters(model, config, target):
     options = {"target": target, "target_budget": 3 * SIZE, "row_start": 0.25}
     out = distill_step(bank, model, ids, borders, recall_budgets=(16,), **options)
     out.loss.backward()
-    found = {name: p.grad.clone() for name, p in bank.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in bank.named_parameters()}
     bank.zero_grad()
 
     qk_hooks = {layer: QKHook(model, module) for layer, module in families.full_attention_modules(model)}
@@ -183,8 +183,8 @@ def test_gradients_of_all_parameters(model, config, target):
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert out.recall.min() > 0 and out.recall.max() <= 1 + 1e-6
     for name, parameter in bank.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
-    assert any(g.any() for name, g in found.items() if "q_proj" in name)
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
+    assert any(g.any() for name, g in gradients.items() if "q_proj" in name)
 
 
 def turned(q, cos, sin):

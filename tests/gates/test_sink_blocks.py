@@ -40,8 +40,8 @@ def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
     bank = gates(model, sink_blocks=2)
     settings = Settings(gates="org/gates", rule={"token_budget": 64}).selector(bank, SIZE)
     joined = make_method("snapkv+gate", bank=bank, token_budget=64, read_budget=64).gate
-    asked = DecodeConfig(token_budget=64)
-    for method in (Gate(bank=bank), method_of(bank), method_of(bank, asked), make_method("gate", bank=bank)):
+    config = DecodeConfig(token_budget=64)
+    for method in (Gate(bank=bank), method_of(bank), method_of(bank, config), make_method("gate", bank=bank)):
         assert method.sink_blocks == 2 and "sink_blocks=2" in repr(method)
     assert settings.sink_blocks == joined.sink_blocks == 2
     assert Gate(bank=gates(model)).sink_blocks == Quest(token_budget=64, sink_blocks=None).sink_blocks == 0
@@ -83,4 +83,4 @@ def test_the_sinks_scores_do_not_matter(rule):
         method.choose = lambda *scores, choose=choose, seen=seen: seen.append(choose(*scores)) or seen[-1]
         with seergate.attached(model, method):
             assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), want)
-        assert seen and all((found.indices[..., 0] == 0).all() for found in seen)
+        assert seen and all((selection.indices[..., 0] == 0).all() for selection in seen)

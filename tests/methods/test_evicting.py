@@ -45,14 +45,14 @@ def against_simulation(name, group, steps, lengths=PROMPTS, **options):
     model = model_of(group, torch.float64, **options)
     rows = [prompt(length, seed) for seed, length in enumerate(lengths)]
     forced = torch.cat([prompt(steps, 100 + seed) for seed in range(len(rows))])
-    found, cache, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
+    logits, cache, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
     for row, ids in enumerate(rows):
         policy = EVICTORS[name].policy(model)
         stored = getattr(policy, "stored", None)  # of policies whose cache holds something else than keys after RoPE
         with Simulation(model, policy) as simulation, torch.inference_mode():
             expected = simulation.logits(ids, forced[row])
-        assert torch.equal(found[row].argmax(-1), expected.argmax(-1))
-        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(logits[row].argmax(-1), expected.argmax(-1))
+        torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
         for index, past in simulation.layers.items():
             layer = cache.layers[index]
             assert past.alive.sum(1).tolist() == [layer.rows.resident[row]] * len(past.alive)
@@ -104,8 +104,8 @@ def test_a_budget_for_everything_is_the_plain_model(name, group):
         plain, _, _ = forced_run(model, "dense", rows, forced)
         method = EVICTORS[name].covers(model)
         for _ in range(2):
-            found, cache, _ = forced_run(model, method, rows, forced)
-            torch.testing.assert_close(found, plain, rtol=2e-4, atol=2e-4)
+            logits, cache, _ = forced_run(model, method, rows, forced)
+            torch.testing.assert_close(logits, plain, rtol=2e-4, atol=2e-4)
         assert cache.layers[0].rows.resident == [row.shape[1] + 30 for row in rows]
 
 
@@ -261,11 +261,11 @@ def test_rows_that_come_and_go(name):
 @pytest.mark.parametrize("name", EACH)
 def test_memory_is_flat_and_stays_where_it_is(name):
     """Once the budget is reached neither the cache nor a state grows, and the cache's buffers are not replaced."""
-    model, held, places = model_of(4), [], set()
+    model, layer_bytes, places = model_of(4), [], set()
 
     def note(step, cache, handle):
         layer = cache.layers[1]
-        held.append(layer.nbytes)
+        layer_bytes.append(layer.nbytes)
         if step > 60:
             places.add(layer.keys.data_ptr())
 
@@ -274,11 +274,11 @@ def test_memory_is_flat_and_stays_where_it_is(name):
     layer, bound = cache.layers[1], EVICTORS[name].bound(100, 160)
     if name.startswith("rpc"):
         assert layer.keys.shape[2] == 100 + 12 * 3 + 4 + 12, "until the 13th compression, which was just now"
-        assert len(set(held[60:])) == 10, "one step up per compression, from the 4th to the 13th"
+        assert len(set(layer_bytes[60:])) == 10, "one step up per compression, from the 4th to the 13th"
         return
-    assert (len(set(held[60:])) == 1 or EVICTORS[name].grows) and len(places) == 1
+    assert (len(set(layer_bytes[60:])) == 1 or EVICTORS[name].grows) and len(places) == 1
     assert layer.keys.shape[2] <= bound + 3, "a page is not split"
-    assert held[0] >= layer.keys[..., :100, :].nbytes * 2
+    assert layer_bytes[0] >= layer.keys[..., :100, :].nbytes * 2
 
 
 @pytest.mark.soak

@@ -94,9 +94,9 @@ def test_of_equal_tokens_the_oldest_leaves(kernel):
 def test_recurrence_scores_by_hand():
     """At t = 16: never active; (TS 10, MRI 3); (14, 8); (15, 1); the order of eviction."""
     elapsed, mri = torch.tensor([16.0, 6.0, 2.0, 1.0]).double(), torch.tensor([0.0, 3.0, 8.0, 1.0]).double()
-    found = recurrence_score(elapsed, mri)
+    scores = recurrence_score(elapsed, mri)
     expected = torch.tensor([0.0, 0.333258, 0.447223, 1.238408]).double()
-    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(
         recurrence_score(elapsed, mri, False)[2:], torch.tensor([0.4454, 0.238408]).double(), rtol=0, atol=2e-6
     )

@@ -36,7 +36,7 @@ def test_rounding_by_hand():
 def test_rounding_against_a_loop(width, by_token):
     x = torch.randn(1, 1, 3, 5, width, dtype=torch.float64) * torch.logspace(-3, 2, width, dtype=torch.float64)
     codes, span = rounded(x, max(n for n in range(1, 6) if width % n == 0) if by_token else None)
-    found = widened(
+    values = widened(
         unpacked(packed_pairs(codes), width), span, codes.shape[-1] // span.shape[-1] if by_token else None
     )
     for group in range(3):
@@ -45,7 +45,7 @@ def test_rounding_against_a_loop(width, by_token):
             naive_views.rows_in_groups(expected, range(5), 5)
         else:
             expected = np.stack([naive_views.rounded(column) for column in expected.T], axis=1)
-        np.testing.assert_allclose(found[0, 0, group].numpy(), expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(values[0, 0, group].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_narrow_keys_are_rounded_in_float32():
@@ -55,14 +55,14 @@ def test_narrow_keys_are_rounded_in_float32():
 
 def test_bytes_held_and_read_are_those_of_the_tensors():
     model, length, new = model_of(4), 300, 40
-    found = {}
+    stats = {}
     for name, method in (("dense", methods.Dense()), ("kv4bit", methods.KV4Bit(group=32, residual=32))):
         with seergate.attached(model, method) as handle:
             model.generate(input_ids=prompt(length), max_new_tokens=new)
-            found[name] = handle.stats()
+            stats[name] = handle.stats()
     per_token = 2 * 2 * 16 * 4  # key and value, 2 heads of 16 channels in float32
     packed = 2 * 2 * 8 + 2 * 2 * 2 * 16 / 32 + 2 * 2 * 2 * 16 / 16  # codes; ranges of keys; ranges of values
-    ours, theirs = found["kv4bit"], found["dense"]
+    ours, theirs = stats["kv4bit"], stats["dense"]
     assert ours["density"] == theirs["density"] == 1.0
     read = 0.0  # in two layers
     for step in range(1, new):
@@ -90,13 +90,13 @@ def test_nothing_leaves_before_a_group_is_old(monkeypatch):
 def test_what_the_gate_cannot_work_on():
     bank = naive_views.gate_for(model_of(4))
     gate = methods.Gate(bank=bank, token_budget=16)
-    for evictor, said in (
+    for evictor, message in (
         (methods.StreamingLLM(), "replace that method's own"),
         (methods.KV4Bit(), "evicts nothing"),
         (methods.RaaS(prompt_budget=32), "replace that method's own"),
         (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "has a gate already"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             methods.GateOnEvictor(evictor=evictor, gate=gate)
     published = methods.Gate(bank=bank, token_budget=16, compat="published")
     with pytest.raises(ValueError, match="whose code has no eviction"):
@@ -108,7 +108,7 @@ def test_gate_on_evictor_by_name():
     made = methods.make_method("snapkv+gate", bank=bank, token_budget=64, window=8, read_budget=32)
     assert (made.evictor, made.gate.token_budget) == (methods.SnapKV(token_budget=64, window=8), 32)
     assert made.nominal == "64, reads 32"
-    for name, options, said in (
+    for name, options, message in (
         ("quest+gate", {"bank": bank, "read_budget": 32}, "only a method that evicts"),
         ("h2o+gate", {"read_budget": 32}, "needs gates"),
         ("h2o+gate", {"bank": bank}, "needs read_budget="),
@@ -116,24 +116,24 @@ def test_gate_on_evictor_by_name():
         ("h2", {}, "did you mean 'h2o'"),
         ("h2o", {"bank": bank}, "has no gates"),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             methods.make_method(name, **options)
 
 
 def test_reading_less_of_what_is_kept():
     """What the gate leaves out is not read, and the budget bounds it; the evictor holds what it holds alone."""
     model, bank = model_of(4), naive_views.gate_for(model_of(4))
-    evictor, found = methods.SnapKV(token_budget=48, window=6, interval=8), {}
+    evictor, stats = methods.SnapKV(token_budget=48, window=6, interval=8), {}
     both = methods.GateOnEvictor(evictor=evictor, gate=methods.Gate(bank=bank, token_budget=16))
     for name, method in (("alone", evictor), ("gate", both)):
         with seergate.attached(model, method) as handle:
             model.generate(input_ids=prompt(60), max_new_tokens=80)
-            found[name] = handle.stats()
-    assert found["gate"]["resident_tokens_per_layer"] == found["alone"]["resident_tokens_per_layer"]
+            stats[name] = handle.stats()
+    assert stats["gate"]["resident_tokens_per_layer"] == stats["alone"]["resident_tokens_per_layer"]
     steps_mean_context = 60 + 40
-    assert found["gate"]["density"] * steps_mean_context <= 16.5
-    assert found["gate"]["density"] < 0.5 * found["alone"]["density"]
-    assert found["gate"]["bytes_read_per_step"] < found["alone"]["bytes_read_per_step"]
+    assert stats["gate"]["density"] * steps_mean_context <= 16.5
+    assert stats["gate"]["density"] < 0.5 * stats["alone"]["density"]
+    assert stats["gate"]["bytes_read_per_step"] < stats["alone"]["bytes_read_per_step"]
     wrong = naive_views.gate_for(model_of(5))
     with pytest.raises(ValueError, match="these gates are for another model"):
         seergate.attach(model, methods.GateOnEvictor(evictor=evictor, gate=methods.Gate(bank=wrong, token_budget=16)))
@@ -149,9 +149,9 @@ def test_tokens_in_the_cache_are_counted():
         stats.add_rows(2)
         for token in prompt(40, 3)[0].tolist():
             batch.step([token, token])
-        found = [stats.of(row)["cached_tokens"] for row in range(2)]
+        cached_tokens = [stats.of(row)["cached_tokens"] for row in range(2)]
     # 25, 26, 27, 28 in turn after an eviction; the second row grows from 21 to 28 first
-    assert found == [26.5, (sum(range(21, 25)) + 36 * 26.5) / 40]
+    assert cached_tokens == [26.5, (sum(range(21, 25)) + 36 * 26.5) / 40]
 
 
 def test_the_gate_never_drops_an_attention_of_the_evictors_own():

@@ -39,14 +39,14 @@ CASES = {
 
 def residents(model, method, length, steps):
     """Residents of a row after its prompt and after each further token."""
-    cache, found = DynamicCache(), []
+    cache, counts = DynamicCache(), []
     with seergate.attached(model, method), torch.inference_mode():
         model(input_ids=prompt(length), past_key_values=cache)
-        found.append(cache.layers[0].rows.resident[0])
+        counts.append(cache.layers[0].rows.resident[0])
         for step in range(steps):
             model(input_ids=prompt(1, step), past_key_values=cache)
-            found.append(cache.layers[0].rows.resident[0])
-    return found
+            counts.append(cache.layers[0].rows.resident[0])
+    return counts
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -55,14 +55,14 @@ def test_it_is_said_once_what_is_done_and_it_is_done(name):
     model = model_of(4)
     method = EVICTORS[name].method(model)
     named = name.split(" ")[0]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        found = residents(model, method, length, max(expected))
+        counts = residents(model, method, length, max(expected))
         residents(model, method, length + 1, 1)  # another prompt under the same method
-    said = [str(warning.message) for warning in said if warning.category is LongPromptWarning]
-    assert len(said) == 1 and sentence in said[0]
-    assert said[0].startswith(f"{named}: a prompt has {length} tokens and token_budget is {C}; ")
-    assert {step: found[step] for step in expected} == expected
+    messages = [str(warning.message) for warning in messages if warning.category is LongPromptWarning]
+    assert len(messages) == 1 and sentence in messages[0]
+    assert messages[0].startswith(f"{named}: a prompt has {length} tokens and token_budget is {C}; ")
+    assert {step: counts[step] for step in expected} == expected
 
 
 def test_a_prompt_may_stay_beside_any_budget():
@@ -86,17 +86,17 @@ def test_nothing_is_said_if_there_is_room(name):
 def test_one_long_row_of_a_batch_is_enough():
     model = model_of(4)
     with (
-        pytest.warns(LongPromptWarning, match="tova: a prompt has 40 tokens") as said,
+        pytest.warns(LongPromptWarning, match="tova: a prompt has 40 tokens") as records,
         seergate.attached(model, "tova", token_budget=C),
     ):
         model.generate(**left_padded([prompt(9, 1), prompt(40, 2), prompt(30, 3)]), max_new_tokens=3)
-    assert sum(warning.category is LongPromptWarning for warning in said) == 1
+    assert sum(warning.category is LongPromptWarning for warning in records) == 1
 
 
 def test_an_evaluation_says_it_once_per_setting(tmp_path):
     task = make_task("chain_sum", problems=3, variables=5)
     for spec in (MethodSpec("tova", 4), MethodSpec("random_evict", 8)):
-        with pytest.warns(LongPromptWarning, match=f"{spec.name}: a prompt has") as said:
+        with pytest.warns(LongPromptWarning, match=f"{spec.name}: a prompt has") as records:
             options = RunOptions(max_new_tokens=4, batch_size=1)
             evaluate(support.model(), support.tokenizer(), task, spec, tmp_path / spec.name, options)
-        assert sum(warning.category is LongPromptWarning for warning in said) == 1
+        assert sum(warning.category is LongPromptWarning for warning in records) == 1

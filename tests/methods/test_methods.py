@@ -111,17 +111,17 @@ def test_random_is_uniform_and_repeats():
     keys, q = torch.zeros(1, 2, 8 * 40, 4), torch.zeros(1, 2, 4)
     method = methods.Random(token_budget=8 * 10, block_size=8)
     state = method.new_state(spec(keys, 2))
-    taken = torch.zeros(2, 40)
+    counts = torch.zeros(2, 40)
     for length in range(8 * 39 + 1, 8 * 40 + 1):
         first, chosen = (method.select(state, step(q, keys[:, :, :length])).indices[0] for _ in range(2))
-        taken.scatter_add_(1, chosen.long(), torch.ones(2, 10))
+        counts.scatter_add_(1, chosen.long(), torch.ones(2, 10))
         assert torch.equal(first, chosen)
-    assert taken[:, 39].eq(8).all(), "the current block is always read"
+    assert counts[:, 39].eq(8).all(), "the current block is always read"
     for layer in range(1, 400):
         state.spec = LayerSpec(layer, 1, 2, 2, 4, keys.dtype, keys.device, rotary=None)
         chosen = method.select(state, step(q, keys)).indices[0]
-        taken.scatter_add_(1, chosen.long(), torch.ones(2, 10))
-    share = taken[:, :39] / taken[:, 39:]
+        counts.scatter_add_(1, chosen.long(), torch.ones(2, 10))
+    share = counts[:, :39] / counts[:, 39:]
     assert share.mean().item() == pytest.approx(9 / 39)
     assert share.std().item() < 3 * (9 / 39 * 30 / 39 / 407) ** 0.5
 

@@ -60,8 +60,8 @@ def test_the_documented_command(written, capsys):
     assert main([*shlex.split(line)[1:], *small, "--no-report"]) == 0
     metrics = {path.parent.name: json.loads(path.read_text()) for path in written.glob("runs/*/metrics.json")}
     assert set(metrics) == {"dense", "mean_key-64", "short_keys-64-interval=8"}
-    for name, found in metrics.items():
-        assert found["density"] == 1 if name == "dense" else found["density"] < 1
+    for name, values in metrics.items():
+        assert values["density"] == 1 if name == "dense" else values["density"] < 1
     assert main(["eval", "--plugin", "not_there", "--method", "dense"]) == 2
     assert "there is no module 'not_there' to load as a plugin" in capsys.readouterr().err
 
@@ -147,8 +147,8 @@ def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
     (match,) = (each for each in record["matches"] if each["method"] == "answering")
     assert match["knob"] == "share" and 1 <= match["value"] <= 8
     assert json.loads(Path("runs/calibration/recent.txt").read_text())["value"] == FRESH
-    found = next(Path("runs").glob("answering-*"))
-    assert yaml.safe_load((found / "config.yaml").read_text())["method"]["recent_tokens"] == FRESH
+    directory = next(Path("runs").glob("answering-*"))
+    assert yaml.safe_load((directory / "config.yaml").read_text())["method"]["recent_tokens"] == FRESH
     page = Path("runs/report.md").read_text()
     assert "answering is asked." in page
     assert style("answering")["color"] == "#123456"

@@ -66,12 +66,14 @@ def test_query_heads_that_choose_pages_apart_against_a_simulation(group):
     model, rows = model_of(group, torch.float64), [prompt(length, length) for length in PROMPTS]
     forced = torch.cat([prompt(30, 100 + seed) for seed in range(3)])
     method = methods.Quest(token_budget=C, block_size=4, dense_layers=(), group_reduction="separate")
-    found, _, _ = forced_run(model, method, rows, forced)
+    logits, _, _ = forced_run(model, method, rows, forced)
     together, _, _ = forced_run(model, replace(method, group_reduction="max"), rows, forced)
     for row, ids in enumerate(rows):
         with naive.Simulation(model, naive_views.Quest(C, 4)) as simulation, torch.inference_mode():
-            torch.testing.assert_close(found[row], simulation.logits(ids, forced[row]), rtol=1e-4, atol=1e-4)
-        assert torch.equal(found[row], together[row]) if group == 1 else not torch.allclose(found[row], together[row])
+            torch.testing.assert_close(logits[row], simulation.logits(ids, forced[row]), rtol=1e-4, atol=1e-4)
+        assert (
+            torch.equal(logits[row], together[row]) if group == 1 else not torch.allclose(logits[row], together[row])
+        )
 
 
 def test_what_query_heads_that_choose_apart_read():
@@ -189,14 +191,14 @@ def test_snapkv_of_the_prompt_only(group, monkeypatch):
     )
     monkeypatch.setitem(EVICTORS, "snapkv prompt", row)
     against_simulation("snapkv prompt", group, 50)
-    model, held = model_of(group), []
+    model, key_buffers = model_of(group), []
     forced = torch.cat([prompt(40, 100), prompt(40, 101)])
     rows = [prompt(400), prompt(9)]
     _, cache, _ = forced_run(
-        model, row.method(model), rows, forced, each=lambda _, cache, handle: held.append(cache.layers[0].keys)
+        model, row.method(model), rows, forced, each=lambda _, cache, handle: key_buffers.append(cache.layers[0].keys)
     )
     assert cache.layers[0].rows.resident == [C + 40, 9 + 40]
-    assert held[0].shape[2] < 400, "the room for the prompt is given back"
+    assert key_buffers[0].shape[2] < 400, "the room for the prompt is given back"
 
 
 # -------------------------------------------------------------------------------------------------- refusals, document

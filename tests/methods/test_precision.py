@@ -22,11 +22,11 @@ def evicting(method, q_BHSD, k_BKSD, prompt, rotary=None):
     state = method.new_state(LayerSpec(0, 1, heads, kv_heads, width, k_BKSD.dtype, k_BKSD.device, rotary))
     keys, tokens_KT, left = k_BKSD[:, :, :0], torch.zeros(kv_heads, 0, dtype=torch.long), []
     for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, k_BKSD.shape[2]))]:
-        held, new = keys.shape[2], (q_BHSD[:, :, first:last], k_BKSD[:, :, first:last])
+        start, new = keys.shape[2], (q_BHSD[:, :, first:last], k_BKSD[:, :, first:last])
         keys = torch.cat((keys, new[1]), 2)
         tokens_KT = torch.cat((tokens_KT, torch.arange(first, last).expand(kv_heads, -1)), 1)
         lengths = torch.tensor([keys.shape[2]])
-        step = Step(*new, *new, [held], [last - first], keys, keys, lengths, sm_scale=width**-0.5)
+        step = Step(*new, *new, [start], [last - first], keys, keys, lengths, sm_scale=width**-0.5)
         state.append(step)
         if last - first == 1:
             attention(state, step)

@@ -46,8 +46,8 @@ def decode(ids):
 def test_steps_end_on_blank_lines():
     cut = Segmenter(decode, start=2)
     ended = cut.feed([4, 5, 1, 0, 0, 4, 0, 3, 0, 2, 4])
-    found = [(2, 5, "ab \n\n"), (5, 11, "\n\na\n \n"), (11, 12, ".\n\n")]
-    assert [(step.start, step.end, step.text) for step in ended] == found, "blank lines in a row are one border"
+    expected = [(2, 5, "ab \n\n"), (5, 11, "\n\na\n \n"), (11, 12, ".\n\n")]
+    assert [(step.start, step.end, step.text) for step in ended] == expected, "blank lines in a row are one border"
     assert cut.feed([4, 2])[0].text == "aa.\n\n"
     cut = Segmenter(decode)
     assert cut.feed([0, 0, 1, 3, 0]) == [], "white space alone is no step"
@@ -160,11 +160,11 @@ def test_distances_are_the_direct_ones(dtype):
         keys[7], values[7] = keys[2], values[2]
         keys[8], values[8] = keys[2] * (1 + 1e-4), values[2]
     pairs = [(0, 1), (2, 7), (2, 8), (7, 7), (3, 0), (4, 5)]
-    found = block_distances(layers, pairs)
-    for (a, b), distance in zip(pairs, found, strict=True):
+    distances = block_distances(layers, pairs)
+    for (a, b), distance in zip(pairs, distances, strict=True):
         gaps = [(x[a].double() - x[b].double()).square().sum().sqrt().item() for layer in layers for x in layer]
         assert distance == pytest.approx(sum(gaps) / (4 * 2 * 5 * 3), rel=1e-6, abs=1e-9)
-    assert found[1] == found[3] == 0, "identical blocks are at distance 0, exactly"
+    assert distances[1] == distances[3] == 0, "identical blocks are at distance 0, exactly"
     assert block_distances(layers, []) == []
 
 
@@ -232,12 +232,12 @@ def test_the_evaluator_pairs_whole_blocks_of_similar_steps():
 def test_pairing_by_the_nearest_block():
     """The second step begins one block later within itself: block i of one is not block i of the other."""
     first, second = [5, 5, *STEP], [*STEP[:4], 5, 5, 4, 8]
-    found = {}
+    decisions = {}
     for pairing in ("ordinal", "nearest"):
         run, cache = evaluator(pairing=pairing, include_prompt=True), Cache([*first, *second])
         feed(run, cache, 1, [*first, *second], 0)
-        found[pairing] = {d.newer: d.older for d in cache.decisions}
-    assert found == {"ordinal": {4: 0, 5: 1, 6: 2, 7: 3}, "nearest": {4: 1, 5: 2, 6: 0, 7: 3}}
+        decisions[pairing] = {d.newer: d.older for d in cache.decisions}
+    assert decisions == {"ordinal": {4: 0, 5: 1, 6: 2, 7: 3}, "nearest": {4: 1, 5: 2, 6: 0, 7: 3}}
 
 
 def test_forks_crops_and_rows_that_go():
@@ -278,8 +278,8 @@ def test_the_control_shares_as_much_and_anything():
     for run in (informed, control):
         caches.append(Cache([0, 0, *ids]))
         feed(run, caches[-1], 1, ids, 2, prompt=[0, 0])
-    known, drawn = ([(d.newer, d.older) for d in cache.decisions] for cache in caches)
-    assert 6 <= len(known) <= 9 and len(drawn) >= len(known) - 2 and known != drawn
+    informed_pairs, drawn = ([(d.newer, d.older) for d in cache.decisions] for cache in caches)
+    assert 6 <= len(informed_pairs) <= 9 and len(drawn) >= len(informed_pairs) - 2 and informed_pairs != drawn
     assert all(newer > older and newer >= 1 for newer, older in drawn)
     assert len({newer for newer, _ in drawn}) == len(drawn), "each of them gives a block back"
     for include in (False, True):  # behind a prompt of 20 blocks and a half: block 21 is the first of the reasoning

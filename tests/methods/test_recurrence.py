@@ -19,22 +19,22 @@ def recurrence(mri, elapsed, in_prompt):
 
 
 def test_windows_and_kinds_by_hand():
-    found = recurrence([0, 1, 1, 2, 3, 5, 8, 40, 2, 3], [50, 0, 9, 30, 1, 2, 3, 0, 19, 20], [True] * 5 + [False] * 5)
-    assert [found.window(share) for share in (0.1, 0.5, 0.8, 0.9, 1.0)] == [1, 2, 5, 8, 40]
-    assert found.recurring() == 0.7
-    assert found.kinds(20) == {
+    stats = recurrence([0, 1, 1, 2, 3, 5, 8, 40, 2, 3], [50, 0, 9, 30, 1, 2, 3, 0, 19, 20], [True] * 5 + [False] * 5)
+    assert [stats.window(share) for share in (0.1, 0.5, 0.8, 0.9, 1.0)] == [1, 2, 5, 8, 40]
+    assert stats.recurring() == 0.7
+    assert stats.kinds(20) == {
         "prompt": {"phoenix": 0, "milestone": 0.2, "lasting": 0.6, "idle": 0.2},
         "generated": {"phoenix": 0.2, "milestone": 0.2, "lasting": 0.6, "idle": 0.0},
     }
-    assert found.histogram() == {0: 1, 1: 2, 2: 2, 3: 2, 5: 1, 8: 1, 40: 1}
+    assert stats.histogram() == {0: 1, 1: 2, 2: 2, 3: 2, 5: 1, 8: 1, 40: 1}
     with pytest.raises(ValueError, match="share is 0"):
-        found.window(0)
+        stats.window(0)
 
 
 def test_intervals_are_those_of_the_definition():
     """From the probabilities of a plain model, recorded by the simulation."""
     model, ids = model_of(4, torch.float64), prompt(12, 3)
-    found = measure_recurrence(model, [ids[0].tolist()], max_new_tokens=31, alpha=0.04)
+    stats = measure_recurrence(model, [ids[0].tolist()], max_new_tokens=31, alpha=0.04)
     generated = model.generate(input_ids=ids, max_new_tokens=31)[0, 12:]
     with Simulation(model, lambda past: None) as simulation, torch.inference_mode():
         simulation.logits(ids, generated[:-1])
@@ -49,14 +49,14 @@ def test_intervals_are_those_of_the_definition():
                     if t and past.given[11 + t][past.group(head), j].max() >= Lazy.alpha
                 ]
                 expected.append((max(np.diff(times), default=0), 30 - times[-1], j < 12))
-    assert list(zip(found.mri, found.elapsed, found.in_prompt, strict=True)) == expected
-    assert len(set(found.mri.tolist())) > 5
+    assert list(zip(stats.mri, stats.elapsed, stats.in_prompt, strict=True)) == expected
+    assert len(set(stats.mri.tolist())) > 5
 
 
 def test_centres_count_every_query():
     model = model_of(4)
-    found = query_centres(model, [prompt(20, 1)[0].tolist(), prompt(30, 2)[0].tolist()], max_new_tokens=5)
-    assert found.tokens == 50 + 2 * 4
+    centres = query_centres(model, [prompt(20, 1)[0].tolist(), prompt(30, 2)[0].tolist()], max_new_tokens=5)
+    assert centres.tokens == 50 + 2 * 4
     with pytest.raises(SeergateError, match="no token was generated"):
         measure_recurrence(model, [[3, 4, 5]], max_new_tokens=1)
 
@@ -66,15 +66,15 @@ def test_the_command(method, tmp_path, capsys):
     target = tmp_path / "found"
     arguments = ["calibrate", method, "--problems", "2", "--max-new-tokens", "40", "--out", str(target)]
     assert main(arguments) == 0
-    said = capsys.readouterr().out
-    assert "note: fewer than 500 tokens say little of a model" in said
+    output = capsys.readouterr().out
+    assert "note: fewer than 500 tokens say little of a model" in output
     if method == "lazy_eviction":
         record = json.loads(target.read_text())
         assert record["made"]["problems"] == 2 and record["made"]["max_new_tokens"] == 40
-        assert 1 <= record["window"] <= 40 and f"window {record['window']}: " in said
+        assert 1 <= record["window"] <= 40 and f"window {record['window']}: " in output
     else:
-        found = methods.TriAttention(centres=str(target)).found
-        assert found.tokens > 80 and set(found.made) >= {"model", "contents", "max_new_tokens", "sampling"}
+        centres = methods.TriAttention(centres=str(target)).found
+        assert centres.tokens > 80 and set(centres.made) >= {"model", "contents", "max_new_tokens", "sampling"}
     assert list(tmp_path.iterdir()) == [target]
     before = target.read_bytes()
     other = {"lazy_eviction": "tri_attention", "tri_attention": "lazy_eviction"}[method]
@@ -83,8 +83,8 @@ def test_the_command(method, tmp_path, capsys):
     capsys.readouterr()
     for refused, name in ((other, target), (method, wrong), (method, tmp_path)):
         assert main(["calibrate", refused, "--problems", "2", "--max-new-tokens", "4", "--out", str(name)]) == 2
-        said = capsys.readouterr()
-        assert str(name) in said.err and said.err.count("\n") == 1 and "answering" not in said.out
+        output = capsys.readouterr()
+        assert str(name) in output.err and output.err.count("\n") == 1 and "answering" not in output.out
     assert target.read_bytes() == before and wrong.read_text() == "mine"
     assert main(["calibrate", method, "--problems", "1", "--max-new-tokens", "40", "--out", str(target)]) == 0
     assert target.read_bytes() != before

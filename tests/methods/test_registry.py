@@ -59,8 +59,8 @@ def test_every_option_is_checked(model):
             other = {"token_budget": None} if option.name in rules and name != "raas" else {}
             for value in WRONG.get(str(option.type).split(" ")[0], ()):
                 if option.init and (option.name, value) not in RIGHT:
-                    said = f"{option.name.removeprefix('rectify_')} is {value!r}|resa reads a share"
-                    with pytest.raises(ValueError, match=said):
+                    message = f"{option.name.removeprefix('rectify_')} is {value!r}|resa reads a share"
+                    with pytest.raises(ValueError, match=message):
                         replace(method, **{**other, option.name: value})
 
 
@@ -125,8 +125,8 @@ def test_subclasses_of_gate_are_gates():
         power: float = 2.0
 
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
-    found = methods.make_method("sharper", bank=bank, token_budget=64, power=3.0)
-    assert (found.power, found.token_budget, found.block_size) == (3.0, 64, 8)
+    method = methods.make_method("sharper", bank=bank, token_budget=64, power=3.0)
+    assert (method.power, method.token_budget, method.block_size) == (3.0, 64, 8)
     with pytest.raises(SeergateError, match="'sharper' needs gates"):
         methods.make_method("sharper")
 

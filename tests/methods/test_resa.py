@@ -32,7 +32,7 @@ def test_rows_of_any_length_against_loops(group):
     last = replace(last, starts=[n - 1 for n in lengths], counts=[1] * 5, lengths=torch.tensor(lengths))
     # rows are cropped to their lengths, so that bounds of open blocks hold no later keys
     state.crop([100] * 5, lengths, lambda row, first, end: keys[row : row + 1, :, first:end], [0] * 5)
-    found = method.select(state, last)
+    selection = method.select(state, last)
     for row, length in enumerate(lengths):
         blocks = math.ceil(length / size)
         count = min(blocks, max(budget // size, math.ceil(blocks * share)))
@@ -41,8 +41,8 @@ def test_rows_of_any_length_against_loops(group):
             parts = [keys[row, head, block * size : (block + 1) * size] for block in range(blocks - 1)]
             bounds = [float(torch.maximum(mean * part.amax(0), mean * part.amin(0)).sum()) for part in parts]
             best = sorted(range(blocks - 1), key=lambda b: -bounds[b])[: count - 1]
-            assert [b for b in found.indices[row, head].tolist() if b >= 0] == sorted([*best, blocks - 1])
-            assert found.counts[row, head] == count
+            assert [b for b in selection.indices[row, head].tolist() if b >= 0] == sorted([*best, blocks - 1])
+            assert selection.counts[row, head] == count
 
 
 def test_resa_decodes_and_rectifies(model):

@@ -57,15 +57,15 @@ def test_tri_attention_by_hand(reduction, expected):
     )
     ahead = ahead.mean(1, keepdim=True) if reduction == "mean" else ahead
     queries = rope.rotate(ahead[None], torch.full((1, ahead.shape[1]), 3))[0]
-    found = tri_scores(queries, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+    scores = tri_scores(queries, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
+    torch.testing.assert_close(scores, torch.tensor(expected), rtol=0, atol=1e-6)
     if reduction == "mean":
-        z = (found - found.mean()) / found.std(correction=0)
+        z = (scores - scores.mean()) / scores.std(correction=0)
         torch.testing.assert_close(z, torch.tensor([-1.363783, 1.006041, 0.357742]), rtol=0, atol=2e-6)
         assert best(z[None, None], [2]).tolist() == [[[1, 2]]]
         spread = tri_scores(queries * 0, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
         torch.testing.assert_close(spread, torch.tensor([0.75, 1.25, 0.75]))
-        assert (found - spread).argmax() == 2 and spread.argmax() == 1
+        assert (scores - spread).argmax() == 2 and spread.argmax() == 1
 
 
 def test_a_group_is_reduced_after_each_head_is_standardised():
@@ -84,9 +84,9 @@ def test_a_group_is_reduced_after_each_head_is_standardised():
 
     alone = torch.stack([importance([head], "max")[0] for head in (0, 1)])
     torch.testing.assert_close(alone.std(-1, correction=0), torch.ones(2))
-    for reduction, found in (("max", alone.amax(0)), ("mean", alone.mean(0))):
+    for reduction, scores in (("max", alone.amax(0)), ("mean", alone.mean(0))):
         torch.testing.assert_close(reduced(rows, reduction, 1), expected[reduction])
-        torch.testing.assert_close(importance([0, 1], reduction)[0], found)
+        torch.testing.assert_close(importance([0, 1], reduction)[0], scores)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "phi3", "gpt_oss", "cohere2"])
@@ -105,8 +105,8 @@ def test_a_constant_query_is_predicted_exactly(family):
     for distance in (1, 16):
         logit = rotary.rotate(q, torch.tensor([[9 + distance]])) @ keys.transpose(-1, -2)
         ahead = rotary.rotate(pairs.turn(q[0, :, 0], torch.tensor([float(distance)]))[None], torch.tensor([[9]]))[0]
-        found = tri_scores(ahead, torch.zeros(1, pairs.count), keys[0], pairs)
-        torch.testing.assert_close(found, logit[0], rtol=1e-3, atol=1e-3)
+        scores = tri_scores(ahead, torch.zeros(1, pairs.count), keys[0], pairs)
+        torch.testing.assert_close(scores, logit[0], rtol=1e-3, atol=1e-3)
 
 
 def test_where_the_positions_begin_does_not_matter():

@@ -31,8 +31,8 @@ def test_the_two_ways_to_reduce_a_group_by_hand():
     )
     expected = {"max_logits": [0.259, 0.035, 0.705], "mean": [0.416, 0.076, 0.508], "max": [0.787, 0.107, 0.909]}
     for reduction, numbers in expected.items():
-        found = of_group(q, keys, reduction)
-        torch.testing.assert_close(found, torch.tensor([numbers]), rtol=0, atol=6e-4)
+        scores = of_group(q, keys, reduction)
+        torch.testing.assert_close(scores, torch.tensor([numbers]), rtol=0, atol=6e-4)
 
 
 @pytest.mark.parametrize("method", [methods.SnapKV, methods.RKV])
@@ -51,11 +51,11 @@ def test_a_window_of_everything_keeps_everything(method):
 def test_redundancy_by_hand():
     """Unit keys with similarities .8, .6 and 0: each spares its newest look-alike, the mean is over columns."""
     keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
-    found = redundancy(keys, 0.5, 1)
-    torch.testing.assert_close(found, torch.tensor([[0.394967, 0.302516, 0.302516]]), rtol=0, atol=1e-6)
-    z = 0.1 * torch.tensor([0.5, 0.2, 0.3]) - 0.9 * found
+    penalties = redundancy(keys, 0.5, 1)
+    torch.testing.assert_close(penalties, torch.tensor([[0.394967, 0.302516, 0.302516]]), rtol=0, atol=1e-6)
+    z = 0.1 * torch.tensor([0.5, 0.2, 0.3]) - 0.9 * penalties
     torch.testing.assert_close(z, torch.tensor([[-0.305470, -0.252265, -0.242265]]), rtol=0, atol=1e-6)
-    z = 0.07 * torch.tensor([0.5, 0.2, 0.3]) - 0.93 * found
+    z = 0.07 * torch.tensor([0.5, 0.2, 0.3]) - 0.93 * penalties
     torch.testing.assert_close(z, torch.tensor([[-0.332319, -0.267340, -0.260340]]), rtol=0, atol=1e-6)
     assert redundancy(torch.eye(4)[None], 0.5, 1).tolist() == [[0.25] * 4]
     twin = torch.cat((torch.eye(4), torch.eye(4)[:1]))[None]

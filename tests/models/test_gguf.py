@@ -188,9 +188,9 @@ def test_train_evaluate_and_answer(file: Path, tmp_path: Path) -> None:
     assert fingerprint(load_base(file)) in record.read_text()
     done = run_seergate("generate", *model, "--prompt", "he " * 30, "--max-new-tokens", "4")
     assert done.returncode == 0 and "of the tokens before it" in done.stderr, done.stderr
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text(json.dumps({"prompt": "he " * 30}) + "\n")
-    traces = ["--prompts", str(asked), "--max-length", "120", "--out", str(tmp_path / "traces.jsonl")]
+    prompt_file = tmp_path / "asked.jsonl"
+    prompt_file.write_text(json.dumps({"prompt": "he " * 30}) + "\n")
+    traces = ["--prompts", str(prompt_file), "--max-length", "120", "--out", str(tmp_path / "traces.jsonl")]
     assert "1 questions" in output_of("traces", *model, *traces)
     assert "supported. llama, 2 of 2 layers" in output_of("doctor", "--model", str(file))
 

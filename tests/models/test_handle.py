@@ -24,7 +24,7 @@ def test_disabled_is_the_plain_model(name, correction):
         steps = handle.stats()["steps"]
         for cache in (None, StaticCache(config=model.config, max_cache_len=80)):
             with handle.disable(), handle.disable():
-                found = model.generate(
+                output = model.generate(
                     **INPUTS,
                     max_new_tokens=NEW,
                     return_dict_in_generate=True,
@@ -32,9 +32,9 @@ def test_disabled_is_the_plain_model(name, correction):
                     past_key_values=cache,
                 )
                 assert "disabled" in repr(handle)
-            assert torch.equal(found.sequences, plain.sequences)
+            assert torch.equal(output.sequences, plain.sequences)
             if cache is None:
-                assert all(map(torch.equal, found.logits, plain.logits))
+                assert all(map(torch.equal, output.logits, plain.logits))
         assert handle.stats()["steps"] == steps, "nothing is counted"
         assert torch.equal(model.generate(**INPUTS, max_new_tokens=NEW), before) and "attached" in repr(handle)
         assert handle.stats()["steps"] == 2 * steps
@@ -75,7 +75,7 @@ def test_repr_and_summary():
         assert repr(handle).endswith("attached, 2 layers of Qwen3ForCausalLM>")
         assert handle.summary() == repr(handle), "nothing has been read"
         model.generate(**INPUTS, max_new_tokens=NEW)
-        stats, said = handle.stats(), handle.summary()
-    assert f"11 decode steps read {100 * stats['density']:.1f} % of the tokens before them" in said
-    assert f"layer 1: {100 * stats['density_per_layer'][1]:.1f} %" in said
-    assert f"{stats['resident_bytes_peak'] / 1e6:.3g} MB held at most" in said
+        stats, summary = handle.stats(), handle.summary()
+    assert f"11 decode steps read {100 * stats['density']:.1f} % of the tokens before them" in summary
+    assert f"layer 1: {100 * stats['density_per_layer'][1]:.1f} %" in summary
+    assert f"{stats['resident_bytes_peak'] / 1e6:.3g} MB held at most" in summary

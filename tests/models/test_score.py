@@ -24,16 +24,16 @@ def model():
 def one_by_one(model, ids, start, mask=None):
     """Log-probabilities ``[B, S - start]`` by a loop over single tokens."""
     output = model(ids[:, :start], attention_mask=None if mask is None else mask[:, :start], use_cache=True)
-    found = [output.logits[:, -1]]
+    logits = [output.logits[:, -1]]
     for i in range(start, ids.shape[1] - 1):
         output = model(
             ids[:, i : i + 1],
             attention_mask=None if mask is None else mask[:, : i + 1],
             past_key_values=output.past_key_values,
         )
-        found.append(output.logits[:, -1])
-    known = torch.stack(found, 1).float().log_softmax(-1)
-    return known.gather(-1, ids[:, start:, None])[..., 0]
+        logits.append(output.logits[:, -1])
+    log_probs = torch.stack(logits, 1).float().log_softmax(-1)
+    return log_probs.gather(-1, ids[:, start:, None])[..., 0]
 
 
 METHODS = {
@@ -56,13 +56,13 @@ def test_it_is_what_decoding_token_by_token_says(model, name, start):
         warnings.simplefilter("ignore", methods.LongPromptWarning)
         expected, steps = one_by_one(model, ids, start), handle.stats()
         handle.reset_stats()
-        found = seergate.score(model, ids, start=start, logits=True)
-        assert found.log_probs.shape == (2, LENGTH - start) and found.logits.shape[:2] == (2, LENGTH - start)
-        torch.testing.assert_close(found.log_probs, expected, rtol=0, atol=1e-6)
+        scores = seergate.score(model, ids, start=start, logits=True)
+        assert scores.log_probs.shape == (2, LENGTH - start) and scores.logits.shape[:2] == (2, LENGTH - start)
+        torch.testing.assert_close(scores.log_probs, expected, rtol=0, atol=1e-6)
         counted = handle.stats()
         assert counted["steps"] == steps["steps"] and counted["density"] == steps["density"], "the same choices"
     dense = seergate.score(model, ids, start=start).log_probs
-    assert (name == "dense" or start > START) == bool((found.log_probs - dense).abs().max() < 1e-5)
+    assert (name == "dense" or start > START) == bool((scores.log_probs - dense).abs().max() < 1e-5)
 
 
 @torch.no_grad()
@@ -70,12 +70,12 @@ def test_padding_on_either_side_changes_nothing(model):
     ids, mask = torch.cat([prompt(LENGTH, 3), prompt(LENGTH, 4)]), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :9], mask[1, LENGTH - 11 :] = 0, 0
     with seergate.attached(model, "quest", **METHODS["quest"]):
-        found = seergate.score(model, ids, mask, start=START).log_probs
+        log_probs = seergate.score(model, ids, mask, start=START).log_probs
         first = seergate.score(model, ids[:1, 9:], start=START - 9).log_probs
         second = seergate.score(model, ids[1:, : LENGTH - 11], start=START).log_probs
-    torch.testing.assert_close(found[:1], first, rtol=0, atol=1e-6)
-    torch.testing.assert_close(found[1:, :-11], second, rtol=0, atol=1e-6)
-    assert found[1, -11:].isnan().all() and not found[0].isnan().any()
+    torch.testing.assert_close(log_probs[:1], first, rtol=0, atol=1e-6)
+    torch.testing.assert_close(log_probs[1:, :-11], second, rtol=0, atol=1e-6)
+    assert log_probs[1, -11:].isnan().all() and not log_probs[0].isnan().any()
 
 
 @pytest.mark.parametrize(
@@ -137,10 +137,10 @@ def test_rope_that_changes_with_the_length():
     for row, (text, first) in enumerate(zip(rows, (0, 24), strict=True)):  # the first 60 slots are read as prompts
         ids[row, first : first + text.shape[1]], mask[row, first : first + text.shape[1]] = text[0], 1
     with seergate.attached(changing, "quest", **METHODS["quest"] | {"token_budget": 512}):
-        found = seergate.score(changing, ids, mask, start=60).log_probs
+        log_probs = seergate.score(changing, ids, mask, start=60).log_probs
         for row, (text, start) in enumerate(zip(rows, (60, 36), strict=True)):
             alone = changing(text, use_cache=False).logits.log_softmax(-1)[0, start - 1 : -1]
             expected = alone.gather(-1, text[0, start:, None])[:, 0]
-            torch.testing.assert_close(found[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(log_probs[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(SeergateError, match="a text has 65 tokens; the model's dynamic RoPE"):
             seergate.score(changing, prompt(65), start=10)

@@ -69,8 +69,8 @@ def calls():
 def results(op):
     """What an op returns, or has changed in place."""
     given, options = calls()[op]
-    found = getattr(ops, op)(*given, **options)
-    return given[2:4] if found is None else found
+    result = getattr(ops, op)(*given, **options)
+    return given[2:4] if result is None else result
 
 
 def equal(got, want):
@@ -103,12 +103,12 @@ def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
     """Both cost more than a small kernel; they are asked for once in a process."""
     backend.choose(CUDA)
 
-    def asked(*_):
+    def fail(*_):
         raise AssertionError("asked again")
 
-    monkeypatch.setattr(backend.importlib.util, "find_spec", asked)
-    monkeypatch.setattr(torch.cuda, "is_available", asked)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", asked)
+    monkeypatch.setattr(backend.importlib.util, "find_spec", fail)
+    monkeypatch.setattr(torch.cuda, "is_available", fail)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
     assert backend.choose(CUDA) in ("torch", "triton")
 
 
@@ -133,8 +133,8 @@ def test_an_op_runs_with_its_tensors_device_as_the_current_one(monkeypatch):
     current = []
 
     @contextmanager
-    def device(wanted):
-        current.append(wanted)
+    def device(target):
+        current.append(target)
         yield
         current.append(None)
 

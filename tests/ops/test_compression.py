@@ -147,8 +147,8 @@ def test_any_layout():
     k = torch.stack((k, torch.full_like(k, math.nan)), dim=-1)[..., 0]
     lengths = torch.tensor([16, 0, 3, 0])[::2]
     ops.update_compressed_keys(k, lengths, *for_heads_last, block_size=8, **options)
-    for got, wanted in zip(for_heads_last, want, strict=True):
-        torch.testing.assert_close(got, wanted, equal_nan=True)
+    for got, expected in zip(for_heads_last, want, strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True)
 
 
 def test_empty_batch():

@@ -89,6 +89,6 @@ def test_triton_reports_the_facts_that_a_launch_needs():
 
 @pytest.mark.gpu
 def test_the_gpu_that_is_here():
-    gpu, found = gpu_of(torch.device("cuda")), torch.cuda.get_device_properties()
-    assert gpu.processors == found.multi_processor_count and gpu.shared_memory >= 48 << 10
+    gpu, properties = gpu_of(torch.device("cuda")), torch.cuda.get_device_properties()
+    assert gpu.processors == properties.multi_processor_count and gpu.shared_memory >= 48 << 10
     assert gpu.backend == ("cuda" if torch.version.hip is None else "hip")

@@ -27,18 +27,18 @@ from tests.support.op_inputs import examples, poison, relative
 )
 def test_against_the_reference(lengths, group, kv_heads, dtype, extras):
     q, k, v = cache(batch=len(lengths or [0]), kv_heads=kv_heads, group=group, value_dim=24, dtype=dtype)
-    held = None if lengths is None else torch.tensor(lengths)
-    if held is not None:
-        k, v = (poison(x, held) for x in (k, v))
+    row_lengths = None if lengths is None else torch.tensor(lengths)
+    if row_lengths is not None:
+        k, v = (poison(x, row_lengths) for x in (k, v))
     options = {}
     if "sinks" in extras:
         options["sinks"] = torch.randn(q.shape[1])
     if "softcap" in extras:
         options["softcap"] = 2.0
-    found = ops.dense_decode(q, k, v, held, 0.3, **options)
-    expected = reference.dense_decode(q.double(), k.double(), v.double(), held, 0.3, **options)
-    assert found.dtype == dtype
-    assert relative(found, expected) < TOLERANCE[dtype]
+    output = ops.dense_decode(q, k, v, row_lengths, 0.3, **options)
+    expected = reference.dense_decode(q.double(), k.double(), v.double(), row_lengths, 0.3, **options)
+    assert output.dtype == dtype
+    assert relative(output, expected) < TOLERANCE[dtype]
 
 
 @pytest.mark.plain_empty

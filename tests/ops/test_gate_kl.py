@@ -91,9 +91,9 @@ def test_every_row_counts_at_one_shift(gate_kl):
         left_out = torch.ones(66, dtype=torch.bool)
         left_out[[row for row in counted if row < (37 if row < 40 else 66)]] = False
         poisoned.q[left_out] = poisoned.qg[left_out] = math.nan
-        _, stats, *found = poisoned.run(gate_kl, **options, row_stride=4, row_shift=shift)
+        _, stats, *part_gradients = poisoned.run(gate_kl, **options, row_stride=4, row_shift=shift)
         rows += int(stats.rows)
-        for total, part in zip(sums, (stats.kl_per_head, stats.recall, *found), strict=True):
+        for total, part in zip(sums, (stats.kl_per_head, stats.recall, *part_gradients), strict=True):
             total += part * stats.rows
     assert rows == whole.rows == (37 - 16) + (24 - 16)
     for total, want in zip(sums, (whole.kl_per_head, whole.recall, *gradients), strict=True):
@@ -296,11 +296,11 @@ def test_backward_scales_and_can_be_repeated():
 def test_only_the_wanted_gradient_is_kept_and_once(which):
     pack = Pack.random([40])
     _, _, *want = pack.run(ops.gate_kl)
-    wanted = getattr(pack, which).requires_grad_()
+    leaf = getattr(pack, which).requires_grad_()
     loss, _ = ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)
     assert sum(saved is not None for saved in loss.grad_fn.saved_tensors) == 1
     with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(loss, wanted, create_graph=True)  # else a penalty on it would count for nothing
-    torch.testing.assert_close(torch.autograd.grad(loss, wanted)[0], want[which == "kg"])
+        torch.autograd.grad(loss, leaf, create_graph=True)  # else a penalty on it would count for nothing
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], want[which == "kg"])
     with torch.no_grad():
         assert not ops.gate_kl(pack.q, pack.k, pack.qg, pack.kg, pack.cu, 8)[0].requires_grad

@@ -33,10 +33,10 @@ GPU = pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.target)
 @cache
 def table():
     """(Triton, GPU) -> rows."""
-    found = {}
+    rows_by_column = {}
     for row in json.loads(TABLE.read_text())["rows"]:
-        found.setdefault((row["triton"], row["gpu"]), []).append(row)
-    return found
+        rows_by_column.setdefault((row["triton"], row["gpu"]), []).append(row)
+    return rows_by_column
 
 
 @cache
@@ -60,8 +60,8 @@ def test_the_table_is_made_with_what_pytorch_ships():
 def test_the_table_has_every_kernel_as_it_is_now_and_without_a_fault(release, gpu):
     """All buffers of decode's pipeline exist: an index that the loop must wait for, or a branch, would leave fewer."""
     rows = table()[release, gpu.name]
-    found = [(row["example"], row["kernel"], row["fingerprint"]) for row in rows]
-    assert found == [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)], (
+    entries = [(row["example"], row["kernel"], row["fingerprint"]) for row in rows]
+    assert entries == [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)], (
         RENEW
     )
     for row, (example, launch) in zip(rows, now(gpu), strict=True):

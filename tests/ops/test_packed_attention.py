@@ -89,10 +89,10 @@ def test_a_kernel_of_the_processor_that_gives_something_else_is_not_used(wrong, 
         output, lse = real(q, k, v, scale)
         return output, lse if wrong == "group" else lse * math.log2(math.e)
 
-    asked = torch_impl._cpu_kernel_gives_lse.__wrapped__
-    assert asked()
+    gives_lse = torch_impl._cpu_kernel_gives_lse.__wrapped__
+    assert gives_lse()
     monkeypatch.setattr(torch_impl, "flash_on_cpu", another)
-    assert not asked()
+    assert not gives_lse()
 
 
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
@@ -123,8 +123,8 @@ def test_which_kernel_of_pytorch_runs(device, capability, dtype, dims, extras, k
     monkeypatch.setattr(torch_impl, "capability", lambda device: capability)
     monkeypatch.setattr(torch_impl, "varlen_gives_lse", lambda device: True)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    asked = {"window": None, "softcap": None} | extras
-    assert torch_impl.fused_kernel(torch.device(device), dtype, *dims, **asked) == kernel
+    options = {"window": None, "softcap": None} | extras
+    assert torch_impl.fused_kernel(torch.device(device), dtype, *dims, **options) == kernel
 
 
 def test_kernels_that_are_missing_or_switched_off_are_not_chosen(monkeypatch):

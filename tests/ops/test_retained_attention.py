@@ -27,27 +27,29 @@ def test_against_the_reference(lengths, group, options, monkeypatch):
     monkeypatch.setattr("seergate.ops.torch_impl.retained_attention.CHUNK_BYTES_CPU", 8192)  # several chunks
     sides, borders = pack(lengths, group)
     options = options | ({"sinks": torch.linspace(-1, 2, 2 * group).double()} if "sinks" in options else {})
-    found = []
+    results = []
     for run in (reference.retained_attention, ops.retained_attention):
-        output, held = run(*sides, borders, 0.3, **options)
-        found.append((output, held, *torch.autograd.grad(output.square().sum() + held.square().sum(), sides)))
-    for want, got in zip(*found, strict=True):
+        output, weight_sums = run(*sides, borders, 0.3, **options)
+        results.append(
+            (output, weight_sums, *torch.autograd.grad(output.square().sum() + weight_sums.square().sum(), sides))
+        )
+    for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     narrow = ops.retained_attention(*(x.float() for x in sides), borders, 0.3, **options)
-    torch.testing.assert_close(narrow.output.double(), found[0][0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(narrow.output.double(), results[0][0], rtol=1e-4, atol=1e-5)
 
 
 def test_an_empty_pack_is_one_as_for_ordinary_attention():
     (q, k, v, log_beta), borders = pack([0])
-    output, held = ops.retained_attention(q, k, v, log_beta, borders)
-    assert output.shape == ops.packed_attention(q, k, v, borders).output.shape and held.shape == log_beta.shape
+    output, weight_sums = ops.retained_attention(q, k, v, log_beta, borders)
+    assert output.shape == ops.packed_attention(q, k, v, borders).output.shape and weight_sums.shape == log_beta.shape
 
 
 def test_without_fading_it_is_ordinary_attention():
     (q, k, v, log_beta), borders = pack([30, 12])
-    output, held = ops.retained_attention(q, k, v, torch.zeros_like(log_beta), borders)
+    output, weight_sums = ops.retained_attention(q, k, v, torch.zeros_like(log_beta), borders)
     torch.testing.assert_close(output, ops.packed_attention(q.detach(), k.detach(), v.detach(), borders).output)
-    assert held[:, 0].tolist() == [*range(1, 31), *range(1, 13)]
+    assert weight_sums[:, 0].tolist() == [*range(1, 31), *range(1, 13)]
 
 
 @BOTH
@@ -55,6 +57,6 @@ def test_by_hand(attend):
     """Logits 2, -2, 1 of ages 2, 1, 0 and worth 1/4, 9/10, 1: a negative logit rises, as in the paper's product."""
     q = torch.tensor([[[0.0]], [[0.0]], [[1.0]]])
     k, v = torch.tensor([[[2.0]], [[-2.0]], [[1.0]]]), torch.eye(3)[:, None]
-    output, held = attend(q, k, v, torch.tensor([[0.5], [0.9], [0.3]]).log(), torch.tensor([0, 3]).int(), 1.0)
+    output, weight_sums = attend(q, k, v, torch.tensor([[0.5], [0.9], [0.3]]).log(), torch.tensor([0, 3]).int(), 1.0)
     assert output[2, 0].tolist() == pytest.approx([0.363771, 0.036471, 0.599757], abs=1e-6)
-    assert held[:, 0].tolist() == pytest.approx([1, 1.5, 2.15])
+    assert weight_sums[:, 0].tolist() == pytest.approx([1, 1.5, 2.15])

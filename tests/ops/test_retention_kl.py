@@ -28,14 +28,14 @@ def test_against_the_reference(lengths, group, options):
     for distance in (1, 4):
         q, k, scores, borders = pack(lengths, group)
         options = options | ({"sinks": torch.linspace(-1, 2, q.shape[1]).double()} if "sinks" in options else {})
-        found = []
+        results = []
         for run in (reference.retention_kl, ops.retention_kl):
             loss, stats = run(q, k, scores, borders, distance, **options)
-            found.append((loss.detach(), *stats, torch.autograd.grad(loss, scores)[0]))
-        for want, got in zip(*found, strict=True):
+            results.append((loss.detach(), *stats, torch.autograd.grad(loss, scores)[0]))
+        for want, got in zip(*results, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
         loss, stats = ops.retention_kl(q.float(), k.float(), scores.float(), borders, distance, **options)
-        torch.testing.assert_close(loss.double(), found[0][0], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(loss.double(), results[0][0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_long_pack_in_chunks(monkeypatch):

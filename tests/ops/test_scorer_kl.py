@@ -62,8 +62,8 @@ def test_sinks_softcap_and_a_known_normaliser(target):
     options |= {"target": target, "target_budget": 2 * SIZE, **more}
     want = pack.run(reference.scorer_kl, **options)
     lse = reference.attention_with_block_targets(pack.q, pack.k, pack.k, pack.cu, SIZE, **more).lse
-    for known in ({}, {"lse": lse}):
-        got = pack.run(ops.scorer_kl, **options, **known)
+    for normaliser in ({}, {"lse": lse}):
+        got = pack.run(ops.scorer_kl, **options, **normaliser)
         assert relative(got[0], want[0]) < 1e-10 and relative(got[2], want[2]) < 1e-10
 
 
@@ -126,7 +126,7 @@ def test_what_is_not_picked_does_not_count(scorer_kl):
     """Three past blocks, two of which are picked: moving the third one's score or probability changes nothing."""
     q, k = torch.ones(8, 1, 1).double(), torch.zeros(8, 1, 1).double()
     qs = torch.ones(8, 1, 1).double()
-    found = []
+    losses = []
     for third, probability in ((-5.0, 0.0), (-9.0, 3.0)):
         ks = torch.tensor([1.0, 2.0, third, 0.0]).double()[:, None, None].requires_grad_()
         k[4:6] = probability
@@ -136,7 +136,7 @@ def test_what_is_not_picked_does_not_count(scorer_kl):
         )  # fmt: skip
         loss.backward()
         assert ks.grad[2].item() == 0
-        found.append(loss.item())
-    assert found[0] == pytest.approx(found[1])
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1])
     pi = 1 / (1 + math.e)
-    assert found[0] == pytest.approx(0.5 * math.log(0.5 / pi) + 0.5 * math.log(0.5 / (1 - pi)))
+    assert losses[0] == pytest.approx(0.5 * math.log(0.5 / pi) + 0.5 * math.log(0.5 / (1 - pi)))

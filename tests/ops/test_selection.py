@@ -186,16 +186,16 @@ def test_a_share_of_the_blocks(share, least, most):
     size, lengths = 3, [1, 2, 3, 4, 9, 10, 61, 88, 89, 90, 91, 151]
     scores = torch.randn(len(lengths), 2, 60, dtype=torch.float64)
     bounds = {"budget_min": least and least * size + 1, "budget_max": most and most * size + 2}
-    found = ops.select_blocks(scores, torch.tensor(lengths), block_size=size, budget_share=share, **bounds)
+    selection = ops.select_blocks(scores, torch.tensor(lengths), block_size=size, budget_share=share, **bounds)
     covered = set()
     for row, length in enumerate(lengths):
         used = math.ceil(length / size)
-        wanted = math.ceil(used / 3 - 1e-9) if share == 1 / 3 else math.ceil(used * Decimal(str(share)))
-        wanted = min(used, max(1, least or 1, wanted), most or used)
-        for head, chosen in enumerate(blocks(found)[row]):
+        count = math.ceil(used / 3 - 1e-9) if share == 1 / 3 else math.ceil(used * Decimal(str(share)))
+        count = min(used, max(1, least or 1, count), most or used)
+        for head, chosen in enumerate(blocks(selection)[row]):
             best = sorted(range(used - 1), key=lambda j, row=row, head=head: -float(scores[row, head, j]))
-            assert chosen == sorted([*best[: wanted - 1], used - 1])
-        covered |= {used} if wanted == used else set()
+            assert chosen == sorted([*best[: count - 1], used - 1])
+        covered |= {used} if count == used else set()
     budget = BlockBudget.of(size, budget_share=share, **bounds)
     assert [used <= budget.covered for used in range(1, 31)] == [budget.read(used) == used for used in range(1, 31)]
     assert covered == {-(-length // size) for length in lengths if -(-length // size) <= budget.covered}

@@ -101,26 +101,26 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = op._schema.name.removeprefix("aten::")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = [x for x in tensors if isinstance(x, Pretended)]
-    asked = kwargs.get("device")
-    asked = None if asked is None else torch.device(asked).type
+    device = kwargs.get("device")
+    device = None if device is None else torch.device(device).type
     if here and name in KERNELS:
         return tree_map(Pretended, KERNELS[name](*tree_map(_host, args), **kwargs))
     check(name, args, tensors, here)
     kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
-    if asked == "cuda":
+    if device == "cuda":
         kwargs["device"] = torch.device("cpu")
     result = op(*tree_map(_host, args), **tree_map(_host, kwargs))
     if name == "_local_scalar_dense" or not isinstance(result, (Tensor, tuple, list)):
         return result
-    there = bool(here) and asked != "cpu"
+    there = bool(here) and device != "cpu"
     if name == "copy_":
         there = isinstance(args[0], Pretended)
-    if not (there or asked == "cuda"):
+    if not (there or device == "cuda"):
         return result.clone() if name == "_to_copy" and result is _host(args[0]) else result
     if name == "_to_copy" and result is _host(args[0]):
         result = result.clone()
-    known = {id(x.host): x for x in here}  # an op in place returns the tensor that it was given
-    return tree_map(lambda x: known[id(x)] if id(x) in known else Pretended(x) if isinstance(x, Tensor) else x, result)
+    by_id = {id(x.host): x for x in here}  # an op in place returns the tensor that it was given
+    return tree_map(lambda x: by_id[id(x)] if id(x) in by_id else Pretended(x) if isinstance(x, Tensor) else x, result)
 
 
 @cache
@@ -205,11 +205,11 @@ def pretended() -> Iterator[torch.device]:
         def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             if isinstance(data, Pretended):
                 return data if device is None and not kwargs else data.to(kwargs.get("dtype", data.dtype))
-            found = make(data, *args, **kwargs)
+            host = make(data, *args, **kwargs)
             if device is None or torch.device(device).type != "cuda":
-                return found
+                return host
             waited("copy from pageable memory")
-            return Pretended(found)
+            return Pretended(host)
 
         return made
 

@@ -50,8 +50,8 @@ def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, 
     query = torch.randn(4, K * G, D, generator=draw).to(dtype)
     summary = torch.randn(4, K, BLOCKS, E, generator=draw).to(dtype)
     plain = unrotate(query, last_R1)
-    found = GateScores(gate, unrotate).scores(query, rows, summary, lambda: summary)
-    assert torch.equal(found, gate.step_scores(plain, rows.tensor, summary))
+    scores = GateScores(gate, unrotate).scores(query, rows, summary, lambda: summary)
+    assert torch.equal(scores, gate.step_scores(plain, rows.tensor, summary))
     if rotary is None:
         assert torch.equal(plain, query.float())
         return
@@ -148,14 +148,14 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
             held=419,
             read_all=0,
         )
-        found = []
+        counts = []
         for cache in caches:
             paged = cache.as_strided((2 * BLOCKS, K, SIZE, 2 * D), (numbers, SIZE * 2 * D, 2 * D, 1))
             query = cache[: 2 * (K * G + 1) * D].view(2, K * G + 1, D)[:, 1:]  # rows with gaps, as vLLM's
             with Operators() as operators:
                 layer.forward(None, query, query, query, paged, SimpleNamespace(plan=plan), torch.empty(2, K * G, D))
-            found.append(len(operators.names))
-        return found
+            counts.append(len(operators.names))
+        return counts
 
     first, *further = step(caches)
     shared = list(Tables.noted)

@@ -57,11 +57,11 @@ def forced_run(model, method, prompts, forced, *, each=None, **options):
     """
     with seergate.attached(model, method, **options) as handle, torch.inference_mode():
         rows = Decoding(model, **left_padded(prompts))
-        found = [rows.logits[:, -1]]
+        logits = [rows.logits[:, -1]]
         for at in range(forced.shape[1] + 1):
             if at:
-                found.append(rows.read(forced[:, at - 1 : at])[:, -1])
+                logits.append(rows.read(forced[:, at - 1 : at])[:, -1])
             if each is not None:
                 each(at, rows.cache, handle)
         stats = handle.stats()
-    return torch.stack(found, 1), rows.cache, stats
+    return torch.stack(logits, 1), rows.cache, stats

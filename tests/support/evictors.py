@@ -46,9 +46,9 @@ def _tri(model: Any, **options: Any) -> CompressingMethod:
 
 
 def _naive_tri(model: Any, *args: Any, **options: Any) -> naive.Tri:
-    found, rope = centres(model), model.model.rotary_emb
+    query_centres, rope = centres(model), model.model.rotary_emb
     for name in ("mean", "modulus"):
-        options[name] = {layer: x.double().numpy() for layer, x in getattr(found, name).items()}
+        options[name] = {layer: x.double().numpy() for layer, x in getattr(query_centres, name).items()}
     return naive.Tri(*args, frequencies=rope.inv_freq.double().numpy(), factor=rope.attention_scaling, **options)
 
 

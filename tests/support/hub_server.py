@@ -126,10 +126,10 @@ class Hub:
     # What the API answers. ``user`` is the token, which is also the name of its user.
 
     def repo(self, name: str, user: str | None) -> Repo:
-        found, owner = self.repos.get(name), name.removeprefix("datasets/").split("/")[0]
-        if found is None or (found.private and owner not in self.tokens.get(user or "", ())):
+        repository, owner = self.repos.get(name), name.removeprefix("datasets/").split("/")[0]
+        if repository is None or (repository.private and owner not in self.tokens.get(user or "", ())):
             raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
-        return found
+        return repository
 
     def create(self, body: dict[str, Any], user: str | None) -> dict[str, Any]:
         if user is None:

@@ -105,9 +105,9 @@ def storm(model: str, root: Path, kills: int, seed: int = 0) -> dict:
 def samples(out: Path) -> dict[tuple[str, int], dict]:
     """What a run has of each sample."""
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    found = {(row["problem_id"], row["sample_idx"]): compared(row) for row in rows}
-    assert len(rows) == len(found) == SAMPLES, f"{len(rows)} samples, {len(found)} different ones of {SAMPLES}"
-    return found
+    by_sample = {(row["problem_id"], row["sample_idx"]): compared(row) for row in rows}
+    assert len(rows) == len(by_sample) == SAMPLES, f"{len(rows)} samples, {len(by_sample)} different ones of {SAMPLES}"
+    return by_sample
 
 
 def compared(values: dict) -> dict:

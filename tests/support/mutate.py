@@ -76,7 +76,7 @@ def mutations(path: Path) -> list[Mutation]:
     begins = [0]
     for line in text.splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
-    found: list[Mutation] = []
+    places: list[Mutation] = []
 
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, SKIPPED) or (isinstance(node, ast.FunctionDef) and "jit" in ast.dump(node)[:400]):
@@ -85,12 +85,12 @@ def mutations(path: Path) -> list[Mutation]:
         if inside and one_line and (after := mutated(node)) is not None:
             start, end = (begins[node.lineno - 1] + column for column in (node.col_offset, node.end_col_offset))
             name = path.relative_to(ROOT).as_posix()
-            found.append(Mutation(name, node.lineno, start, end, text[start:end].decode(), f"({ast.unparse(after)})"))
+            places.append(Mutation(name, node.lineno, start, end, text[start:end].decode(), f"({ast.unparse(after)})"))
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, ast.FunctionDef))
 
     visit(ast.parse(text), False)
-    return found
+    return places
 
 
 def drawn(count: int, seed: int) -> list[Mutation]:
@@ -113,12 +113,12 @@ def tests_of(coverage_file: Path) -> dict[tuple[str, int], list[str]]:
 
     data = CoverageData(str(coverage_file))
     data.read()
-    found: dict[tuple[str, int], list[str]] = {}
+    tests_by_line: dict[tuple[str, int], list[str]] = {}
     for file in data.measured_files():
         name = os.path.relpath(file, ROOT)
         for line, contexts in data.contexts_by_lineno(file).items():
-            found[name, line] = sorted({context.split("|")[0] for context in contexts if context})
-    return found
+            tests_by_line[name, line] = sorted({context.split("|")[0] for context in contexts if context})
+    return tests_by_line
 
 
 def run(mutation: Mutation, tests: list[str], copy: Path) -> None:
@@ -171,8 +171,8 @@ def main() -> None:
             if tests := running.get((mutation.file, mutation.line)):
                 run(mutation, tests, copy)
             copies.put(copy)
-            said = mutation.caught_by or "SURVIVED"
-            print(f"{mutation.file}:{mutation.line} {mutation.before} -> {mutation.after}: {said}", flush=True)
+            outcome = mutation.caught_by or "SURVIVED"
+            print(f"{mutation.file}:{mutation.line} {mutation.before} -> {mutation.after}: {outcome}", flush=True)
 
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(one, chosen))

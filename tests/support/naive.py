@@ -72,15 +72,15 @@ class Budgeted:
         if self.pinned:
             kept = max(kept, past.prompt + max(self.interval, self.recent))
         for head in range(past.keys.shape[1]):
-            held = int(past.alive[head].sum())
+            residents = int(past.alive[head].sum())
             if past.decoded == 0:
-                due = self.at_prompt and held > kept
+                due = self.at_prompt and residents > kept
             elif self.periodic:
-                due = self.clock(past) % self.interval == 0 and held > kept
+                due = self.clock(past) % self.interval == 0 and residents > kept
             else:
-                due = held >= kept + self.interval
+                due = residents >= kept + self.interval
             if due:
-                always = set(past.living(head)[held - self.recent :])
+                always = set(past.living(head)[residents - self.recent :])
                 if self.pinned:
                     always |= set(range(past.prompt))
                 keep_best(past, head, self.scores(past, head), kept, always)
@@ -192,8 +192,8 @@ def number(seed, layer, head, token, event):
         x = ((x ^ (x >> 27)) * (-7723592293110705685 & mask)) & mask
         return x ^ (x >> 31)
 
-    found = mix(mix(mix(mix(seed * 1_000_003 + layer) + event) + head) + token)
-    return (found - 2**64 if found >= 2**63 else found) >> 11
+    bits = mix(mix(mix(mix(seed * 1_000_003 + layer) + event) + head) + token)
+    return (bits - 2**64 if bits >= 2**63 else bits) >> 11
 
 
 class Tri(Budgeted):
@@ -357,7 +357,7 @@ class Simulation:
     def logits(self, ids, forced):
         """Logits ``[1 + n, V]`` after the prompt and after each of the forced tokens ``[n]``."""
         cache = DynamicCache()
-        found = [self.model(input_ids=ids, past_key_values=cache).logits[0, -1]]
+        step_logits = [self.model(input_ids=ids, past_key_values=cache).logits[0, -1]]
         for token in forced:
-            found.append(self.model(input_ids=token.view(1, 1), past_key_values=cache).logits[0, -1])
-        return torch.stack(found)
+            step_logits.append(self.model(input_ids=token.view(1, 1), past_key_values=cache).logits[0, -1])
+        return torch.stack(step_logits)

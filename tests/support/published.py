@@ -57,16 +57,16 @@ class Release:
 
     def tensors(self, qk_norm: bool = True) -> dict[str, Tensor]:
         """Random tensors under the published names."""
-        found = {}
+        weights = {}
         group, width = self.heads // self.kv_heads, self.head_dim
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}.self_attn.attn_gate."
-            found[prefix + "attngate_linear_q.weight"] = 0.05 * torch.randn(self.kv_heads, group, width, 128)
-            found[prefix + "attngate_linear_k.weight"] = 0.05 * torch.randn(self.kv_heads, 3 * width, 128)
+            weights[prefix + "attngate_linear_q.weight"] = 0.05 * torch.randn(self.kv_heads, group, width, 128)
+            weights[prefix + "attngate_linear_k.weight"] = 0.05 * torch.randn(self.kv_heads, 3 * width, 128)
             if qk_norm:
-                found[prefix + "attngate_qnorm.weight"] = 1 + 0.1 * torch.randn(128)
-                found[prefix + "attngate_knorm.weight"] = 1 + 0.1 * torch.randn(128)
-        return {name: tensor.bfloat16() for name, tensor in found.items()}
+                weights[prefix + "attngate_qnorm.weight"] = 1 + 0.1 * torch.randn(128)
+                weights[prefix + "attngate_knorm.weight"] = 1 + 0.1 * torch.randn(128)
+        return {name: tensor.bfloat16() for name, tensor in weights.items()}
 
     def save(self, directory: Path, qk_norm: bool = True) -> dict[str, Tensor]:
         """Write it as its authors would."""

@@ -84,27 +84,27 @@ class Case:
 
         bank = self.bank if methods.has_gates(self.method) else None
         method = methods.make_method(self.method, bank=bank, **self.options)
-        found: dict[str, Any] = {}
+        hashes: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder, seergate.attached(self.model, method, **self.how) as handle:
             if not self.traced:
-                self._run(found)
-                return found
+                self._run(hashes)
+                return hashes
             path = Path(folder) / "trace.parquet"
             with handle.traced(path):
-                self._run(found, output_logits=True)
+                self._run(hashes, output_logits=True)
             # Columns that a later trace adds are not among them: recordings stay comparable.
             columns = ["step", "layer", "row", "head", "position", "tokens", "blocks"]
             rows = pq.read_table(path, columns=columns).to_pylist()
-            return found | {"blocks": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}
+            return hashes | {"blocks": hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}
 
-    def _run(self, found: dict[str, Any], **shown: Any) -> None:
+    def _run(self, hashes: dict[str, Any], **shown: Any) -> None:
         torch.manual_seed(1)
         out = self.model.generate(
             **self.inputs, max_new_tokens=self.new, return_dict_in_generate=True, **shown, **self.generate
         )
-        found["tokens"] = digest(out.sequences)
+        hashes["tokens"] = digest(out.sequences)
         if shown:
-            found["logits"] = digest(torch.stack(out.logits))
+            hashes["logits"] = digest(torch.stack(out.logits))
 
 
 @dataclass
@@ -202,19 +202,19 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {}
+    recordings: dict[str, Any] = {}
     for case in (*on_the_reasoner(), *on_random_models()):
         try:
-            found[case.name] = case.record()
+            recordings[case.name] = case.record()
         except Exception as error:  # what is refused is recorded as refused, and compared as such
-            found[case.name] = {"error": f"{type(error).__name__}: {error}"}
-        print(case.name, found[case.name], flush=True)
-    arguments.out.write_text(json.dumps({"torch": torch.__version__, "cases": found}, indent=1) + "\n")
+            recordings[case.name] = {"error": f"{type(error).__name__}: {error}"}
+        print(case.name, recordings[case.name], flush=True)
+    arguments.out.write_text(json.dumps({"torch": torch.__version__, "cases": recordings}, indent=1) + "\n")
     if arguments.against:
         before = json.loads(arguments.against.read_text())["cases"]
-        differ = [name for name in before if found.get(name) != before[name]]
+        differ = [name for name in before if recordings.get(name) != before[name]]
         for name in differ:
-            print(f"DIFFERS {name}: {before[name]} -> {found.get(name)}")
+            print(f"DIFFERS {name}: {before[name]} -> {recordings.get(name)}")
         print(f"{len(before) - len(differ)} of {len(before)} recordings are the same to the last bit")
         sys.exit(bool(differ))
 

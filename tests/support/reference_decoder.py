@@ -141,28 +141,28 @@ class ReferenceRow:
             return forced | set(ranked[: max(0, free)])
         if not ranked:
             return forced
-        found = torch.tensor([scores[block] for block in ranked], dtype=torch.float64).softmax(-1).tolist()
-        shares = dict(zip(ranked, found, strict=True))
+        normalised_scores = torch.tensor([scores[block] for block in ranked], dtype=torch.float64).softmax(-1).tolist()
+        shares = dict(zip(ranked, normalised_scores, strict=True))
         if rule.threshold is not None:
             return forced | {block for block in ranked if shares[block] > rule.threshold}
-        total, taken = 0.0, set()
+        total, nucleus = 0.0, set()
         for block in ranked:
             if total >= rule.top_p:
                 break
-            taken.add(block)
+            nucleus.add(block)
             total += shares[block]
-        return forced | taken
+        return forced | nucleus
 
     def _score(self, layer: int, kv_head: int, raw_q: Tensor, q: Tensor, block: int) -> float:
         kept, group, size = self.layers[layer], self.heads // self.kv_heads, self.rule.block_size
         inside = slice(block * size, (block + 1) * size)
         heads = range(kv_head * group, (kv_head + 1) * group)
         if self.rule.selector == "oracle":  # log of the largest probability
-            found = []
+            normalised_scores = []
             for head in heads:
                 logits = kept.keys[kv_head] @ q[head, -1] / math.sqrt(self.width)
-                found.append(float((logits - logits.logsumexp(0))[inside].max()))
-            return max(found)
+                normalised_scores.append(float((logits - logits.logsumexp(0))[inside].max()))
+            return max(normalised_scores)
         if self.rule.selector == "quest":
             keys = kept.keys[kv_head][inside]
             high, low = keys.max(0).values, keys.min(0).values

@@ -27,8 +27,8 @@ class Recorder:
     """A pytest plugin that keeps the record up to date."""
 
     def __init__(self) -> None:
-        found = json.loads(RECORD.read_text()) if RECORD.exists() else {"runs": {}, "tests": {}}
-        self.runs, self.tests = found["runs"], found["tests"]
+        old_record = json.loads(RECORD.read_text()) if RECORD.exists() else {"runs": {}, "tests": {}}
+        self.runs, self.tests = old_record["runs"], old_record["tests"]
         machine = provenance(torch.device("cpu"))
         self.run = f"{datetime.date.today()} {machine.pop('commit')}"
         self.runs[self.run] = machine

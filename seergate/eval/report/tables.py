@@ -157,8 +157,8 @@ TEXTS: Columns = {
 
 def core_table(sweep: Sweep) -> str:
     """Accuracy and its cost, and the log-probability of the right answer if it was measured."""
-    known = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
-    return table(sweep, CORE | known)
+    reply_columns = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
+    return table(sweep, CORE | reply_columns)
 
 
 def accuracy_table(sweep: Sweep) -> str:
@@ -235,9 +235,9 @@ def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
     settings = {s.directory.name: s for s in sweep.settings if s.directory.parent == root}
     rows, impossible = list[list[str]](), list[str]()
 
-    def add(target: str, s: Setting, setting: str, wanted: float) -> None:
+    def add(target: str, s: Setting, setting: str, target_bytes: float) -> None:
         measured = s.metrics[metric]
-        off = NONE if measured is None else f"{100 * (measured / wanted - 1):+.0f}"
+        off = NONE if measured is None else f"{100 * (measured / target_bytes - 1):+.0f}"
         accuracy = [f"{100 * s.accuracy.mean:.1f}", interval_of(s), minus_dense(sweep, s)]
         rows.append([target, s.marked, setting, scaled(measured, 1e-3, 1), off, *accuracy])
 

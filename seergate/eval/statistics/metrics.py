@@ -62,8 +62,8 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
     length = clustered(by_problem(samples, "n_tokens"))
     tokens = [s["n_tokens"] for s in samples]
     seconds = math.fsum(s["seconds"] for s in samples)
-    known = [s for s in samples if s.get(REPLY) is not None]
-    reply = clustered(by_problem(known, REPLY)) if known else None
+    reply_samples = [s for s in samples if s.get(REPLY) is not None]
+    reply = clustered(by_problem(reply_samples, REPLY)) if reply_samples else None
     return {
         "accuracy": accuracy.mean,
         "accuracy_se": _or_none(accuracy),

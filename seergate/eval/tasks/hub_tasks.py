@@ -142,13 +142,13 @@ class HubTask:
             return []
         where = source or (f"the {len(self.shown)} examples of {self.name!r}" if self.shown else self.address)
         if source is None and self.shown:
-            found = list(self.shown[:shots])
+            worked_examples = list(self.shown[:shots])
         else:
             records = self._records(source, "train")
-            found = examples([dict(each) for each in islice(records, shots)], self.example, where)
-        if len(found) < shots:
-            raise SeergateError(f"shots is {shots}; {where} has only {len(found)}")
-        return found
+            worked_examples = examples([dict(each) for each in islice(records, shots)], self.example, where)
+        if len(worked_examples) < shots:
+            raise SeergateError(f"shots is {shots}; {where} has only {len(worked_examples)}")
+        return worked_examples
 
     @property
     def address(self) -> str:

@@ -68,17 +68,17 @@ def examples(
     records: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Example], where: str
 ) -> list[Example]:
     """The examples in records; a `SeergateError` names the record that is none."""
-    found = []
+    worked_examples = []
     for number, record in enumerate(records):
         try:
-            found.append(read(record))
+            worked_examples.append(read(record))
         except KeyError as error:
             raise SeergateError(
                 f"record {number} of {where} has no field {error}; it has {', '.join(record)}"
             ) from error
         except (AttributeError, TypeError, ValueError) as error:
             raise SeergateError(f"record {number} of {where} is no worked example: {error}") from error
-    return found
+    return worked_examples
 
 
 def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, chat: bool) -> Problem:
@@ -94,5 +94,5 @@ def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, 
         turns = [{"role": role, "content": content} for pair in pairs for role, content in pair]
         return replace(problem, messages=(*turns, *problem.messages))
     question = problem.messages[0]["content"].removesuffix(instruction)
-    text = "".join(f"Question: {asked}\nAnswer: {solution}\n\n" for asked, solution in shown)
+    text = "".join(f"Question: {example_question}\nAnswer: {solution}\n\n" for example_question, solution in shown)
     return replace(problem, messages=(), prompt=f"{text}Question: {question}\nAnswer:")

@@ -110,7 +110,7 @@ def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
 
 def test_every_number_of_a_paper_belongs_to_a_run():
     labels = {spec.label for figure in FIGURES.values() for spec in specs_of(figure.real)}
-    numbers = {label for figure in FIGURES.values() for found in figure.published.values() for label in found}
+    numbers = {label for figure in FIGURES.values() for scores in figure.published.values() for label in scores}
     assert len(numbers) > 30 and numbers <= labels
 
 
@@ -134,8 +134,8 @@ def test_the_document_lists_every_figure():
 )
 def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said, tmp_path, capsys):
     assert call("figure", *arguments, "--out", tmp_path / "out") == 2
-    found = capsys.readouterr()
-    assert said in found.err and not found.out and not list(tmp_path.glob("out/*"))
+    output = capsys.readouterr()
+    assert said in output.err and not output.out and not list(tmp_path.glob("out/*"))
 
 
 def test_a_figure_of_runs_that_cannot_be_compared_says_why(tmp_path):

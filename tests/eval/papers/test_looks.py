@@ -37,13 +37,13 @@ def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
         for spec in specs:
             write(tmp_path / name, spec, None, task, model, right=9, n=task["n_problems"], how=how)
         (sweep,) = load_sweeps(tmp_path / name)
-        found = cells(beside(sweep, figure.published, figure.real))
+        rows = cells(beside(sweep, figure.published, figure.real))
         if name in ("half", "unfinished"):
-            assert found == []
+            assert rows == []
             continue
         # 9 of 30: Wilson (.3 + .064 ± 1.96 sqrt(.3 * .7 / 30 + .00107)) / 1.128
         unlike = "–" if name == "same" else "max-new-tokens 8192 instead of 32768"
-        assert found == [
+        assert rows == [
             ["dense", "–", "30.0 (16.7 to 47.9)", "55.5", "-25.5", unlike],
             ["h2o", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
             ["tova", "3417", "30.0 (16.7 to 47.9)", "42.5", "-12.5", unlike],
@@ -106,11 +106,11 @@ def test_variants_without_a_common_problem_are_not_compared(tmp_path):
     for name, layers in (("a", [0]), ("b", [])):
         reconfigure(write_run(tmp_path / name, "quest", 64, lambda i: i < 15), method={"dense_layers": layers})
     parted(tmp_path / "a", "quest-64")
-    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert len(STYLES["spread"].read(found)) == 1
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert len(STYLES["spread"].read(sweep)) == 1
     parted(tmp_path / "b")
-    (found,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert STYLES["spread"].read(found) == []
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert STYLES["spread"].read(sweep) == []
 
 
 def test_entropy_of_ngrams_by_hand():

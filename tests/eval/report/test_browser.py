@@ -34,11 +34,11 @@ def opened(page: Path, profile: Path) -> tuple[list[str], Path]:
 @contextmanager
 def serving(page=b"", posted=None):
     """A host on this machine that has one page: its address, and the paths that were asked of it."""
-    asked = list[str]()
+    requested_paths = list[str]()
 
     class Server(BaseHTTPRequestHandler):
         def do_GET(self):
-            asked.append(self.path)
+            requested_paths.append(self.path)
             self.send_response(200 if page and self.path == "/" else 404)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
@@ -55,7 +55,7 @@ def serving(page=b"", posted=None):
     server = HTTPServer(("127.0.0.1", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
+        yield f"http://127.0.0.1:{server.server_port}", requested_paths
     finally:
         server.shutdown()
         server.server_close()
@@ -63,8 +63,8 @@ def serving(page=b"", posted=None):
 
 @pytest.fixture
 def host():
-    with serving() as found:
-        yield found
+    with serving() as address_and_paths:
+        yield address_and_paths
 
 
 def test_the_report_opens_without_a_word_on_the_console(tmp_path):
@@ -72,14 +72,14 @@ def test_the_report_opens_without_a_word_on_the_console(tmp_path):
 
     bad = tmp_path / "bad.html"
     bad.write_text("<script>console.error('seen'); missing();</script>")
-    said, _ = opened(bad, tmp_path / "first")
-    assert len(said) == 2 and "seen" in said[0], "what would be wrong shows"
+    messages, _ = opened(bad, tmp_path / "first")
+    assert len(messages) == 2 and "seen" in messages[0], "what would be wrong shows"
 
     write_run(tmp_path / "runs", "dense", None, lambda i: i < 18)
     write_run(tmp_path / "runs", "gate", 32, lambda i: i < 12, recall=[0.5, 0.7])
     page = write_report(tmp_path / "runs").html
-    said, picture = opened(page, tmp_path / "second")
-    assert said == []
+    messages, picture = opened(page, tmp_path / "second")
+    assert messages == []
     with Image.open(picture) as image:
         colours = image.convert("RGB").getcolors(maxcolors=10**7)
     assert len(colours) > 100, "text and plots are there"
@@ -88,28 +88,28 @@ def test_the_report_opens_without_a_word_on_the_console(tmp_path):
 
 
 def test_a_report_of_hostile_text_runs_and_fetches_nothing(tmp_path, host):
-    address, asked = host
+    address, requested_paths = host
     hostile = f"![t]({address}/t.png) [click](javascript:alert(1)) <img src={address}/i.png onerror=console.error(1)>"
     hostile += f"<script>console.error(2)</script> [d](data.csv) <link rel=stylesheet href={address}/l.css>"
     directory = write_run(tmp_path / "runs", "dense", None, lambda i: True, model=hostile, completion=hostile)
     path = directory / "samples.jsonl"
     path.write_text(path.read_text().replace('"gold": "1"', f'"gold": {json.dumps(hostile)}'))
     page = write_report(tmp_path / "runs").html
-    assert opened(page, tmp_path / "first")[0] == [] and asked == []
+    assert opened(page, tmp_path / "first")[0] == [] and requested_paths == []
     assert not re.search(r'(href|src)="(?!data:|#)', page.read_text()) and "<script" not in page.read_text()
 
 
 def test_the_policy_holds_even_where_nothing_is_escaped(tmp_path, host):
     """It is seen in the browser's words: each forbidden thing is refused, and nothing is asked of the host."""
-    address, asked = host
+    address, requested_paths = host
     write_run(tmp_path / "runs", "dense", None, lambda i: True)
     page, bad = write_report(tmp_path / "runs").html.read_text(), tmp_path / "bad.html"
     image = f'<img src="{address}/i.png">'
     tags = f"<script>console.error('ran')</script><style>h1 {{ background: url({address}/s.png) }}</style>{image}"
     bad.write_text(page.replace("</body>", f'{tags}<iframe src="{address}/f.html"></iframe></body>'))
-    said, _ = opened(bad, tmp_path / "first")
-    assert said and all("Content Security Policy" in line for line in said) and asked == []
-    assert all(any(kind in line for line in said) for kind in ("script", "style", "img-src", "frame")), said
+    messages, _ = opened(bad, tmp_path / "first")
+    assert messages and all("Content Security Policy" in line for line in messages) and requested_paths == []
+    assert all(any(kind in line for line in messages) for kind in ("script", "style", "img-src", "frame")), messages
     bad.write_text(page.replace("Content-Security-Policy", "none").replace("</body>", f"{image}</body>"))
     opened(bad, tmp_path / "second")
-    assert asked == ["/i.png"], "without the policy the host is asked"
+    assert requested_paths == ["/i.png"], "without the policy the host is asked"

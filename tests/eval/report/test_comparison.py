@@ -117,25 +117,32 @@ def test_a_crowd_is_drawn_in_two_panels(many):
 
 def test_what_is_said_of_many_methods(many):
     report = write_report(many)
-    said, text = "\n".join(report.findings), report.markdown.read_text()
+    findings, text = "\n".join(report.findings), report.markdown.read_text()
     # one problem of twenty lost, one more lost and one won: -4.5 ± 2.080 * 8.0
-    assert "kv4bit (all, in 4 bits) is -5.0 (-21 to +12) points from dense, and holds 30 % of its bytes." in said
+    assert "kv4bit (all, in 4 bits) is -5.0 (-21 to +12) points from dense, and holds 30 % of its bytes." in findings
     # 18 of 20 against 14: four won and none lost may be chance; against 6 and 0 more
     gate = "gate is ahead (behind), beyond the 95 % interval, at so many equal token budgets: "
     assert (
-        gate + "streaming_llm 2 (0) of 2, h2o 2 (0) of 2, tova 2 (0) of 2, snapkv 0 (0) of 2, raas 2 (0) of 2" in said
+        gate + "streaming_llm 2 (0) of 2, h2o 2 (0) of 2, tova 2 (0) of 2, snapkv 0 (0) of 2, raas 2 (0) of 2"
+        in findings
     )
     control = "random_evict, the control of all evictors, is ahead (behind), beyond the 95 % interval"
-    assert control in said and "h2o 0 (0) of 2, tova 2 (0) of 2, snapkv 0 (2) of 2" in said
-    assert "gate minus quest" in said and "gate minus h2o" not in said
+    assert control in findings and "h2o 0 (0) of 2, tova 2 (0) of 2, snapkv 0 (2) of 2" in findings
+    assert "gate minus quest" in findings and "gate minus h2o" not in findings
     assert "compare the two by bytes" in text and "kv4bit replaces a cache of 32-bit numbers" in text
     assert "| kv4bit        | all, in 4 bits |" in text
 
 
 def test_methods_at_equal_bytes(many):
-    def match(target, wanted, method, label, value, found, matched=True):
+    def match(target, target_bytes, method, label, value, measured_bytes, matched=True):
         names = ("target", "target_bytes", "method", "label", "knob", "value", "bytes", "matched")
-        return dict(zip(names, (target, wanted, method, label, "token_budget", value, found, matched), strict=True))
+        return dict(
+            zip(
+                names,
+                (target, target_bytes, method, label, "token_budget", value, measured_bytes, matched),
+                strict=True,
+            )
+        )
 
     matches = [
         match("32 tokens", 60000.0, "h2o", "h2o-32", 32, 60100.0),

@@ -52,8 +52,8 @@ class Watched(ReferenceRow):
 
 def page_of(path: Path) -> dict:
     """The data of a page, its steps decoded into ``[3, cells, blocks]``."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)
-    data = json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)
+    data = json.loads(match[1])
     for i, step in enumerate(data["steps"]):
         if step is not None:
             planes = np.frombuffer(zlib.decompress(base64.b64decode(step)), np.uint8)
@@ -153,9 +153,9 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
 def test_the_text_of_each_token():
     text = "né 日本 🙂 <b> </script>"
     ids = bytes_tokenizer()(text)["input_ids"]
-    found = pieces(bytes_tokenizer(), ids)
-    assert len(found) == len(ids) == len(text.encode()) and "".join(found) == text
-    assert found[:4] == ["n", "", "é", " "], "the last byte of a character has it"
+    token_texts = pieces(bytes_tokenizer(), ids)
+    assert len(token_texts) == len(ids) == len(text.encode()) and "".join(token_texts) == text
+    assert token_texts[:4] == ["n", "", "é", " "], "the last byte of a character has it"
     assert pieces(bytes_tokenizer(), ids[:2]) == ["n", "\ufffd"], "half a character at the end is not lost"
     words = tokenizer()
     ids = words("a1 is the sum of a2")["input_ids"]

@@ -102,8 +102,8 @@ def test_what_is_pointed_at_is_shown(tmp_path):
     assert seen["held"]["token"] == seen["cell"]["token"], "a token that is held stays"
     assert "there is no step" in seen["dense"]["said"] and seen["dense"]["read"] == []
 
-    said, picture = opened(page, tmp_path / "second")
-    assert said == [] and picture.stat().st_size > 20_000
+    messages, picture = opened(page, tmp_path / "second")
+    assert messages == [] and picture.stat().st_size > 20_000
 
 
 @pytest.mark.soak

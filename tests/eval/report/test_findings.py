@@ -36,8 +36,8 @@ def test_what_may_be_chance_is_not_called_a_loss(tmp_path):
     write_run(tmp_path, "gate", 64, lambda i: i < 18)
     write_run(tmp_path, "quest", 64, lambda i: i < 2)
     sweep = sweep_of(tmp_path)
-    said = "gate at 64 tokens is -10.0 (-28 to +10) points from dense; too few problems to tell if that is a loss."
-    assert findings(sweep)[1] == said
+    sentence = "gate at 64 tokens is -10.0 (-28 to +10) points from dense; too few problems to tell if that is a loss."
+    assert findings(sweep)[1] == sentence
     assert verdict(sweep).endswith("No tested budget was enough for quest. Too few problems to tell for gate.")
 
 

@@ -41,10 +41,10 @@ def config_of(spec: MethodSpec, bank, **others):
 
 def write(root: Path, spec: MethodSpec, bank, task=AIME, path="Qwen/Qwen3-8B", right=21, n=30, how=ONE) -> Path:
     """A run of a setting as it is recorded, with so many right answers of ``n``."""
-    found = write_run(root / "new", spec.name, None, lambda i: i < right, n=n, task=task, model=path, generation=how)
-    described = yaml.safe_load((found / "config.yaml").read_text()) | {"method": spec.describe(bank)}
-    (found / "config.yaml").write_text(yaml.safe_dump(described))
-    return found.rename(root / spec.label)
+    run_dir = write_run(root / "new", spec.name, None, lambda i: i < right, n=n, task=task, model=path, generation=how)
+    described = yaml.safe_load((run_dir / "config.yaml").read_text()) | {"method": spec.describe(bank)}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(described))
+    return run_dir.rename(root / spec.label)
 
 
 def test_what_the_paper_ran_has_its_number(bank):
@@ -117,8 +117,8 @@ def test_what_was_sampled_otherwise_is_said(bank):
     assert deviations(config_of(MethodSpec("dense"), None)) == []
     config = config_of(MethodSpec("dense"), None, generation=PAPER | {"samples": 8, "temperature": 1.0, "top_k": 20})
     assert published(config) == 74.48
-    said = ["samples 8 instead of 64", "temperature 1 instead of 0.6", "top-k 20 instead of 0"]
-    assert deviations(config) == said
+    expected = ["samples 8 instead of 64", "temperature 1 instead of 0.6", "top-k 20 instead of 0"]
+    assert deviations(config) == expected
 
 
 def test_the_paper_s_tasks_are_those_that_are_made_here():

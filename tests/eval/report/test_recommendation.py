@@ -19,8 +19,8 @@ def needles(root, dense, **right):
     write_run(root / "needle", "dense", None, lambda i: i < dense, task=task)
     for budget, count in right.items():
         write_run(root / "needle", "gate", int(budget[1:]), lambda i, count=count: i < count, task=task)
-    (found,) = load_sweeps(root / "needle")
-    return found
+    (sweep,) = load_sweeps(root / "needle")
+    return sweep
 
 
 def texts(root, *, n=N, **more):
@@ -33,18 +33,18 @@ def texts(root, *, n=N, **more):
         for i, row in enumerate(rows):
             row |= {"kl": [loss, loss], "loss": 2 + loss + 0.01 * (-1) ** i, "dense_loss": 2.0, "agreement": 1.0}
         (directory / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (found,) = load_sweeps(root / "texts")
-    return found
+    (sweep,) = load_sweeps(root / "texts")
+    return sweep
 
 
-def said(root, answers, scored):
+def sentences_of(root, answers, scored):
     sentences = recommendation(needles(root, **answers), texts(root, **scored))
     assert len(sentences) == 3 and all(each.endswith(".") for each in sentences)
     return sentences
 
 
 def test_no_loss_at_any_budget(tmp_path):
-    first, second, third = said(tmp_path, {"dense": 18, "b32": 18, "b64": 18}, {"b32": 0.001, "b64": 0.0})
+    first, second, third = sentences_of(tmp_path, {"dense": 18, "b32": 18, "b64": 18}, {"b32": 0.001, "b64": 0.0})
     assert first == (
         "Of 20 problems of the task needle, dense attention answers 18 right; the gates 18 at 32 tokens, 18 at 64 "
         "tokens: no measurable loss at any budget, but one of up to 13.7 points is possible."
@@ -60,7 +60,7 @@ def test_no_loss_at_any_budget(tmp_path):
 
 def test_no_loss_at_some_budgets(tmp_path):
     """The budget is the larger one of the two that answers and texts ask for."""
-    first, second, third = said(
+    first, second, third = sentences_of(
         tmp_path,
         {"dense": 18, "b32": 2, "b64": 18, "b96": 18},
         {"b32": 0.3, "b64": 0.05, "b96": 0.0},
@@ -71,27 +71,27 @@ def test_no_loss_at_some_budgets(tmp_path):
 
 
 def test_a_loss_at_every_budget(tmp_path):
-    first, second, third = said(tmp_path, {"dense": 18, "b32": 2, "b64": 4}, {"b32": 0.3, "b64": 0.1})
+    first, second, third = sentences_of(tmp_path, {"dense": 18, "b32": 2, "b64": 4}, {"b32": 0.3, "b64": 0.1})
     assert first.endswith("4 at 64 tokens: a measurable loss even at 64 tokens.")
     assert second.endswith("a measurable loss even at 64 tokens.")
     assert third == ("So no budget up to 64 tokens is clearly without loss: train for longer, or give larger budgets.")
 
 
 def test_what_only_one_of_the_two_allows_is_no_recommendation(tmp_path):
-    *_, third = said(tmp_path, {"dense": 18, "b32": 18, "b64": 18}, {"b32": 0.3, "b64": 0.1})
+    *_, third = sentences_of(tmp_path, {"dense": 18, "b32": 18, "b64": 18}, {"b32": 0.3, "b64": 0.1})
     assert third.startswith("So no budget up to 64 tokens")
 
 
 def test_too_few_problems(tmp_path):
     """Two of eighteen lost is no loss that can be told from chance, and not none either."""
-    first, _, third = said(tmp_path, {"dense": 18, "b64": 16}, {"b64": 0.0})
+    first, _, third = sentences_of(tmp_path, {"dense": 18, "b64": 16}, {"b64": 0.0})
     assert first.endswith("16 at 64 tokens: too few to tell if 64 tokens cause a loss.")
     assert third.startswith("So no budget up to 64 tokens is clearly without loss")
 
 
 @pytest.mark.parametrize(("loss", "budget"), [(0.0, "So 64 tokens"), (0.1, "So no budget up to 64 tokens")])
 def test_dense_attention_at_chance_leaves_the_texts(tmp_path, loss, budget):
-    first, _, third = said(tmp_path, {"dense": 0, "b64": 0}, {"b64": loss})
+    first, _, third = sentences_of(tmp_path, {"dense": 0, "b64": 0}, {"b64": loss})
     assert first == (
         "Answers cannot measure a budget's loss: dense attention itself answers 0 of 20 problems of the task needle "
         "right."
@@ -100,7 +100,7 @@ def test_dense_attention_at_chance_leaves_the_texts(tmp_path, loss, budget):
 
 
 def test_one_text_shows_nothing(tmp_path):
-    _, second, third = said(tmp_path, {"dense": 18, "b64": 18}, {"n": 1, "b64": 0.0})
+    _, second, third = sentences_of(tmp_path, {"dense": 18, "b64": 18}, {"n": 1, "b64": 0.0})
     assert "On 1 held-out text of" in second and second.endswith("but a single one proves nothing.")
     assert third.endswith("no measurable loss, by answers alone.")
     *_, nothing = recommendation(needles(tmp_path / "b", dense=0, b64=0), texts(tmp_path / "b", n=1, b64=0.0))

@@ -18,8 +18,8 @@ from tests.support.made_reports import reconfigure, write_run
 
 def test_tables_hold_the_numbers(report):
     text = report.markdown.read_text()
-    found = [line for line in text.splitlines() if re.match(r"\| gate +\| +32 ", line)]
-    cells, more, cost, proxies, recall = ([c.strip() for c in line.strip("|").split("|")] for line in found)
+    lines = [line for line in text.splitlines() if re.match(r"\| gate +\| +32 ", line)]
+    cells, more, cost, proxies, recall = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
     # 12 of 20 right; six problems of 20 lost, one more lost and one won: -27.3 ± 2.080 * 11.74
     assert cells == ["gate", "32", "60.0 (39 to 78)", "-30.0 (-52 to -3)", "45.0", "0.0", "32.0", "5.0", "70.0"]
     assert more[:5] == ["gate", "32", "60.0", "38.7 to 78.1", "-30.0 (-52 to -3)"]
@@ -53,9 +53,9 @@ def test_an_answer_is_shown_as_it_is(tmp_path):
 
 def test_the_verdict_comes_first(report):
     """Right are 18 of dense, 12 and 18 of the gate, 2 and 9 of Quest."""
-    said = report.markdown.read_text().splitlines()[2]
-    assert said.startswith("**Dense answers 90 % right")
-    assert said.endswith("from these budgets on: gate 64 tokens (63 %). No tested budget was enough for quest.**")
+    verdict = report.markdown.read_text().splitlines()[2]
+    assert verdict.startswith("**Dense answers 90 % right")
+    assert verdict.endswith("from these budgets on: gate 64 tokens (63 %). No tested budget was enough for quest.**")
 
 
 def test_all_figures_are_in_a_file_for_programs(report):
@@ -74,10 +74,10 @@ def test_answers_of_a_problem_that_settings_do_not_agree_on(report):
 
 
 def test_the_pareto_front_holds_what_none_beats(tmp_path):
-    for name, held, right in (("dense", 100, 18), ("gate", 100, 12), ("h2o", 40, 10), ("tova", 50, 9), ("rpc", 30, 2)):
+    for name, size, right in (("dense", 100, 18), ("gate", 100, 12), ("h2o", 40, 10), ("tova", 50, 9), ("rpc", 30, 2)):
         directory = write_run(tmp_path, name, None if name == "dense" else 32, lambda i, right=right: i < right)
         path = directory / "samples.jsonl"
-        rows = [json.loads(line) | {"own_bytes_mean": 1000.0 * held} for line in path.read_text().splitlines()]
+        rows = [json.loads(line) | {"own_bytes_mean": 1000.0 * size} for line in path.read_text().splitlines()]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (sweep,) = load_sweeps(tmp_path)
     assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.0)] == ["rpc", "h2o", "dense"]
@@ -123,17 +123,17 @@ def test_other_models_are_not_compared(runs, monkeypatch):
 
 
 def test_nothing_to_report_is_told(tmp_path):
-    def told(said, place=tmp_path):
-        with pytest.raises(SeergateError, match=said):
+    def check_refusal(message, place=tmp_path):
+        with pytest.raises(SeergateError, match=message):
             write_report(place)
 
-    told("holds no runs")
-    told("does not exist", tmp_path / "nowhere")
+    check_refusal("holds no runs")
+    check_refusal("does not exist", tmp_path / "nowhere")
     config = write_run(tmp_path, "dense", None, lambda i: True) / "config.yaml"
     config.write_text("[")
-    told(r"config\.yaml, line 1, column 2 is not YAML")
+    check_refusal(r"config\.yaml, line 1, column 2 is not YAML")
     config.unlink()
-    told("not a run directory")
+    check_refusal("not a run directory")
 
 
 def test_markdown_tables_are_aligned():
@@ -186,12 +186,12 @@ def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
     assert not any(line.startswith(("gate at", "kv4bit")) for line in report.findings)
     (gates,) = (line for line in report.findings if line.startswith("gate minus quest"))
     assert " at 32 " in gates and " at 64" not in gates and "of 1 budgets" in gates
-    (found,) = load_sweeps(runs)
-    (errors,) = (line for line in cautions(found) if "may be chance" in line)
+    (sweep,) = load_sweeps(runs)
+    (errors,) = (line for line in cautions(sweep) if "may be chance" in line)
     assert re.search(r"below \d+ points", errors)
     (runs / "quest-64" / "samples.jsonl").unlink()
-    (found,) = load_sweeps(runs)
-    assert not any("may be chance" in line for line in cautions(found))
+    (sweep,) = load_sweeps(runs)
+    assert not any("may be chance" in line for line in cautions(sweep))
 
 
 def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
@@ -209,7 +209,7 @@ def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
         for name in names:
             reconfigure(runs / name, **alike, environment={"math-verify": "1"})
         reconfigure(runs / "quest-64", **other)
-        apart = [{s.directory.name for s in found.settings} for found in load_sweeps(runs)]
+        apart = [{s.directory.name for s in sweep.settings} for sweep in load_sweeps(runs)]
         assert sorted(map(len, apart)) == [1, 4] and {"quest-64"} in apart
         assert "rotary embedding: rope_type default" in write_report(runs).markdown.read_text()
 

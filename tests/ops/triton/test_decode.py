@@ -36,9 +36,9 @@ def choose(lengths, kv_heads, block_size, blocks, capacity, some=None):
     indices = torch.full((len(lengths), kv_heads, blocks), -1, dtype=torch.int32)
     for b, length in enumerate(lengths.tolist()):
         for h in range(kv_heads):
-            held = -(-length // block_size)
-            count = min(held, blocks if some is None else some[b][h])
-            indices[b, h, :count] = torch.randperm(held)[:count].sort().values
+            block_count = -(-length // block_size)
+            count = min(block_count, blocks if some is None else some[b][h])
+            indices[b, h, :count] = torch.randperm(block_count)[:count].sort().values
     return indices
 
 

@@ -263,8 +263,8 @@ class TestOneNode:
     def test_the_registration_is_sound(self, inputs):
         *tensors, cu = inputs
         arguments = (*tensors, cu, 8, 0.3, 0.3, 0.25, "row_mean", [16], 1, 2, 0, None, 3.0, None)
-        for wanted in ((True, True), (False, True)):
-            torch.library.opcheck(torch.ops.seergate.gate_kl.default, (*arguments, *wanted))
+        for flags in ((True, True), (False, True)):
+            torch.library.opcheck(torch.ops.seergate.gate_kl.default, (*arguments, *flags))
 
     def test_the_compiler_keeps_it_whole(self, inputs):
         *tensors, cu = inputs

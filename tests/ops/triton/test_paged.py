@@ -147,14 +147,14 @@ def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.M
     def run() -> list[Tensor]:
         impl.counts = Counts(*torch.zeros(2, dtype=torch.long, device=case.cache.device))
         metadata = SimpleNamespace(plan=None, seq_lens=case.lengths, block_table=case.table)
-        found = []
+        tensors = []
         for memory, query in zip(memories, queries, strict=True):
             used, output = memory.clone(), torch.zeros_like(query).contiguous()
             cache = used.as_strided((pages, K, case.page, 2 * D), (numbers, case.page * 2 * D, 2 * D, 1))
             impl.forward(None, query, query, query, cache, metadata, output)
             used.view(pages, -1)[0] = 0  # nobody's
-            found += [used, output[case.lengths > 0]]
-        return [*found, impl.counts.read, impl.counts.held]
+            tensors += [used, output[case.lengths > 0]]
+        return [*tensors, impl.counts.read, impl.counts.held]
 
     expected = run()
     monkeypatch.setenv("SEERGATE_BACKEND", "triton")

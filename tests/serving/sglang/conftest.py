@@ -58,5 +58,5 @@ def answers(
 ) -> tuple[list[list[int]], list[dict[str, Any]]]:
     """Greedy continuations of prompts and SGLang's information; only with ``stop`` it overcommits its memory."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": not stop}
-    found = engine.generate(input_ids=prompts, sampling_params=sampling)
-    return [one["output_ids"] for one in found], [one["meta_info"] for one in found]
+    outputs = engine.generate(input_ids=prompts, sampling_params=sampling)
+    return [one["output_ids"] for one in outputs], [one["meta_info"] for one in outputs]

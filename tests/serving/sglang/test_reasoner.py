@@ -30,7 +30,7 @@ def prompts() -> list[list[int]]:
     return [*ids, ids[1][:-40]]
 
 
-def said(model: Any, prompts: list[list[int]], *method: Any, **options: Any) -> list[list[int]]:
+def reference_tokens(model: Any, prompts: list[list[int]], *method: Any, **options: Any) -> list[list[int]]:
     """What transformers answers, one prompt at a time."""
     with seergate.attached(model, *method, **options):
         every = [model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False) for ids in prompts]
@@ -58,10 +58,10 @@ def gates(name: str) -> str:
 def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: Any, page: int, options: Any) -> None:
     given = {name: value for name, value in settings.items() if name not in ("gates", "method")}
     if "gates" in settings:
-        want = said(model, prompts, GateBank.from_pretrained(settings["gates"]), **given)
+        want = reference_tokens(model, prompts, GateBank.from_pretrained(settings["gates"]), **given)
     else:
-        want = said(model, prompts, settings["method"], block_size=page, **{"dense_layers": (), **given})
-    assert want != said(model, prompts, "dense"), "what is not read is missed"
+        want = reference_tokens(model, prompts, settings["method"], block_size=page, **{"dense_layers": (), **given})
+    assert want != reference_tokens(model, prompts, "dense"), "what is not read is missed"
     with engine(settings, page, **options) as llm:
         for ids, answer in zip(prompts, want, strict=True):
             assert answers(llm, [ids], NEW)[0] == [answer]
@@ -75,8 +75,8 @@ def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: An
 def test_requests_that_are_retracted_go_on(model: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang computes their caches anew, densely. This answer is the dense one, so it does not depend on that."""
     ids, bank = prompts[1], GateBank.from_pretrained(gates("gates-32"))
-    want = said(model, [ids], bank, token_budget=192)
-    assert want == said(model, [ids], "dense")
+    want = reference_tokens(model, [ids], bank, token_budget=192)
+    assert want == reference_tokens(model, [ids], "dense")
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # at every third step, as where memory is full
     with engine({"gates": gates("gates-32"), "token_budget": 192}) as llm:
         together, infos = answers(llm, [ids] * 3, NEW, stop=True)
@@ -87,16 +87,16 @@ def test_requests_that_are_retracted_go_on(model: Any, prompts: Any, monkeypatch
 @pytest.mark.timeout(600)
 def test_a_budget_for_everything_is_dense_attention(model: Any, prompts: Any) -> None:
     with engine({"gates": gates("gates-32"), "token_budget": 4096}) as llm:
-        assert answers(llm, prompts, NEW)[0] == said(model, prompts, "dense")
+        assert answers(llm, prompts, NEW)[0] == reference_tokens(model, prompts, "dense")
 
 
 @pytest.mark.timeout(600)
 def test_statistics_are_counts_of_tokens(prompts: Any) -> None:
     budget = 128
     with engine({"gates": gates("gates-32"), "token_budget": budget}) as llm:
-        (said,), _ = answers(llm, prompts[:1], NEW)
+        (tokens,), _ = answers(llm, prompts[:1], NEW)
         (state,) = llm.get_server_info()["internal_states"]
-    lengths = [len(prompts[0]) + step for step in range(1, len(said))]  # the first token is the prompt's
+    lengths = [len(prompts[0]) + step for step in range(1, len(tokens))]  # the first token is the prompt's
     for layer in state["seergate"]["layers"].values():
         assert layer["tokens_held"] == 2 * sum(lengths)
         assert layer["tokens_read"] == 2 * sum(budget - 32 + (length - 1) % 32 + 1 for length in lengths)

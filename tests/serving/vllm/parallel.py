@@ -12,5 +12,5 @@ from tests.support.reasoner import questions
 if __name__ == "__main__":  # vLLM starts its workers by running this file again
     options = json.loads(sys.argv[1])
     with engine(**options) as llm:
-        said = answers(llm, questions(12, 20, 16, 14), 400)
-        Path(sys.argv[2]).write_text(json.dumps({"said": said, "stats": llm.collective_rpc("seergate_stats")}))
+        sequences = answers(llm, questions(12, 20, 16, 14), 400)
+        Path(sys.argv[2]).write_text(json.dumps({"said": sequences, "stats": llm.collective_rpc("seergate_stats")}))

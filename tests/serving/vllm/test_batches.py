@@ -80,11 +80,11 @@ def test_steps_of_fixed_shapes(
 
     monkeypatch.setattr(attention, "plan_of_decodes", noted)
     with engine(seergate=GATE, max_num_seqs=16) as llm:
-        (said,) = answers(llm, prompts[:1], NEW)
+        (tokens,) = answers(llm, prompts[:1], NEW)
         (stats,) = llm.collective_rpc("seergate_stats")
         assert answers(llm, prompts[:16], NEW) == together[:16]
     assert planned
-    lengths = [len(prompts[0]) + step for step in range(1, len(said))]
+    lengths = [len(prompts[0]) + step for step in range(1, len(tokens))]
     for layer in stats["layers"].values():  # of two KV heads
         assert layer["tokens_held"] == 2 * sum(lengths)
         assert layer["tokens_read"] == 2 * sum(min(length, 256 - 32 + (length - 1) % 32 + 1) for length in lengths)
@@ -102,7 +102,7 @@ def test_rows_that_pad_a_graph_are_not_counted() -> None:
 def test_preemption(prompts: list[list[int]], together: list[list[int]]) -> None:
     """Sixteen rows of up to 760 tokens in a cache of 3,200."""
     with engine(seergate=GATE, max_num_seqs=16, num_gpu_blocks_override=100, disable_log_stats=False) as llm:
-        said = answers(llm, prompts[:16], NEW)
+        sequences = answers(llm, prompts[:16], NEW)
         preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")
     assert preempted > 0
-    assert [tokens[-6:] for tokens in said] == [tokens[-6:] for tokens in together[:16]]
+    assert [tokens[-6:] for tokens in sequences] == [tokens[-6:] for tokens in together[:16]]

@@ -37,7 +37,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Any) -> None:
     bank.save_pretrained(tmp_path / "gates")
     prompts = [prompt(length, seed=length) for length in LENGTHS]
 
-    def said(**rule: Any) -> list[list[int]]:
+    def reference_tokens(**rule: Any) -> list[list[int]]:
         with seergate.attached(model, bank, DecodeConfig(**rule)) if rule else nullcontext():
             outputs = [model.generate(ids, max_new_tokens=NEW) for ids in prompts]
         return [output[0, ids.shape[1] :].tolist() for ids, output in zip(prompts, outputs, strict=True)]
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Any) -> None:
         with engine(tmp_path / "model", gates, skip_tokenizer_init=True, max_model_len=512) as llm:
             return answers(llm, [ids[0].tolist() for ids in prompts], NEW, stop=False)
 
-    dense, sparse = said(), said(token_budget=64)
+    dense, sparse = reference_tokens(), reference_tokens(token_budget=64)
     assert dense != sparse
     assert served(token_budget=64) == sparse
     assert served(threshold=1e-30) == dense  # every block, by way of the page tables

@@ -344,18 +344,18 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     state = decode_state(1, 5, 6, 32, 32)
     layers = [gated_layer(QUEST, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
     layers[3].anchor = layers[2]
-    counts, taken = Counts(*torch.zeros(2, dtype=torch.long)), []
+    counts, launches = Counts(*torch.zeros(2, dtype=torch.long)), []
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
     for layer in layers:
         layer.counts, query, cache = counts, state["queries"][0], cache_in(state["memory"][0], 32, E)
         with torch.no_grad(), Made(names):
             layer.forward(None, query, query, query, cache, metadata, state["outputs"][0])
-        taken.append(list(names))
+        launches.append(list(names))
         names.clear()
     kernels = ["close_kernel", "paged_score_kernel", "place_kernel"]
-    assert taken[1] == taken[2] == [*kernels, "attention"] and taken[3] == ["attention"]
+    assert launches[1] == launches[2] == [*kernels, "attention"] and launches[3] == ["attention"]
     assert len(kernels) + 2 == LAUNCHES["gate"]  # as docs/scale.md counts them
-    assert taken[0].count("schedule") == 1 and set(kernels) < set(taken[0]) and len(taken[0]) <= 20
+    assert launches[0].count("schedule") == 1 and set(kernels) < set(launches[0]) and len(launches[0]) <= 20
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -369,13 +369,13 @@ def test_pages_in_each_layout_of_vllms_cache(layout: str) -> None:
     names = [f"layer {i}" for i in range(layers)]
     place = KVCacheTensor(size=total, layers=names, layer_stride=strides[0], block_stride=strides[1])
     views = create_kv_cache_views(torch.zeros(total, dtype=torch.int8), spec, pages, KVCacheLayout[layout], place)
-    wanted = [torch.randn(pages, K, size, 2 * D).bfloat16() for _ in views]
+    contents = [torch.randn(pages, K, size, 2 * D).bfloat16() for _ in views]
     summaries = [torch.randn(pages, K, width).bfloat16() for _ in views]
-    for view, values, each in zip(views, wanted, summaries, strict=True):
+    for view, values, each in zip(views, contents, summaries, strict=True):
         view.copy_(values)
         FlashPages(None, None, view, width).summary_PKW.copy_(each)
     sparse = Rows(torch.zeros(2, dtype=torch.long), torch.randint(pages, (2, 5, 1)))
-    for view, values, each in zip(views, wanted, summaries, strict=True):
+    for view, values, each in zip(views, contents, summaries, strict=True):
         cache = FlashPages(None, None, view, width)
         assert torch.equal(cache.read_summaries(sparse), each[sparse.table_RNr[..., 0]].transpose(1, 2))
         with Made() as largest:
@@ -388,6 +388,6 @@ def test_vllm_is_asked_for_layouts_and_splits(monkeypatch: pytest.MonkeyPatch) -
     assert splits() == 0
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     assert splits() == 1
-    asked = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
-    assert [layout.name for layout in asked] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
+    layouts = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
+    assert [layout.name for layout in layouts] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
     assert sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)

@@ -86,13 +86,13 @@ def test_a_server_asked_by_the_openai_client_killed_and_restarted(expected: list
         port = free.getsockname()[1]
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
 
-    def asked(ids: list[int], **options: Any) -> Any:
+    def completion(ids: list[int], **options: Any) -> Any:
         return client.completions.create(model=REASONER, prompt=ids, max_tokens=400, temperature=0, **options)
 
     log = tmp_path / "server.log"
     for _ in range(2):
         with served(port, log):
-            assert [asked(ids).choices[0].text.strip() for ids in prompts[:2]] == texts[:2]
-            streamed = "".join(chunk.choices[0].text for chunk in asked(prompts[2], stream=True))
+            assert [completion(ids).choices[0].text.strip() for ids in prompts[:2]] == texts[:2]
+            streamed = "".join(chunk.choices[0].text for chunk in completion(prompts[2], stream=True))
             assert streamed.strip() == texts[2]
     assert log.read_text().count("seergate: decoding reads") >= 2

@@ -46,9 +46,9 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         blocks = list(chosen)
         chosen.clear()
         with seergate.attached(model, GateBank.from_pretrained(GATES), DecodeConfig(token_budget=BUDGET)):
-            said = model.generate(torch.tensor([ids]), max_new_tokens=600, do_sample=False)[0, len(ids) :].tolist()
-        assert served == said
-        assert len(blocks) == len(chosen) == 4 * (len(said) - 1)
+            tokens = model.generate(torch.tensor([ids]), max_new_tokens=600, do_sample=False)[0, len(ids) :].tolist()
+        assert served == tokens
+        assert len(blocks) == len(chosen) == 4 * (len(tokens) - 1)
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
 
 
@@ -71,12 +71,15 @@ def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch
 def test_statistics_are_counts_of_tokens(llm: Any) -> None:
     (before,) = llm.collective_rpc("seergate_stats")
     (ids,) = questions(20)
-    (said,) = answers(llm, [ids], 40)
+    (tokens,) = answers(llm, [ids], 40)
     (after,) = llm.collective_rpc("seergate_stats")
-    lengths = [len(ids) + step for step in range(1, len(said))]  # of the rows that decode; the first token is read off
+    # of the rows that decode; the first token is read off
+    lengths = [len(ids) + step for step in range(1, len(tokens))]
     for layer in range(4):
-        held, read = (after["layers"][layer][n] - before["layers"][layer][n] for n in ("tokens_held", "tokens_read"))
-        assert held == 2 * sum(lengths)
+        tokens_held, read = (
+            after["layers"][layer][n] - before["layers"][layer][n] for n in ("tokens_held", "tokens_read")
+        )
+        assert tokens_held == 2 * sum(lengths)
         assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
     pages = len(gated_layers(llm)[0].kv_cache)
     assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4
@@ -93,15 +96,15 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
 )
 def test_rules_are_those_of_transformers(rule: dict[str, Any]) -> None:
     """Rows of different lengths in one batch, each with its own share; layers that read what others chose."""
-    prompts, said = questions(20, 8, 24), []
+    prompts, sequences = questions(20, 8, 24), []
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
     for ids in prompts:
         with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
             out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
-            said.append(out[0, len(ids) :].tolist())
+            sequences.append(out[0, len(ids) :].tolist())
             assert handle.stats()["density"] < 1
     with engine(seergate={"gates": GATES, **rule}) as llm:
-        assert answers(llm, prompts, 100) == said
+        assert answers(llm, prompts, 100) == sequences
 
 
 def test_an_engine_that_is_gone_leaves_no_cache_behind() -> None:

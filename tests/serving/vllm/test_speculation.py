@@ -160,11 +160,13 @@ def test_a_verified_token_reads_what_it_reads_alone(
         server.replace(0, 159)
     second = verifying.step({0: (163, 4), 3: (198, 4)})
     want += [single.step({row: (length + i, 1)})[0] for row, length in ((0, 160), (3, 195)) for i in range(4)]
-    found = torch.cat([first[0][:, :1], *first[1:], *second], 1)
-    torch.testing.assert_close(found, torch.cat(want, 1), rtol=0, atol=1e-5)
-    for (read, held), (read_single, held_single) in zip(verifying.counted(), single.counted(), strict=True):
-        assert held - held_single == K * (160 + 161 + 162)  # the rejected tokens
-        assert 0 < read - read_single < held - held_single and read < 0.8 * held
+    outputs = torch.cat([first[0][:, :1], *first[1:], *second], 1)
+    torch.testing.assert_close(outputs, torch.cat(want, 1), rtol=0, atol=1e-5)
+    for (read, tokens_held), (read_single, tokens_held_single) in zip(
+        verifying.counted(), single.counted(), strict=True
+    ):
+        assert tokens_held - tokens_held_single == K * (160 + 161 + 162)  # the rejected tokens
+        assert 0 < read - read_single < tokens_held - tokens_held_single and read < 0.8 * tokens_held
 
 
 # --------------------------------------------------------------------------------------------------- inside vLLM
