@@ -144,10 +144,10 @@ def times(bench: Bench, plans: Plans) -> Iterator[Row]:
         steps(name, 1, ids[:, :1])
     runs = {name: partial(steps, name, bench.options.steps, ids[:, :1]) for name in settings}
     seconds = timed_in_turns(runs, bench.options.rounds, CPU)
-    for setting, taken in seconds.items():
+    for setting, statistics in seconds.items():
         name, _, count = setting.partition(" ")
         shared = {"anchors": int(count)} if count else {}
-        step_ms = {key: value / bench.options.steps for key, value in taken.items()}
+        step_ms = {key: value / bench.options.steps for key, value in statistics.items()}
         yield {"part": "times", "method": name, **shared, "step_ms": step_ms}
 
 
@@ -231,10 +231,10 @@ def main() -> None:
     for key in ("model", "gates", "data", "calibration"):
         settings[key] = settings[key] and Path(settings[key]).name
     file = options.output / f"{options.name}.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "options": settings}
-    rows = [row for row in known["rows"] if row["part"] not in options.parts]
-    if rows and known["options"] != settings:
-        parser.error(f"{file} was made with {known['options']}; use the same, or another --name")
+    record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"rows": [], "options": settings}
+    rows = [row for row in record["rows"] if row["part"] not in options.parts]
+    if rows and record["options"] != settings:
+        parser.error(f"{file} was made with {record['options']}; use the same, or another --name")
     if not any(row["part"] == "plan" for row in rows) and "plan" not in options.parts:
         parser.error(f"{file} has no plan; name it among --parts")
     with torch.no_grad():

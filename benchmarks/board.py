@@ -74,11 +74,11 @@ class Part:
         """The command line of `seergate eval` for a model."""
         chat = load_tokenizer(path_of(name)).chat_template is not None
         task = self.chat if chat else self.base
-        found = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *split(self.options)]
+        arguments = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *split(self.options)]
         files = {"--task-source": "models/gsm8k.jsonl", "--shots-source": "models/gsm8k_train.jsonl"}
         for option, file in files.items() if task.startswith("gsm8k") else ():
-            found += [option, file] if Path(file).exists() else []
-        return found
+            arguments += [option, file] if Path(file).exists() else []
+        return arguments
 
 
 PARTS = {
@@ -102,14 +102,14 @@ PARTS = {
 
 def path_of(name: str) -> str:
     """The directory of a model: ``models/NAME``, or the name itself."""
-    return str(found) if (found := Path("models", name)).is_dir() else name
+    return str(directory) if (directory := Path("models", name)).is_dir() else name
 
 
-Found = tuple[dict[str, Any], list[dict[str, Any]]]
+Measurement = tuple[dict[str, Any], list[dict[str, Any]]]
 """What describes a part's measurement, and its rows."""
 
 
-def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Found | None]:
+def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Measurement | None]:
     """Run a part with `seergate eval`; its exit status, and what was found, also if it was interrupted."""
     given = ["--out", str(out), "--no-report", *PARTS[part].command(name)]
     if gates_for(path_of(name), GATES.get(name)) and "--gates" not in extra:
@@ -130,8 +130,8 @@ def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Fou
         if "accuracy" not in row:
             continue
         row["accuracy_low"], row["accuracy_high"] = setting.interval
-        if sweep.dense not in (None, setting) and (found := sweep.difference(setting, sweep.dense)).n > 1:
-            row |= {"minus_dense": found.mean, "minus_dense_low": found.low, "minus_dense_high": found.high}
+        if sweep.dense not in (None, setting) and (delta := sweep.difference(setting, sweep.dense)).n > 1:
+            row |= {"minus_dense": delta.mean, "minus_dense_low": delta.low, "minus_dense_high": delta.high}
     task = {
         key: Path(value).name if key in ("file", "source") else value for key, value in sweep.config["task"].items()
     }
@@ -143,7 +143,7 @@ def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Fou
     return status, (described, rows)
 
 
-def times(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Found | None]:
+def times(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Measurement | None]:
     """Time decode steps with `serving.py`; its exit status, and a row per method."""
     vllm = HERE.parent / ".venv-vllm/bin/python"
     without = [] if vllm.exists() else ["--ways", "hf_static", "hf_gate"]
@@ -175,7 +175,7 @@ def merged(file: Path, name: str, part: str, described: dict[str, Any], rows: li
     return save(file.stem, {"parts": dict(sorted(parts.items()))}, every, file.parent)
 
 
-def asked(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def models_and_parts(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """The models and parts to run. Of all models, those that are not there are left out."""
     for name in options.model or MODELS:
         if not Path(path_of(name)).is_dir():
@@ -202,17 +202,17 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of board.json [%(default)s]")
     options, extra = parser.parse_known_args()
     failed = []
-    for model, part in asked(options):
+    for model, part in models_and_parts(options):
         name = Path(model).name
         print(f"{name}: {part}", flush=True)
         if part == "times":
-            status, found = times(model, part, options.runs / name / part, extra if options.part == [part] else [])
+            status, result = times(model, part, options.runs / name / part, extra if options.part == [part] else [])
         else:
             problems = options.problems or PARTS[part].problems
             out = options.runs / name / f"{part}-{problems}"
-            status, found = answers(model, part, out, ["--problems", str(problems), *extra])
-        if found is not None:
-            print("saved", merged(options.output / "board.json", name, part, *found))
+            status, result = answers(model, part, out, ["--problems", str(problems), *extra])
+        if result is not None:
+            print("saved", merged(options.output / "board.json", name, part, *result))
         if status == INTERRUPTED:
             sys.exit(status)
         failed += [f"{name}/{part}"] * bool(status)

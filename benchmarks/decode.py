@@ -273,11 +273,11 @@ def main() -> None:
         print(f"memory bandwidth, reading: {bandwidth / 1e9:.1f} GB/s")
         print("batch length  sparsity   dense us (which)           sparse us  select us  roofline     x  x+select")
         for batch, length in itertools.product(options.batches, options.lengths):
-            wanted = {f"sparsity {s:g}": math.ceil(length * (1 - s)) for s in options.sparsities}
+            token_counts = {f"sparsity {s:g}": math.ceil(length * (1 - s)) for s in options.sparsities}
             if options.budgets:
-                wanted = {f"budget {n}": min(n, length) for n in options.budgets}
+                token_counts = {f"budget {n}": min(n, length) for n in options.budgets}
             block = options.block_size
-            budgets = {series: max(1, math.ceil(tokens / block)) * block for series, tokens in wanted.items()}
+            budgets = {series: max(1, math.ceil(tokens / block)) * block for series, tokens in token_counts.items()}
             for row in cells(batch, length, budgets, dense, bandwidth, options):
                 rows.append(row)
                 show(row)

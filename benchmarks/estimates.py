@@ -72,17 +72,17 @@ class Shape:
     """Weight counts of a preset's model (dense, with grouped queries and a gated MLP) and of its gates."""
 
     def __init__(self, name: str) -> None:
-        known = json.loads((ROOT / f"configs/architectures/{name}.json").read_text(encoding="utf-8"))
+        architecture = json.loads((ROOT / f"configs/architectures/{name}.json").read_text(encoding="utf-8"))
         self.hidden, self.layers, self.mlp = (
-            known[x] for x in ("hidden_size", "num_hidden_layers", "intermediate_size")
+            architecture[x] for x in ("hidden_size", "num_hidden_layers", "intermediate_size")
         )
         self.heads, self.kv_heads, self.dim = (
-            known[x] for x in ("num_attention_heads", "num_key_value_heads", "head_dim")
+            architecture[x] for x in ("num_attention_heads", "num_key_value_heads", "head_dim")
         )
         self.queries, self.keys = self.heads * self.dim, self.kv_heads * self.dim
         attention = 2 * self.hidden * (self.queries + self.keys)
         self.linear = self.layers * (attention + 3 * self.hidden * self.mlp)
-        self.embedding = known["vocab_size"] * self.hidden
+        self.embedding = architecture["vocab_size"] * self.hidden
         # The linear maps of queries and of three poolings of keys, all of the head dimension.
         self.gates = self.layers * self.kv_heads * self.dim * self.dim * (self.heads // self.kv_heads + 3)
         self.cache = self.layers * 2 * self.keys * WIDTH

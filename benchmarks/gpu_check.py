@@ -236,13 +236,13 @@ def right_teacher() -> Iterator[Row]:
         for lse, rule in ((None, {}), (got.lse, {}), (None, sparse), (got.lse, sparse)):
             options: Row = {"row_start": 0.25, "recall_budgets": (3 * block,), **rule}
             want_loss, want_stats = reference.gate_kl(*exact[:2], *sides, cu, block, **options)
-            wanted = torch.autograd.grad(want_loss, sides)
+            want_grads = torch.autograd.grad(want_loss, sides)
             here = [qg.requires_grad_(), kg.requires_grad_()]
             loss, stats = ops.gate_kl(q, k, *here, cu, block, lse=lse, **options)
             case = name + ", lse known" * (lse is not None) + ", every eighth row" * bool(rule)
             yield compared("gate_kl", f"{case}, loss", loss, want_loss, 1e-5 if wide else limit)
             yield compared("gate_kl", f"{case}, recall", stats.recall, want_stats.recall, 1e-3)
-            for which, a, b in zip(("dqg", "dkg"), torch.autograd.grad(loss, here), wanted, strict=True):
+            for which, a, b in zip(("dqg", "dkg"), torch.autograd.grad(loss, here), want_grads, strict=True):
                 yield compared("gate_kl", f"{case}, {which}", a, b, limit)
 
 
@@ -455,8 +455,8 @@ def teacher_times() -> Iterator[Row]:
         targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)
         out = torch.empty_like(lse)
         yield row("block targets", case, partial(side.attend, tiles, None, out, targets), flops)
-        known = partial(side.log_targets, tiles, targets, lse, known=True)
-        yield row("block targets, lse known", case, known, flops)
+        log_targets = partial(side.log_targets, tiles, targets, lse, known=True)
+        yield row("block targets, lse known", case, log_targets, flops)
 
     yield row("packed_attention", "output and lse", partial(ops.packed_attention, q, k, v, cu), 2 * flops)
     as_shipped = list(rows("as shipped"))

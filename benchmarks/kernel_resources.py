@@ -36,7 +36,7 @@ def saved() -> list[dict[str, Any]]:
     return json.loads(TABLE.read_text(encoding="utf-8"))["rows"] if TABLE.exists() else []
 
 
-def known() -> dict[tuple[str, str], Resources]:
+def saved_resources() -> dict[tuple[str, str], Resources]:
     """(GPU, fingerprint) -> resources, for all kernels that this Triton has compiled before."""
     return {
         (row["gpu"], row["fingerprint"]): Resources(**{field: row[field] for field in Resources._fields})
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="compile examples whose name contains this, and save nothing")
     options = parser.parse_args()
     bad, count, start = 0, 0, time.perf_counter()
-    done = {} if options.again else known()
+    done = {} if options.again else saved_resources()
     for gpu in (gpu for gpu in GPUS if gpu.name in options.gpus):
         print(f"\n{gpu.name} ({gpu.target}), Triton {triton.__version__}")
         print("regs spill   smem matrix wide/loads ahead waits instr  loop kernel")

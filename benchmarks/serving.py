@@ -164,8 +164,8 @@ class TransformersWay:
             self.cell = length, batch
         lengths = torch.tensor(row_lengths(length, batch, self.options))
         mask = (torch.arange(length) >= (length - lengths)[:, None]).long()
-        found = ways(self.model, self.options, self.options.budget, self.bank)
-        way = found["gate" if self.name.startswith("hf_gate") else "hf_static"]
+        ways_by_name = ways(self.model, self.options, self.options.budget, self.bank)
+        way = ways_by_name["gate" if self.name.startswith("hf_gate") else "hf_static"]
         way.compiled = self.name.endswith("compiled")
         way.static = way.static or way.compiled
         fill(self.model, {self.name: way}, mask, 2 * (tokens + 1), self.options.budget)

@@ -36,15 +36,15 @@ def check_counts(options: object, *, optional: bool = False, **least: int) -> No
             check_count(name, getattr(options, name), lowest)
 
 
-def check_one_of(name: str, value: Any, known: Sequence[Any]) -> None:
-    """Check that a value is one of ``known``."""
-    check(name, value, value in known, " or ".join(map(repr, known)))
+def check_one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
+    """Check that a value is one of ``choices``."""
+    check(name, value, value in choices, " or ".join(map(repr, choices)))
 
 
 def check_choice(options: object, **choices: Sequence[str]) -> None:
     """Check that each named attribute is one of ``choices[name]``."""
-    for name, known in choices.items():
-        check_one_of(name, getattr(options, name), known)
+    for name, values in choices.items():
+        check_one_of(name, getattr(options, name), values)
 
 
 def check_flags(options: object, *names: str) -> None:
@@ -72,11 +72,11 @@ def holds_turns(text: str) -> bool:
         return False
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(text.strip())
+            value = read(text.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        if isinstance(found, str):
-            return found != text and holds_turns(found)
-        turns = found if isinstance(found, list) else [found]
+        if isinstance(value, str):
+            return value != text and holds_turns(value)
+        turns = value if isinstance(value, list) else [value]
         return bool(turns) and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in turns)
     return False

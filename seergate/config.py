@@ -186,13 +186,13 @@ class GateConfig:
         object.__setattr__(self, "k_pooling", check_poolings("k_pooling", self.k_pooling))
         check_flags(self, "qk_norm", "rope")
         check_one_of("q_pooling", self.q_pooling, Q_POOLINGS)
-        for name, default, known in (
+        for name, default, applicable in (
             ("k_pooling", POOLINGS, kind.poolings),
             ("q_pooling", "proj", kind.poolings),
             ("qk_norm", True, not kind.retention),
             ("sink_blocks", 0, not kind.retention),
         ):
-            if not known and getattr(self, name) != default:
+            if not applicable and getattr(self, name) != default:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; with scorer {self.scorer!r} it must be left out")
 
     @property
@@ -212,8 +212,8 @@ class GateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GateConfig:
         """Inverse of `to_dict`; unknown keys are ignored (the adapter loader warns about them)."""
-        known = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in values.items() if key in known})
+        applicable = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in applicable})
 
 
 RULES: dict[str, tuple[str, ...]] = {

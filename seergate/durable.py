@@ -67,8 +67,8 @@ def lock(file: IO[Any], path: Path, advice: str) -> None:
         raise SeergateError(f"another process is writing to {path}; {advice}") from error
     except OSError:
         return
-    known = weakref.ref(file)
-    os.register_at_fork(after_in_child=lambda: (held := known()) and held.close())
+    file_ref = weakref.ref(file)
+    os.register_at_fork(after_in_child=lambda: (open_file := file_ref()) and open_file.close())
 
 
 def flush(path: Path) -> None:

@@ -27,13 +27,13 @@ left out.
 """
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error message about an unknown name: the most similar known name, or all known names.
 
     ``evaluate`` gives ``eval``, ``lr`` gives ``learning_rate``, ``qest`` gives ``quest``; ``budget`` gives
     ``token_budget``, which ends with it, rather than ``budget_min``.
     """
-    plain = {_plain(each): each for each in known}
+    plain = {_plain(each): each for each in names}
     word = _plain(name)
     kinds = [each for each in plain if len(word) > 2 and each.endswith(f"_{word}")]
     longer = [each for each in plain if len(word) > 2 and each.startswith(word)]
@@ -67,8 +67,8 @@ def is_users(error: ValueError | OSError) -> bool:
     An `OSError` counts as the user's only if it is about a file or in `DISK`. If ``SEERGATE_TRACEBACK`` is set, always
     false.
     """
-    known = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or error.errno in DISK
-    return (known or getattr(error, "filename", None) is not None) and not os.environ.get("SEERGATE_TRACEBACK")
+    known_cause = not isinstance(error, OSError) or isinstance(error, FileNotFoundError) or error.errno in DISK
+    return (known_cause or getattr(error, "filename", None) is not None) and not os.environ.get("SEERGATE_TRACEBACK")
 
 
 def sentence(error: BaseException) -> str:
@@ -79,5 +79,5 @@ def sentence(error: BaseException) -> str:
             file = "the output or a file" if error.filename is None else error.filename
             return visible(f"{file} cannot be written: {reason}; what was finished before is kept")
         return visible(f"{error.filename} cannot be used: {reason}")
-    said = visible(" ".join(str(error).split()))
-    return said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} ... {said[-LONGEST // 2 :]}"
+    message = visible(" ".join(str(error).split()))
+    return message if len(message) <= LONGEST else f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"

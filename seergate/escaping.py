@@ -60,7 +60,7 @@ def markdown_text(text: str) -> str:
     """One line as inline Markdown, also in a table's cell. Characters become character references where not every
     Markdown renderer lets a backslash escape them.
     """
-    marked = _MARKED.sub(lambda found: f"{found[0][:-1]}\\{found[0][-1]}", visible(text).strip())
+    marked = _MARKED.sub(lambda match: f"{match[0][:-1]}\\{match[0][-1]}", visible(text).strip())
     return marked.translate(_REFERENCES)
 
 

@@ -21,11 +21,11 @@ def read_json_text(text: str | bytes, *, unique: bool = False) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given again")
-    return found
+    return values
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:

@@ -35,9 +35,9 @@ def add_options(
         defaults: whether options that are not given have their defaults; otherwise the result leaves them out.
         changed: for argparse, instead of what the fields say.
     """
-    types, known = get_type_hints(kind), {item.name: item for item in fields(kind)}
-    for name in names or known:
-        item = known[name]
+    types, fields_by_name = get_type_hints(kind), {item.name: item for item in fields(kind)}
+    for name in names or fields_by_name:
+        item = fields_by_name[name]
         default = item.default if item.default_factory is MISSING else item.default_factory()
         settings = {**item.metadata, **changed}
         settings = settings if "type" in settings else _type(types[name]) | settings
@@ -109,12 +109,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments; the error for an unknown option suggests the most similar known one."""
-        found, unknown = self.parse_known_args(args, namespace)
+        options, unknown = self.parse_known_args(args, namespace)
         for text in unknown:
             name = text.partition("=")[0]
-            known = [option for action in self._actions for option in action.option_strings]
-            self.error(f"{name!r} is not an option{f'; {did_you_mean(name, known)}' if name.startswith('-') else ''}")
-        return found
+            flags = [option for action in self._actions for option in action.option_strings]
+            self.error(f"{name!r} is not an option{f'; {did_you_mean(name, flags)}' if name.startswith('-') else ''}")
+        return options
 
     def list_only(self, *names: str) -> None:
         """List only these options in the help."""

@@ -51,10 +51,10 @@ def resolve_file(path: str | os.PathLike[str]) -> Path:
 def directory_here(name: str | os.PathLike[str]) -> Path | None:
     """The local or shipped directory of this name; ``None`` if there is neither."""
     try:
-        found = resolve_model(name)
+        path = resolve_model(name)
     except (OSError, ValueError):  # not shipped, or not a valid file name
         return None
-    return Path(found) if os.path.isdir(found) else None
+    return Path(path) if os.path.isdir(path) else None
 
 
 def exists(name: str) -> bool:
@@ -71,8 +71,8 @@ def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
         return path if os.path.isfile(path) else None
     if not name or not os.path.isdir(path) or os.path.exists(path / "config.json"):
         return None
-    found = list(path.glob(f"*{GGUF}"))
-    return found[0] if len(found) == 1 else None
+    files = list(path.glob(f"*{GGUF}"))
+    return files[0] if len(files) == 1 else None
 
 
 def is_local_model(name: str | os.PathLike[str] | None) -> bool:

@@ -28,14 +28,14 @@ class _Loader(yaml.SafeLoader):
             )
         return node
 
-    def _count(self, node: yaml.Node, known: dict[int, int]) -> int:
-        """Number of values in a node; ``known`` holds those of nodes that were counted before."""
-        if id(node) not in known:
-            known[id(node)] = 1  # also where an alias stands inside the node that it names
+    def _count(self, node: yaml.Node, counts: dict[int, int]) -> int:
+        """Number of values in a node; ``counts`` holds those of nodes that were counted before."""
+        if id(node) not in counts:
+            counts[id(node)] = 1  # also where an alias stands inside the node that it names
             parts = node.value if isinstance(node, yaml.CollectionNode) else []
             each = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
-            known[id(node)] += sum(self._count(part, known) for part in each)
-        return known[id(node)]
+            counts[id(node)] += sum(self._count(part, counts) for part in each)
+        return counts[id(node)]
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping; refuse repeated keys."""

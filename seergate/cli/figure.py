@@ -137,8 +137,8 @@ def _check_options(options: argparse.Namespace) -> None:
     """Refuse options that the figure would ignore."""
     if options.name == "table2" and options.max_new_tokens is not None:
         raise SeergateError("the figure table2 does not take --max-new-tokens: it distils and answers nothing")
-    known = dict.fromkeys(name for names in ATTENTION.values() for name in names)
-    for name in known:
+    option_names = dict.fromkeys(name for names in ATTENTION.values() for name in names)
+    for name in option_names:
         if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):
             takers = " and ".join(figure for figure, names in ATTENTION.items() if name in names)
             raise SeergateError(
@@ -175,8 +175,8 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
     from seergate.paths import shipped
 
     own = str(shipped(TINY_GATES))
-    known = GateBank.from_pretrained(own).config.block_size
-    return {size: own if size == known else str(_distilled(options, size, out)) for size in sizes}
+    shipped_size = GateBank.from_pretrained(own).config.block_size
+    return {size: own if size == shipped_size else str(_distilled(options, size, out)) for size in sizes}
 
 
 def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:

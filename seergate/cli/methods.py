@@ -33,9 +33,9 @@ def run(options: argparse.Namespace) -> None:
     for name in options.methods or METHODS:
         kinds = keeping_class(name), method_class(name)  # two of EVICTOR+gate, else one
         says = " ".join((inspect.getdoc(kinds[-1]) or "").split("\n\n")[0].split())
-        known = option_names(name)
-        options_of = {x.name: _written(x) for kind in kinds for x in fields(kind) if x.init and x.name in known}
-        given = [f"{option}={options_of.get(option, '?')}" for option in (*options_of, *sorted(known - {*options_of}))]
+        names = option_names(name)
+        options_of = {x.name: _written(x) for kind in kinds for x in fields(kind) if x.init and x.name in names}
+        given = [f"{option}={options_of.get(option, '?')}" for option in (*options_of, *sorted(names - {*options_of}))]
         print(f"{name}: {says}")
         print(textwrap.fill(", ".join(given) or "no options", 110, initial_indent="    ", subsequent_indent="    "))
 

@@ -47,8 +47,8 @@ INTERRUPT = "interrupted; the same command continues from the last checkpoint"
 
 def train_parser(prog: str | None, description: str, examples: Sequence[str], *, listed: bool = True) -> Parser:
     """The parser of the training options, ``--config`` and ``--dry-run``; the help lists all only if ``listed``."""
-    known = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
-    epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", known))
+    listing = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
+    epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", listing))
     parser = option_parser(prog=prog, description=description, epilog=epilog)
     parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
     parser.add_argument(
@@ -225,8 +225,8 @@ PLAN = Command(
 def _ablate_arguments(parser: argparse.ArgumentParser) -> None:
     from seergate.distill.ablation import studies
 
-    known = ", ".join(studies())
-    says = f"some of {known}, all, or .yaml files of your own"
+    names = ", ".join(studies())
+    says = f"some of {names}, all, or .yaml files of your own"
     parser.add_argument("studies", metavar="STUDY", nargs="+", help=says)
 
 

@@ -71,10 +71,10 @@ def studies() -> dict[str, Path]:
 
 def load_study(name: str) -> Study:
     """Load a study that ships with seergate, or a YAML file of the user; raises `SeergateError` if it is neither."""
-    known = studies()
-    path = known.get(name.lower(), Path(name))
-    if name.lower() not in known and path.suffix not in (".yaml", ".yml"):
-        raise SeergateError(f"there is no study {name!r}; {did_you_mean(name, known)} (or give a .yaml file)")
+    study_files = studies()
+    path = study_files.get(name.lower(), Path(name))
+    if name.lower() not in study_files and path.suffix not in (".yaml", ".yml"):
+        raise SeergateError(f"there is no study {name!r}; {did_you_mean(name, study_files)} (or give a .yaml file)")
     content = read_yaml(path)
     variants, options = content.get("variants"), content.get("options") or {}
     if (

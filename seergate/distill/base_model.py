@@ -69,16 +69,16 @@ def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:
     """Load the gates of ``init_gates`` in float32 and check that they match ``fresh``; ``None`` without the option."""
     if config.init_gates is None:
         return None
-    known, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"
-    if config.anchors and set(config.anchors) <= set(known.geometry.layers):
-        known = known.subset(config.anchors)
-    if problems := known.geometry.mismatches(fresh.geometry):
+    bank, named = GateBank.from_pretrained(config.init_gates).float(), f"init_gates {config.init_gates!r}"
+    if config.anchors and set(config.anchors) <= set(bank.geometry.layers):
+        bank = bank.subset(config.anchors)
+    if problems := bank.geometry.mismatches(fresh.geometry):
         raise SeergateError(f"{named} are for another model: {'; '.join(problems)}")
-    here, there = ({**vars(one.config), "layers": one.geometry.layers} for one in (fresh, known))
+    here, there = ({**vars(one.config), "layers": one.geometry.layers} for one in (fresh, bank))
     for name, value in there.items():
         if value != here[name]:
             raise SeergateError(f"{named} have {name}={value!r}, this run {here[name]!r}")
-    return known
+    return bank
 
 
 def frozen_config(path: str, config: TrainConfig) -> Any:

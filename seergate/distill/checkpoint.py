@@ -130,12 +130,12 @@ def _damage(path: Path) -> Iterator[None]:
         raise SeergateError(f"the checkpoint {path} is damaged; delete it to continue from the one before") from error
 
 
-def check_same_run(path: Path, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raise `SeergateError` if a checkpoint was made with other options or fingerprints than the run that resumes."""
-    for name in sorted(recorded.keys() | wanted.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
+    for name in sorted(recorded.keys() | current.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(recorded.get(name))):
             continue  # the commit was unknown; the fingerprints are compared instead
-        made_with, requested = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (recorded, wanted))
+        made_with, requested = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (recorded, current))
         if made_with != requested:
             raise SeergateError(
                 f"{path} was made with {name}={made_with!r} and this run has {requested!r}; use the same, another "

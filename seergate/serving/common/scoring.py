@@ -158,6 +158,6 @@ class OracleScores(Scores):
         logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        held_RT = torch.arange(keys_RKTD.shape[2], device=keys_RKTD.device) <= rows.positions
-        logp_RKGT = F.log_softmax(logits.masked_fill(~held_RT[:, None, None], -torch.inf), -1)
+        mask_RT = torch.arange(keys_RKTD.shape[2], device=keys_RKTD.device) <= rows.positions
+        logp_RKGT = F.log_softmax(logits.masked_fill(~mask_RT[:, None, None], -torch.inf), -1)
         return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

@@ -75,10 +75,10 @@ class Settings:
         values = additional_config[KEY]
         if not isinstance(values, dict):
             raise SeergateError(f"seergate is {values!r}; it must be an object such as {{'gates': 'org/name'}}")
-        known = [*(field.name for field in fields(cls) if field.name != "rule"), *RULES]
+        keys = [*(field.name for field in fields(cls) if field.name != "rule"), *RULES]
         for name in values:
-            if name not in known:
-                raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), known)}")
+            if name not in keys:
+                raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), keys)}")
         rule = {name: values[name] for name in RULES if values.get(name) is not None}
         return cls(**{name: value for name, value in values.items() if name not in RULES}, rule=rule)
 

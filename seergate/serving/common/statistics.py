@@ -14,7 +14,11 @@ def statistics(counts: Iterable[tuple[int, Iterable[int]]], summary_bytes: int) 
         ``density``, their ratio. ``summary_bytes``: the bytes of all block summaries.
     """
     layers = {
-        layer: {"tokens_read": read, "tokens_held": held, "density": read / held if held else 1.0}
-        for layer, (read, held) in counts
+        layer: {
+            "tokens_read": read_tokens,
+            "tokens_held": held_tokens,
+            "density": read_tokens / held_tokens if held_tokens else 1.0,
+        }
+        for layer, (read_tokens, held_tokens) in counts
     }
     return {"layers": layers, "summary_bytes": summary_bytes}

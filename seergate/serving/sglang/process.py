@@ -16,23 +16,23 @@ from typing import Any
 
 def main() -> None:
     """Request all answers at once, and write each as it finishes."""
-    asked = json.load(sys.stdin)
+    request = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as file:
         os.dup2(2, 1)  # what SGLang prints goes to stderr
         import sglang
 
-        with sglang.Engine(**asked["engine"]) as llm:
+        with sglang.Engine(**request["engine"]) as llm:
 
             async def answer(number: int) -> tuple[int, list[int]]:
-                given = {"input_ids": asked["prompts"][number], "sampling_params": asked["sampling"][number]}
-                found: Any = await llm.async_generate(**given)
-                if (reason := found["meta_info"]["finish_reason"])["type"] == "abort":
+                given = {"input_ids": request["prompts"][number], "sampling_params": request["sampling"][number]}
+                result: Any = await llm.async_generate(**given)
+                if (reason := result["meta_info"]["finish_reason"])["type"] == "abort":
                     raise RuntimeError(f"SGLang gave up the answer to prompt {number}: {reason['message']}")
-                return number, found["output_ids"]
+                return number, result["output_ids"]
 
             async def ask() -> None:
                 then = time.perf_counter()
-                for each in asyncio.as_completed([answer(number) for number in range(len(asked["prompts"]))]):
+                for each in asyncio.as_completed([answer(number) for number in range(len(request["prompts"]))]):
                     number, tokens = await each
                     now = time.perf_counter()
                     print(json.dumps([number, tokens, now - then]), file=file, flush=True)

@@ -107,24 +107,24 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
     closed_Cr = table[here(closed)[:, None], here(blocks[:, None] * run + np.arange(run))]
 
     requests = np.repeat(np.arange(len(queries)), queries)  # of each token
-    held = (lengths - starts[1:])[requests] + np.arange(len(requests)) + 1
+    context_lengths = (lengths - starts[1:])[requests] + np.arange(len(requests)) + 1
     decodes = ((queries <= 1 + drafts) & ~common.is_prefilling[: common.num_reqs].numpy())[requests]
-    tokens = np.flatnonzero(decodes & (held > max(method.covered_tokens, method.dense_below)))
-    longest = int(held[tokens].max(initial=0))
-    total = int(held[decodes].sum())
+    tokens = np.flatnonzero(decodes & (context_lengths > max(method.covered_tokens, method.dense_below)))
+    longest = int(context_lengths[tokens].max(initial=0))
+    total = int(context_lengths[decodes].sum())
     return Plan(
         closed_Cr=closed_Cr,
         starts_C=here(blocks * size),
         tokens_R=here(tokens),
         rows=Rows(
-            here(held[tokens]),
+            here(context_lengths[tokens]),
             by_block(table[here(requests[tokens])], -(-longest // size), run),
-            host=held[tokens].tolist(),
+            host=context_lengths[tokens].tolist(),
         ),
         sparse_B=here(np.flatnonzero(np.bincount(requests[tokens], minlength=len(queries)) == queries)),
         dense=metadata,
         held=total,
-        read_all=total - int(held[tokens].sum()),
+        read_all=total - int(context_lengths[tokens].sum()),
     )
 
 
@@ -142,7 +142,7 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     table = metadata.block_table.long()
     table_RNr = by_block(table, -(-table.shape[1] * page // size), size // page)
     rows_R = torch.arange(len(lengths_R), device=table.device)
-    held, lengths_R = lengths_R.sum(), lengths_R.clamp(min=1)
+    held_tokens, lengths_R = lengths_R.sum(), lengths_R.clamp(min=1)
     newest_R = (lengths_R - 1) // size
     closes_R1 = (lengths_R % size == 0)[:, None]
     return Plan(
@@ -152,7 +152,7 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
         rows=Rows(lengths_R, table_RNr),
         sparse_B=rows_R,
         dense=None,
-        held=held,
+        held=held_tokens,
         read_all=-padding,  # one token of each padding row is counted as read
     )
 
@@ -375,8 +375,8 @@ class SparseBackend:
         """Prefer layouts in which the tokens of a head are contiguous in a page, as each head has its own pages."""
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
-        known = super().supported_kv_cache_layouts()  # type: ignore[misc]
-        return tuple(KVCacheLayout[name] for name in LAYOUTS if known is None or KVCacheLayout[name] in known)
+        layouts = super().supported_kv_cache_layouts()  # type: ignore[misc]
+        return tuple(KVCacheLayout[name] for name in LAYOUTS if layouts is None or KVCacheLayout[name] in layouts)
 
 
 @cache
@@ -415,8 +415,8 @@ def sparse_layer(stock: Any) -> Any:
 def gated_impls(vllm_config: Any, names: list[str] | None = None) -> list[SparseAttention]:
     """The attention of the gated layers, of all layers or of those in ``names``."""
     layers = vllm_config.compilation_config.static_forward_context
-    found = [getattr(layers[name], "impl", None) for name in (layers if names is None else names)]
-    return [impl for impl in found if isinstance(impl, SparseAttention)]
+    impls = [getattr(layers[name], "impl", None) for name in (layers if names is None else names)]
+    return [impl for impl in impls if isinstance(impl, SparseAttention)]
 
 
 def fits_graphs(method: SelectingMethod) -> bool:

@@ -64,10 +64,10 @@ def choose_backend(attention_config: Any) -> None:
 
     if not current_platform.is_cuda():
         return
-    per_kind, wanted = attention_config.backend_per_kind, AttentionBackendEnum.FLASH_ATTN
-    if (given := per_kind.get("full_attention", attention_config.backend)) not in (None, wanted):
+    per_kind, flash_attn = attention_config.backend_per_kind, AttentionBackendEnum.FLASH_ATTN
+    if (given := per_kind.get("full_attention", attention_config.backend)) not in (None, flash_attn):
         raise SeergateError(f"the attention backend is {given.name}; with seergate it must be FLASH_ATTN or left out")
-    per_kind["full_attention"] = wanted
+    per_kind["full_attention"] = flash_attn
 
 
 def default_page() -> int | None:

@@ -177,17 +177,17 @@ def packed_order(size: int, dim: int, dtype: torch.dtype, isa: str) -> Tensor:
     from vllm import _custom_ops as ops
 
     index = torch.arange(size * dim)
-    found = torch.zeros_like(index)
+    stored_index = torch.zeros_like(index)
     slots, scale = torch.arange(size), 1
     while scale <= index[-1]:
         digits = (index // scale % 128).to(dtype).view(size, 1, dim)
         page = torch.zeros(1, 1, 2 * size, dim, dtype=dtype)
         keys, values = page.chunk(2, dim=2)
         ops.cpu_attn_reshape_and_cache(digits, digits, keys, values, slots, isa)
-        found += keys.flatten().long() * scale
+        stored_index += keys.flatten().long() * scale
         scale *= 128
-    order = found.argsort()
-    assert torch.equal(found[order], index), "the keys of a page are not a permutation of what was written"
+    order = stored_index.argsort()
+    assert torch.equal(stored_index[order], index), "the keys of a page are not a permutation of what was written"
     return order
 
 

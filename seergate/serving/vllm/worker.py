@@ -42,11 +42,11 @@ class Gated:
         from vllm.logger import init_logger
 
         output = super().execute_model(*args, **kwargs)  # type: ignore[misc]
-        then, read, held = self.logged
+        then, read_tokens, held_tokens = self.logged
         if (now := time.monotonic()) - then >= envs.VLLM_LOG_STATS_INTERVAL:
             total = [sum(numbers) for numbers in zip(*self._counts(), strict=True)] or [0, 0]
-            if total[1] > held:
-                share = (total[0] - read) / (total[1] - held)
+            if total[1] > held_tokens:
+                share = (total[0] - read_tokens) / (total[1] - held_tokens)
                 init_logger("vllm.seergate").info("seergate: decoding reads %.1f%% of the cached tokens", 100 * share)
             self.logged = now, total[0], total[1]
         return output
@@ -77,7 +77,7 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     scores: type[Scores] = resolve_name(method.serving_scores)
     kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
     frequencies: Tensor | None = None
-    found: dict[int, Any] = {}
+    attentions: dict[int, Any] = {}
     shared: dict[int, Counts] = {}
     if current_platform.is_cpu() and vllm_config.cache_config.block_size % 32:
         for module in vllm_config.compilation_config.static_forward_context.values():  # a draft model's too
@@ -86,8 +86,8 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     for layer, parent, attention in attention_layers(model):
         if layer not in kinds or not method.selects_in(layer):
             continue
-        if (anchor := method.anchor_of(layer)) in found:
-            scoring = found[anchor].impl.scoring
+        if (anchor := method.anchor_of(layer)) in attentions:
+            scoring = attentions[anchor].impl.scoring
         else:
             gate = unrotate = None
             if bank is not None:
@@ -100,10 +100,10 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
         if same_in_all_layers(method):
             counts = shared.setdefault(attention.num_kv_heads, counts)
         make_sparse(attention, method, scoring, counts)
-        found[layer] = attention
-        attention.impl.anchor = found[anchor].impl
-    init_logger("vllm.seergate").info("%s", settings.said(method, len(found)))
-    return found
+        attentions[layer] = attention
+        attention.impl.anchor = attentions[anchor].impl
+    init_logger("vllm.seergate").info("%s", settings.said(method, len(attentions)))
+    return attentions
 
 
 def attention_layers(model: nn.Module) -> list[tuple[int, Any, Any]]:

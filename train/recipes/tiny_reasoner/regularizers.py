@@ -67,22 +67,22 @@ class Places:
 
     def lookups(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Per thing, the ``N`` look-ups of the reasoning: rows, columns that ask, and columns that answer."""
-        _, operand, asked, valued = (numbers[self.ids_BS] for numbers in self.number_of)
+        _, operand, target, valued = (numbers[self.ids_BS] for numbers in self.number_of)
         reasoning = (self.ids_BS == self.think).cumsum(1) > 0
         asking = [
-            asked,
-            asked.roll(3, 1).where(self.ids_BS == self.plus, -1),
+            target,
+            target.roll(3, 1).where(self.ids_BS == self.plus, -1),
             valued.roll(4, 1).where(self.ids_BS == self.next, -1),
             operand,
         ]
-        found = []
+        triples = []
         for (names_BS, distance_BS), by_BS in zip(self.answers(), asking, strict=True):
             row, column = torch.nonzero(names_BS >= 0, as_tuple=True)
             column_of = torch.full((len(self.ids_BS), NAMES), -1)
             column_of[row, names_BS[row, column]] = column + distance_BS[row, column]
             row, column = torch.nonzero((by_BS >= 0) & reasoning, as_tuple=True)
-            found.append((row, column, column_of[row, by_BS[row, column]]))
-        return found
+            triples.append((row, column, column_of[row, by_BS[row, column]]))
+        return triples
 
 
 class KeySpread:
