@@ -103,9 +103,9 @@ def _snapshot(layer: Any, newest: int) -> Callable[[], None]:
         before = dict(vars(layer))  # such layers replace their tensors and never write into them
         return lambda: vars(layer).update(before)
     rows, older = layer.rows, copy.copy(layer.rows)
-    older.shorten([held - newest for held in rows.resident])
+    older.shorten([count - newest for count in rows.resident])
     parts = [
-        torch.stack([buffer[row, :, held - newest : held] for row, held in enumerate(rows.resident)])
+        torch.stack([buffer[row, :, count - newest : count] for row, count in enumerate(rows.resident)])
         for buffer in (layer.storage.keys, layer.storage.values)
     ]
     tensors = {} if layer.state is None else {name: tensor.clone() for name, tensor in layer.state.rows.items()}

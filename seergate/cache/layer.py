@@ -110,9 +110,9 @@ class GatedLayer(CacheLayerMixin):
             raise SeergateError(
                 f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
             )
-        found = self.store(ForwardContext(PROMPT), key_states, value_states)
+        keys_and_values = self.store(ForwardContext(PROMPT), key_states, value_states)
         self.state = None
-        return found
+        return keys_and_values
 
     @outside_inference_mode
     def store(self, context: ForwardContext, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,6 +273,6 @@ class GatedLayer(CacheLayerMixin):
 
     def row_bytes(self) -> np.ndarray:
         """Bytes of each row's tokens and method state, without batch padding or spare capacity."""
-        held, seen = np.array(self.rows.resident), np.array(self.rows.total)
-        state = 0 if self.state is None else self.state.bytes_held(held, seen)
+        resident, seen = np.array(self.rows.resident), np.array(self.rows.total)
+        state = 0 if self.state is None else self.state.bytes_held(resident, seen)
         return self.storage.row_bytes(self.rows.resident) + state

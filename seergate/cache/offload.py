@@ -168,8 +168,8 @@ class BlockPool:
             self._vacate(slots_F)
             places_F = pairs_F * key_blocks.shape[1] + blocks_F
             for target, source in ((self.keys, key_blocks), (self.values, value_blocks)):
-                found = source.flatten(0, 1).index_select(0, places_F).to(target.device)
-                target.view(self.slots, -1).index_copy_(0, slots_F.to(target.device), found)
+                fetched = source.flatten(0, 1).index_select(0, places_F).to(target.device)
+                target.view(self.slots, -1).index_copy_(0, slots_F.to(target.device), fetched)
             self._owner[slots_F] = torch.stack((pairs_F, blocks_F), dim=1)
             self._last_read[slots_F] = self._clock
             self._slot_of[pairs_F, blocks_F] = slots_F
@@ -301,12 +301,12 @@ class Offloaded(DynamicStorage):
             return super().attend(step, None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
         indices = selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
-        found = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
-        if found is None:  # more blocks than slots: read from slow memory
+        location = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
+        if location is None:  # more blocks than slots: read from slow memory
             fetched = int((indices >= 0).sum()) * self.pool.block_bytes
             return super().attend(step, selection, block_size)._replace(fetched=fetched)
         # Treat each pair as a row of a paged cache that holds only its selected blocks, in order.
-        slots_PX = found[0].to(self.device)
+        slots_PX = location[0].to(self.device)
         starts_BKX = indices.long() * size
         used_BKX = (step.lengths[:, None, None] - starts_BKX).clamp(0, size).masked_fill(indices < 0, 0)
         order_BKX = torch.arange(indices.shape[2], device=self.device).masked_fill(indices < 0, -1)
@@ -328,13 +328,13 @@ class Offloaded(DynamicStorage):
             ).unflatten(0, (batch, -1))
             for part in parts
         ]
-        return AttentionOutput(torch.cat(outputs, dim=1).flatten(1, 2), fetched=found[1] * self.pool.block_bytes)
+        return AttentionOutput(torch.cat(outputs, dim=1).flatten(1, 2), fetched=location[1] * self.pool.block_bytes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of fast memory: the pool."""
         return self.pool.nbytes if self.pool is not None else 0
 
-    def row_bytes(self, held: list[int]) -> np.ndarray:
+    def row_bytes(self, resident: list[int]) -> np.ndarray:
         """Bytes of the pool, divided equally among the rows."""
-        return np.full(len(held), self.nbytes / len(held))
+        return np.full(len(resident), self.nbytes / len(resident))

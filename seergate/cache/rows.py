@@ -110,8 +110,8 @@ class Rows:
     def real_slots(self) -> Tensor:
         """Mask of the slots that hold real tokens: bool ``[B, slots]``."""
         none = torch.ones(len(self), 0, dtype=torch.bool, device=self.lengths.device)
-        known = none if self.valid is None else self.valid
-        return pad(known, (0, self.slots - known.shape[1]), value=True)
+        valid = none if self.valid is None else self.valid
+        return pad(valid, (0, self.slots - valid.shape[1]), value=True)
 
     def slot_index(self) -> Tensor | None:
         """Index within its row of each slot's token, int64 ``[B, slots]``; ``None`` if it equals the slot."""
@@ -146,8 +146,8 @@ class Rows:
         ``valid``, bool ``[B, slots]``, marks the columns with real tokens; ``None`` if all are real.
         """
         if valid is not None or (self.valid is not None and slots > 1):
-            known = self.real_slots()
-            self.valid = pad(known, (0, slots), value=True) if valid is None else torch.cat((known, valid), dim=1)
+            real = self.real_slots()
+            self.valid = pad(real, (0, slots), value=True) if valid is None else torch.cat((real, valid), dim=1)
         self._set_slots(self.slots + slots)
         self._total = [total + count for total, count in zip(self.total, counts, strict=True)]
         resident = [resident + count for resident, count in zip(self.resident, counts, strict=True)]
@@ -170,8 +170,8 @@ class Rows:
                 self.offsets = [old if total else new for new, old, total in first]
             index = torch.arange(positions.shape[1], device=positions.device)
             given = torch.tensor(counts, device=positions.device)[:, None]
-            wanted = self._consecutive(self.total)[:, None] + 1 + index
-            self.gaps = self.gaps | ((positions != wanted) & (index < given)).any(1)
+            consecutive = self._consecutive(self.total)[:, None] + 1 + index
+            self.gaps = self.gaps | ((positions != consecutive) & (index < given)).any(1)
             newest = torch.where(given > 0, positions.gather(1, (given - 1).clamp(min=0)), self.newest[:, None])[:, 0]
         self.newest = newest if self.width is None else self.newest.copy_(newest)
 

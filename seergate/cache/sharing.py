@@ -88,7 +88,7 @@ class BlockSharing:
             evaluator's counts; ``seconds`` by stage, of which only ``apply`` delays decoding if the worker has its own
             thread; ``error`` of the worker.
         """
-        found = {
+        counts = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
             "physical_peak": self.physical_peak,
             "logical_peak": self.logical_peak,
@@ -98,13 +98,13 @@ class BlockSharing:
             "seconds": {"apply": self.apply_seconds},
         }
         if self.evaluator is None:
-            return {"sharing": found}
+            return {"sharing": counts}
         reason, error = self.evaluator.method, self.worker.error
-        found |= dict(self.evaluator.counts)
-        found["seconds"] = {**self.evaluator.seconds, "apply": self.apply_seconds}
-        found["error"] = None if error is None else first_line(error)
+        counts |= dict(self.evaluator.counts)
+        counts["seconds"] = {**self.evaluator.seconds, "apply": self.apply_seconds}
+        counts["error"] = None if error is None else first_line(error)
         reads = f"+{reason.reads.name}" if reason.reads is not None else ""
-        return {"method": reason.name + reads, "sharing": found}
+        return {"method": reason.name + reads, "sharing": counts}
 
     def remove(self) -> None:
         """Stop the worker, and stop recording ids."""
@@ -143,12 +143,12 @@ class SharedPages(CachePages):
             return copies
         rows = tuple(row.uid for row in self.rows)
         ids = self.sharing.take_ids().to(self.layers[0].device)
-        found = context.compact(ids[:, None, :, None])[:, 0, :, 0]
-        if self.sharing.prefixes and found.shape[1] > 1 and all(row.sealed == 0 for row in self.rows):
-            self._prompt = rows, found, tuple(counts)
+        compact_ids = context.compact(ids[:, None, :, None])[:, 0, :, 0]
+        if self.sharing.prefixes and compact_ids.shape[1] > 1 and all(row.sealed == 0 for row in self.rows):
+            self._prompt = rows, compact_ids, tuple(counts)
         if self.evaluator is not None:
             self._follow(rows)
-            self._calls.append(partial(self.evaluator.tokens_came, rows, found, tuple(counts)))
+            self._calls.append(partial(self.evaluator.tokens_came, rows, compact_ids, tuple(counts)))
         return copies
 
     def between_passes(self) -> None:
@@ -225,9 +225,9 @@ class SharedPages(CachePages):
 
     def _report(self, evaluator: Evaluator, row: Row, first: int) -> Callable[[], None]:
         """Return a call that tells the evaluator which blocks of a row are sealed, from ``first`` on."""
-        known = tuple((block, self.serials[block]) for block in row.table[first : row.sealed])
-        self._reported[row.uid] = first + len(known)
-        return partial(evaluator.blocks_sealed, row.uid, self._reference, first, known)
+        sealed_blocks = tuple((block, self.serials[block]) for block in row.table[first : row.sealed])
+        self._reported[row.uid] = first + len(sealed_blocks)
+        return partial(evaluator.blocks_sealed, row.uid, self._reference, first, sealed_blocks)
 
     def _catch_up(self, sharing: BlockSharing, at_once: bool = False) -> None:
         """Share the pages of a prompt after prefill. Report to the evaluator sealed blocks, then events, as a step is
@@ -275,13 +275,13 @@ class SharedPages(CachePages):
         if tuple(row.uid for row in self.rows) != rows:
             return 0
         size = self.block_size
-        known: dict[tuple[int, ...], int] = {}  # (previous page, tokens) -> page: identifies the whole prefix
+        page_of: dict[tuple[int, ...], int] = {}  # (previous page, tokens) -> page: identifies the whole prefix
         shared = 0
         for position, (tokens, count) in enumerate(zip(ids.tolist(), counts, strict=True)):
             row, physical = self.rows[position], -1
             for block in range(min(count // size, row.sealed)):
                 own = row.table[block]
-                physical = known.setdefault((physical, *tokens[block * size : (block + 1) * size]), own)
+                physical = page_of.setdefault((physical, *tokens[block * size : (block + 1) * size]), own)
                 if physical == own:
                     continue
                 if not all(torch.equal(x[own], x[physical]) for layer in self.buffers() for x in layer):

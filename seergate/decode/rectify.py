@@ -131,8 +131,8 @@ class Rectification:
         # A row whose steps so far read everything is dense already.
         every_layer = set(self.layers) <= set(self.method.dense_layers)
         whole = [every_layer or self.method.reads_all(length) for length in layer.rows.resident]
-        known = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
-        rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in known])
+        spans = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
+        rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in spans])
 
     def _first_layer(self, cache: Any) -> GatedLayer | None:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
@@ -148,9 +148,9 @@ class Rectification:
                 self._rectify(cache, layer, list(range(len(rows))), count)
             return
         assert layer.state is not None
-        known, ends = layer.state.rows, list(layer.rows.resident)
-        at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % known[IDS].shape[1]
-        ids, positions = known[IDS].gather(1, at), known[POSITIONS].gather(1, at)
+        stored, ends = layer.state.rows, list(layer.rows.resident)
+        at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % stored[IDS].shape[1]
+        ids, positions = stored[IDS].gather(1, at), stored[POSITIONS].gather(1, at)
         with restored_on_error(cache, count):
             cache.crop(-count)
             if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):

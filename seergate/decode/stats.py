@@ -46,7 +46,10 @@ class StepRecord:
     def total_tokens(self) -> list[int]:
         """Tokens of each row so far, evicted ones included."""
         rows = self.cache.rows
-        return [total - held + end for total, held, end in zip(rows.total, rows.resident, self.step.ends, strict=True)]
+        return [
+            total - resident + end
+            for total, resident, end in zip(rows.total, rows.resident, self.step.ends, strict=True)
+        ]
 
     @property
     def read(self) -> Sequence[float]:
@@ -58,17 +61,17 @@ class StepRecord:
         """Bytes that each row read to select or score, besides the keys and values attended to; all heads together."""
         (keys, values, _), state, read = self.step.stored, self.cache.state, self.attended.read
         assert state is not None
-        heads, found = keys.shape[1], []
-        for row, (held, seen) in enumerate(zip(self.step.ends, self.total_tokens, strict=True)):
+        heads, bytes_of_rows = keys.shape[1], []
+        for row, (resident, seen) in enumerate(zip(self.step.ends, self.total_tokens, strict=True)):
             # A row that reads everything is scored only to keep the batch's shape: not counted.
             chose = (self.selection is not None or read is not None) and not state.reads_all(seen)
-            total = state.bytes_read(held, seen, chose)
+            total = state.bytes_read(resident, seen, chose)
             if chose and state.reads_all_keys:  # without a selection, attention reads all keys anyway
-                total += held * heads * keys.shape[3] * keys.element_size()
+                total += resident * heads * keys.shape[3] * keys.element_size()
             if read is not None:  # tokens beyond those in the cache were read from the state, counted above
-                total -= max(0, int(read[row]) - held) * heads * token_bytes(keys, values)
-            found.append(total)
-        return found
+                total -= max(0, int(read[row]) - resident) * heads * token_bytes(keys, values)
+            bytes_of_rows.append(total)
+        return bytes_of_rows
 
 
 @dataclass
@@ -240,8 +243,8 @@ class DecodeStats:
             read = state.bytes_read(each, each)
             if isinstance(state, SelectingState):
                 read = read * (each > state.method.covered_tokens)
-            held = keys.nbytes + values.nbytes + state.nbytes
-            cache.counts = stats.compiled = CompiledCounts(lengths, blocks, read, held, state.nbytes)
+            held_bytes = keys.nbytes + values.nbytes + state.nbytes
+            cache.counts = stats.compiled = CompiledCounts(lengths, blocks, read, held_bytes, state.nbytes)
         if cache.device.type == "cuda":
             own = (keys, values, rows.lengths, rows.width, rows.newest, *state.rows.values())
             for tensor in (*own, stats.compiled.lengths, stats.compiled.blocks):

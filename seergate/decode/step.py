@@ -126,15 +126,15 @@ def _selections(layer: GatedLayer, context: ForwardContext, steps: list[Step]) -
         return [None] * len(steps)
     assert passes is not None
     if layer.anchor != layer.layer:
-        found = passes.selections[layer.anchor]
+        selections = passes.selections[layer.anchor]
         if layer.layer == layer.last_reader:
             del passes.selections[layer.anchor]
-        return [on_device(selection, layer.device) for selection in found]
+        return [on_device(selection, layer.device) for selection in selections]
     state: Any = layer.state
-    found = [method.select(state, step) for step in steps]
+    selections = [method.select(state, step) for step in steps]
     if layer.last_reader != layer.layer:
-        passes.selections[layer.layer] = found
-    return found
+        passes.selections[layer.layer] = selections
+    return selections
 
 
 def _decode(observer: Observer, layer: GatedLayer, context: ForwardContext, step: Step, selection: Selected) -> Tensor:

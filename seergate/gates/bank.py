@@ -164,12 +164,12 @@ class Gates(nn.Module):
         Raises:
             SeergateError: if a layer has no gate, or ``layers`` is empty.
         """
-        wanted = sorted(set(layers))
-        absent = [layer for layer in wanted if not is_int(layer) or layer not in self.geometry.layers]
-        if absent or not wanted:
-            raise SeergateError(f"layers is {absent or wanted}; it must name some of {list(self.geometry.layers)}")
-        tensors = {name: x for name, x in self.state_dict().items() if int(name.split(".")[1]) in wanted}
-        return self.derived(tensors, geometry=replace(self.geometry, layers=tuple(wanted)), results=())
+        indices = sorted(set(layers))
+        absent = [layer for layer in indices if not is_int(layer) or layer not in self.geometry.layers]
+        if absent or not indices:
+            raise SeergateError(f"layers is {absent or indices}; it must name some of {list(self.geometry.layers)}")
+        tensors = {name: x for name, x in self.state_dict().items() if int(name.split(".")[1]) in indices}
+        return self.derived(tensors, geometry=replace(self.geometry, layers=tuple(indices)), results=())
 
     def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:
         """A copy with the gates of the anchor layers only, and these anchors as decode default, so that the layers

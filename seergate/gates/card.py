@@ -102,18 +102,18 @@ def _metadata(bank: Gates, source: Source) -> Any:
         data |= {"base_model": base, "base_model_relation": "adapter"}
     if isinstance(dataset, str) and is_hub_id(dataset):
         data["datasets"] = [dataset]
-    found = []  # type and name of a dataset; type, value and name of a metric
+    measurements = []  # type and name of a dataset; type, value and name of a metric
     for result in bank.results:
         task, accuracy = str(result.get("task", "unknown")), result.get("accuracy")
         if result.get("method") in ("gate", bank.config.scorer) and isinstance(accuracy, (int, float)):
             metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), token budget {result.get('token_budget')}"
-            found.append((str(result.get("dataset", task)), task, *metric))
+            measurements.append((str(result.get("dataset", task)), task, *metric))
     if isinstance(kl := bank.training_record.get("kl_held_out_best"), (int, float)):
         trained_on = str(_options(bank).get("data", "training data"))
         name = "loss" if bank.config.retention else "KL from the model's attention (nats per row)"
-        found.append((trained_on, f"{trained_on}, held out", "kl_divergence", round(kl, 6), name))
-    if found:
-        results = [EvalResult("text-generation", *row[:4], metric_name=row[4]) for row in found]
+        measurements.append((trained_on, f"{trained_on}, held out", "kl_divergence", round(kl, 6), name))
+    if measurements:
+        results = [EvalResult("text-generation", *row[:4], metric_name=row[4]) for row in measurements]
         data |= {"model_name": Path(source.name).name, "eval_results": results}
     return ModelCardData(library_name="seergate", pipeline_tag="text-generation", **data)
 

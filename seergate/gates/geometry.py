@@ -43,27 +43,27 @@ class ModelGeometry:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelGeometry:
         """Inverse of `to_dict`, with a `ValueError` for a wrong value; unknown keys are ignored."""
-        known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        arguments = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         for name in ("layers", "inv_freq"):
-            value = known.get(name, ())
+            value = arguments.get(name, ())
             check(name, value, isinstance(value, (list, tuple)), "a list of numbers")
-            known[name] = tuple(value)
+            arguments[name] = tuple(value)
         for name in ("num_heads", "num_kv_heads", "head_dim"):
-            check_count(name, known.get(name), 1)
-        layers = known["layers"]
+            check_count(name, arguments.get(name), 1)
+        layers = arguments["layers"]
         right = bool(layers) and all(is_int(layer) and layer >= 0 for layer in layers)
         check("layers", list(layers), right, "a list of layer indices")
         check("layers", list(layers), list(layers) == sorted(set(layers)), "ascending, each layer once")
         for name in ("hidden_size", "num_layers"):
-            if known.get(name) is not None:
-                check_count(name, known[name], 1)
+            if arguments.get(name) is not None:
+                check_count(name, arguments[name], 1)
         for name in ("model_type", "base_model", "base_revision"):
-            value = known.get(name)
+            value = arguments.get(name)
             check(name, value, isinstance(value, str) or (value is None and name != "model_type"), "a text")
-        for value in (known.get("attention_scaling", 1.0), *known["inv_freq"]):
+        for value in (arguments.get("attention_scaling", 1.0), *arguments["inv_freq"]):
             if not (is_number(value) and 0 <= value <= 1e6):
                 raise ValueError(f"inv_freq and attention_scaling must be numbers in 0..1e6, but one is {value!r}")
-        return cls(**known)
+        return cls(**arguments)
 
     def mismatches(self, other: ModelGeometry) -> list[str]:
         """Sentences about what keeps these gates from fitting ``other``, a model's geometry; empty if they fit."""

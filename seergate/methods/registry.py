@@ -1,4 +1,4 @@
-"""Registry of methods by name: built-in methods, registered ones, and those of plugins."""
+"""Registry of methods by name: built-in methods, other ones, and those of plugins."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def register(kind: AnyMethod) -> AnyMethod:
         SeergateError: if the class is not a valid method, or if another method has its name.
     """
     _check(kind)
-    known = METHODS.get(kind.name)
-    if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise SeergateError(f"{kind.name!r} is the name of {known.__module__}.{known.__qualname__} already")
+    other = METHODS.get(kind.name)
+    if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise SeergateError(f"{kind.name!r} is the name of {other.__module__}.{other.__qualname__} already")
     METHODS[kind.name] = kind
     return kind
 
@@ -145,11 +145,11 @@ def option_names(name: str) -> set[str]:
     )
 
 
-def check_options(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `SeergateError` for an option that is not ``known``."""
-    known = sorted(known)
-    for option in sorted(set(given) - set(known)):
-        hint = did_you_mean(option, known) if known else "it has none"
+def check_options(name: str, given: Iterable[str], names: Iterable[str]) -> None:
+    """Raise `SeergateError` for an option that is not among ``names``."""
+    names = sorted(names)
+    for option in sorted(set(given) - set(names)):
+        hint = did_you_mean(option, names) if names else "it has none"
         raise SeergateError(f"the method {name!r} has no option {option!r}; {hint}")
 
 

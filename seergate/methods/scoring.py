@@ -148,9 +148,9 @@ class WindowState(EvictingState):
             queries[rows, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
             return
         for row, count in enumerate(step.counts):
-            taken = min(count, size)
-            slots = torch.arange(count - taken, count, device=queries.device) % size
-            queries[row][:, slots] = step.q_BHSD[row, :, count - taken : count]
+            newest = min(count, size)
+            slots = torch.arange(count - newest, count, device=queries.device) % size
+            queries[row][:, slots] = step.q_BHSD[row, :, count - newest : count]
 
     def window(self, row: int) -> Tensor:
         """The window's queries of one row, oldest first, ``[1, H, W, D]``; the row must have seen W tokens."""

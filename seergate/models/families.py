@@ -214,17 +214,17 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
             f"this model is split over {parts} devices by tensor parallelism, so a device has only part of each "
             "layer's heads, which seergate does not support; load it without tp_plan"
         )
-    found = [
+    gated_layers = [
         (layer, attention)
         for layer, attention in attention_modules(model)
         if has_full_attention(config, layer) and not getattr(attention, "is_kv_shared_layer", False)
     ]
-    if not found:
+    if not gated_layers:
         raise SeergateError(
             f"no layer of this {config.model_type} model has full attention (sliding_window is "
             f"{getattr(config, 'sliding_window', None)}), so there is nothing to make sparse"
         )
-    return found
+    return gated_layers
 
 
 def kv_heads(model: PreTrainedModel) -> dict[int, int]:

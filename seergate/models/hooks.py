@@ -249,8 +249,8 @@ class Attachment:
     @property
     def compiles(self) -> bool:
         """Whether decode steps may be compiled: no trace, recall, other statistics or correction needs host values."""
-        asked = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
-        return not asked and self.correction is None
+        observed = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
+        return not observed and self.correction is None
 
     def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Warn once of a forward pass with labels, since its loss is computed with dense attention."""
@@ -362,8 +362,8 @@ class LayerBinding:
             return None  # `generate` extends the mask of the prompt by ones; reading it would wait for the device
         if layer.static_length is not None and slots + new > layer.static_length:
             return None  # the layer refuses the tokens
-        known = layer.rows.real_slots() if slots else hidden.new_ones(len(hidden), 0, dtype=torch.bool)
-        shown = valid_tokens(mask, known, new)
+        real = layer.rows.real_slots() if slots else hidden.new_ones(len(hidden), 0, dtype=torch.bool)
+        shown = valid_tokens(mask, real, new)
         handle.passes.agreed = ref(mask) if shown is None else None
         return shown
 
@@ -385,32 +385,32 @@ class LayerBinding:
         layers, method = cache.layers, self.handle.method
         while len(layers) <= self.layer:  # a cache without a configuration creates its layers on demand
             layers.append(cache.layer_class_to_replicate())
-        found = layers[self.layer]
-        if self._is_compiled(found, new):
-            return found
-        if not isinstance(found, GatedLayer) or found.rows.slots == 0:
-            layers[self.layer] = found = self._new_layer(cache)
-        elif found.method is not method and found.method != method:
-            raise SeergateError(f"this cache was filled under {found.method!r}; start a new one for {method!r}")
+        layer = layers[self.layer]
+        if self._is_compiled(layer, new):
+            return layer
+        if not isinstance(layer, GatedLayer) or layer.rows.slots == 0:
+            layers[self.layer] = layer = self._new_layer(cache)
+        elif layer.method is not method and layer.method != method:
+            raise SeergateError(f"this cache was filled under {layer.method!r}; start a new one for {method!r}")
         else:
-            found.storage.resume(self.handle.storage)
-        return found
+            layer.storage.resume(self.handle.storage)
+        return layer
 
     def _new_layer(self, cache: Cache) -> GatedLayer:
         """Create the gated layer that replaces an empty layer of a cache."""
-        found, handle = cache.layers[self.layer], self.handle
-        if isinstance(found, GatedLayer):
-            static_length = found.static_length
-        elif type(found) in (DynamicLayer, DynamicSlidingWindowLayer):
+        layer, handle = cache.layers[self.layer], self.handle
+        if isinstance(layer, GatedLayer):
+            static_length = layer.static_length
+        elif type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             static_length = None
-        elif type(found) in (StaticLayer, StaticSlidingWindowLayer):
-            static_length = found.max_cache_len
+        elif type(layer) in (StaticLayer, StaticSlidingWindowLayer):
+            static_length = layer.max_cache_len
         else:
             raise SeergateError(
-                f"layer {self.layer} of the cache is a {type(found).__name__}; seergate replaces DynamicLayer and "
+                f"layer {self.layer} of the cache is a {type(layer).__name__}; seergate replaces DynamicLayer and "
                 "StaticLayer"
             )
-        if int(found.get_seq_length()) > 0:
+        if int(layer.get_seq_length()) > 0:
             raise SeergateError(
                 "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
             )
@@ -425,26 +425,26 @@ class LayerBinding:
         return GatedLayer(*facts, shared, compiles, anchor, max(readers, default=self.layer))
 
 
-def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:
+def valid_tokens(mask: Tensor, real: Tensor, new: int) -> Tensor | None:
     """Determine which slots transformers' mask for this layer shows. Reads the mask on the host, once.
 
     Args:
         mask: 2D ``[B, T]`` (flash backends), or 4D ``[B, 1, S, T]`` or ``[B, H, S, T]``, bool or additive.
-        known: bool ``[B, slots]``, which slots before the new ones hold real tokens.
+        real: bool ``[B, slots]``, which slots before the new ones hold real tokens.
         new: number of new slots.
 
     Returns:
-        Bool ``[B, slots + new]``; ``None`` if these are the known ones and all new ones, so that nothing is hidden.
+        Bool ``[B, slots + new]``; ``None`` if these are the real ones and all new ones, so that nothing is hidden.
 
     Raises:
         SeergateError: for a 4D mask that is not causal over the slots that its last row shows, or shows slots that the
             cache does not hold.
     """
-    (batch, slots), known = known.shape, known.to(mask.device)
+    (batch, slots), real = real.shape, real.to(mask.device)
     causal = torch.ones((), dtype=torch.bool, device=mask.device)
     if mask.ndim == 2:
         shown = mask if mask.dtype == torch.bool else mask > 0
-        before = shown[:, :slots] if mask.shape[1] >= slots + new else known  # it may cover only the new tokens
+        before = shown[:, :slots] if mask.shape[1] >= slots + new else real  # it may cover only the new tokens
         shown = torch.cat((before, shown[:, -new:]), dim=1)
     elif mask.ndim != 4 or mask.shape[-1] < slots + new or mask.shape[-2] != new:
         raise SeergateError(
@@ -454,7 +454,7 @@ def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:
     else:
         shown, causal = causal_slots(mask, slots)
         shown = shown.expand(batch, -1)
-    if (shown == pad(known, (0, new), value=True)).all() & causal:
+    if (shown == pad(real, (0, new), value=True)).all() & causal:
         return None
     if not causal:
         raise SeergateError(
@@ -462,7 +462,7 @@ def valid_tokens(mask: Tensor, known: Tensor, new: int) -> Tensor | None:
             "itself (0 or True) and nothing else (-inf or False); other patterns (trees, several texts in a row, "
             "biases, head by head) cannot be kept in the cache, so pass a 2D mask, and one text per row"
         )
-    if (shown[:, :slots] & ~known).any():
+    if (shown[:, :slots] & ~real).any():
         raise SeergateError(
             "the attention_mask shows tokens that were padding when they came, which the cache does not hold; start a "
             "new cache with the mask that shows them"
@@ -521,22 +521,22 @@ def hide_what_is_masked(layer: GatedLayer, shown: Tensor) -> None:
     Raises:
         SeergateError: if the row has later tokens that stay visible, or the layer cannot remove tokens of one row.
     """
-    known = layer.rows.real_slots()
-    hidden = known & ~shown.to(layer.device)
+    cached = layer.rows.real_slots()
+    hidden = cached & ~shown.to(layer.device)
     if not hidden.any():
         return
-    real = known & ~hidden
+    real = cached & ~hidden
     after = real.sum(1)
-    later = (known.cumsum(1) * real).amax(1) > after  # number of tokens up to the last one that stays
+    later = (cached.cumsum(1) * real).amax(1) > after  # number of tokens up to the last one that stays
     row = int((later if later.any() else hidden.any(1)).int().argmax())
-    held = f"the attention_mask hides tokens of row {row} that the cache holds"
+    hides = f"the attention_mask hides tokens of row {row} that the cache holds"
     if later.any():
         raise SeergateError(
-            f"{held}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
+            f"{hides}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
         )
     if isinstance(layer.method, CompressingMethod) or not layer.storage.shortens_rows:
         raise SeergateError(
-            f"{held}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
+            f"{hides}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
             "or leave them visible"
         )
     layer.hide(real)

@@ -71,8 +71,8 @@ def load_base(
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: PreTrainedModel
     with working(f"loading the model {name}"):
-        model, found = read_pretrained("base model", name, read, output_loading_info=True, **options)
-    if missing := sorted(found["missing_keys"]):
+        model, report = read_pretrained("base model", name, read, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):
         raise SeergateError(
             f"the base model {name} lacks {len(missing)} of its weights, such as {missing[0]}; they must all be there"
         )
@@ -101,10 +101,10 @@ def download_weights(name: str, revision: str | None = None) -> None:
 
     with working(f"downloading {name}"), hub_call(f"the weights of {name} could not be downloaded"):
         files = HfApi().list_repo_files(name, revision=revision)
-        wanted = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
+        patterns = [_WEIGHTS] if _WEIGHTS in files else ["pytorch_model*"]
         if _WEIGHTS not in files and _INDEX in files:
-            wanted = _shards(hf_hub_download(name, _INDEX, revision=revision))
-        snapshot_download(name, revision=revision, allow_patterns=wanted)
+            patterns = _shards(hf_hub_download(name, _INDEX, revision=revision))
+        snapshot_download(name, revision=revision, allow_patterns=patterns)
     if not _weights_here(name, revision):
         raise SeergateError(f"the weights of {name} could not be downloaded: the repository has none")
 
@@ -113,15 +113,15 @@ def _weights_here(name: str, revision: str | None) -> bool:
     """Return whether all files of a model's weights are cached."""
     from huggingface_hub import try_to_load_from_cache
 
-    def found(file: str) -> str | None:
+    def cached_path(file: str) -> str | None:
         path = try_to_load_from_cache(name, file, revision=revision)
         return path if isinstance(path, str) else None  # a sentinel marks files that the repository lacks
 
     for whole, index in ((_WEIGHTS, _INDEX), (_OLD_WEIGHTS, _OLD_INDEX)):
-        if found(whole):
+        if cached_path(whole):
             return True
-        if listed := found(index):
-            return all(map(found, _shards(listed)))
+        if listed := cached_path(index):
+            return all(map(cached_path, _shards(listed)))
     return False
 
 

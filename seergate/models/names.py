@@ -36,16 +36,16 @@ def preset_of(model: object) -> Path | None:
         raise SeergateError(
             f"model is {model!r}; it must be a preset, a directory, a GGUF file or a Hub id (org/name)"
         )
-    known = presets()
+    paths = presets()
     if is_local_model(model):
         return None
-    if model.lower() in known:
-        return known[model.lower()]
+    if model.lower() in paths:
+        return paths[model.lower()]
     if model.lower().endswith(GGUF):
         raise SeergateError(f"the model file {model!r} does not exist")
     if HUB_ID.fullmatch(model):
-        return next((path for path in known.values() if _model_of(path).lower() == model.lower()), None)
-    hint = did_you_mean(model, known)
+        return next((path for path in paths.values() if _model_of(path).lower() == model.lower()), None)
+    hint = did_you_mean(model, paths)
     raise SeergateError(
         f"model {model!r} is neither a directory, nor a GGUF file, nor a Hub id (org/name), nor a preset; {hint}"
     )

@@ -46,15 +46,15 @@ class PromptReader:
         cache = model_kwargs.get(CACHE)
         if cache is None and not model_kwargs.get("use_cache", True):
             warnings.warn(NO_CACHE, stacklevel=2)
-        known = 0 if cache is None else int(cache.get_seq_length())
+        cached_tokens = 0 if cache is None else int(cache.get_seq_length())
         positions = model_positions(text_config(self.model))
         if positions is not None and input_ids.shape[1] > positions:
             warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
         mask = model_kwargs.get("attention_mask")
         whole = mask is None or mask.shape[1] == input_ids.shape[1]  # ids may include those of the cached tokens
-        one_token = input_ids.shape[1] - (known if whole else 0) == 1
+        one_token = input_ids.shape[1] - (cached_tokens if whole else 0) == 1
         padding = generation_config._pad_token_tensor
-        may_be_made = one_token and known and whole and mask is not None and padding is not None
+        may_be_made = one_token and cached_tokens and whole and mask is not None and padding is not None
         if may_be_made and (mask.bool() == (input_ids != padding)).all():
             self.passes.generating(generation_config, cache)  # `generate` made it from the ids, decoded ones too
         with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):

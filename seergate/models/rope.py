@@ -49,13 +49,13 @@ def changing_rope(config: Any) -> tuple[str, int] | None:
     """
     rope, own = getattr(config, "rope_parameters", None) or {}, getattr(config, "max_position_embeddings", None)
     parts = [part for part in (rope, *rope.values()) if isinstance(part, dict)]
-    found = list[tuple[str, int]]()
+    limits = list[tuple[str, int]]()
     for part in parts:
         kind, given = str(part.get("rope_type")), part.get("original_max_position_embeddings")
         length = own if kind == "dynamic" or given is None else given
         if kind in CHANGING and length is not None:
-            found.append((kind, int(length)))
-    return min(found, key=lambda each: each[1], default=None)
+            limits.append((kind, int(length)))
+    return min(limits, key=lambda each: each[1], default=None)
 
 
 def model_frequencies(rotary: nn.Module, layer_type: str) -> tuple[str, Tensor]:

@@ -154,8 +154,8 @@ def block_targets(
     Raises:
         ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
-    found = attention_with_block_targets(q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
-    log_targets = found.log_targets
+    result = attention_with_block_targets(q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
+    log_targets = result.log_targets
     has_past = (log_targets > -torch.inf).any(-1, keepdim=True)
     return torch.where(has_past, log_targets.softmax(-1), 0.0)
 

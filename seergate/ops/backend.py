@@ -93,19 +93,19 @@ def run(op: str, device: torch.device, **arguments: Any) -> Any:
     # Triton launches on the current device, not on the device of its arguments.
     there = torch.cuda.device(device) if on_gpu else nullcontext()
     exactly = torch.autocast(device.type, enabled=False) if cast else nullcontext()
-    taken = arguments if ".torch_impl." in preferred else _with_lengths(arguments)
+    accepted = arguments if ".torch_impl." in preferred else _with_lengths(arguments)
     if preferred == f"{__package__}.reference":
-        taken = _spread(taken)
+        accepted = _spread(accepted)
     with there, exactly:
-        result = getattr(sys.modules[preferred], op)(**taken)
+        result = getattr(sys.modules[preferred], op)(**accepted)
         return getattr(sys.modules[fallback[0]], op)(**arguments) if result is NotImplemented else result
 
 
 def _with_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace ``rows``, a `RowLengths`, by the tensor ``lengths``, which other backends than torch take."""
     rows = arguments.get("rows")
-    taken = {name: value for name, value in arguments.items() if name != "rows"}
-    return {**taken, "lengths": None if rows is None else rows.tensor} if "rows" in arguments else taken
+    others = {name: value for name, value in arguments.items() if name != "rows"}
+    return {**others, "lengths": None if rows is None else rows.tensor} if "rows" in arguments else others
 
 
 def _spread(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -112,10 +112,10 @@ def update_compressed_keys(
         branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
         if host_lengths is not None and len(host_lengths) != batch:
             raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
-        known = lengths.tolist() if readable(lengths) else None
-        if host_lengths is not None and known is not None and list(host_lengths) != known:
-            raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(known)}")
-        lengths = RowLengths(lengths, known if host_lengths is None else host_lengths)
+        on_host = lengths.tolist() if readable(lengths) else None
+        if host_lengths is not None and on_host is not None and list(host_lengths) != on_host:
+            raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(on_host)}")
+        lengths = RowLengths(lengths, on_host if host_lengths is None else host_lengths)
     run(
         "update_compressed_keys", k.device, k=k, rows=lengths, recent=recent, compressed=compressed,
         branch=branch, block_size=block_size, kinds=tuple(kinds), position_offset=position_offset,

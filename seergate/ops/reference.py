@@ -213,9 +213,9 @@ def scorer_kl(
             queries = qs[start + row].to(dtype)[None, :, None]
             each = block_size // entry_tokens
             keys = ks[first_entry + sink_blocks * each : first_entry + past * each].to(dtype).transpose(0, 1)[None]
-            found = scores(queries, keys)[0, :, 0]
+            block_scores = scores(queries, keys)[0, :, 0]
             for g in range(kv_heads):
-                p, logits = targets[start + row, g, sink_blocks:past], found[g].to(dtype)
+                p, logits = targets[start + row, g, sink_blocks:past], block_scores[g].to(dtype)
                 p = p / p.sum()
                 ranked = logits.detach().sort(descending=True, stable=True).indices  # ties: lower index first
                 for i, budget in enumerate(recall_budgets):
@@ -247,21 +247,21 @@ def retained_attention(
     softcap: float | None = None,
 ) -> RetainedAttention:
     """Computes one row and head at a time; gradients by autograd."""
-    dtype, group, output, held = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
+    dtype, group, output, retained_weights = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
     for start, end in _segments(cu_seqlens):
         for row in range(start, end):
             seen = slice(start if window is None else max(start, row - window + 1), row + 1)
             ages = torch.arange(row - seen.start, -1, -1, device=q.device)
             worth = log_beta[seen].to(dtype).exp() ** ages[:, None]
-            held.append(worth.sum(0))
+            retained_weights.append(worth.sum(0))
             for h in range(q.shape[1]):
                 scores = _capped(k[seen, h // group].to(dtype) @ q[row, h].to(dtype) * sm_scale, softcap)
                 faded = scores * worth[:, h // group]
                 if sinks is not None:
                     faded = torch.cat((faded, sinks[h].to(dtype)[None]))
                 output.append(faded.softmax(0)[: len(ages)] @ v[seen, h // group].to(dtype))
-    found = torch.stack(output).view(*q.shape[:2], v.shape[2])
-    return RetainedAttention(found.to(v.dtype), torch.stack(held))
+    outputs = torch.stack(output).view(*q.shape[:2], v.shape[2])
+    return RetainedAttention(outputs.to(v.dtype), torch.stack(retained_weights))
 
 
 @torch.no_grad()
@@ -269,13 +269,13 @@ def received_attention(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, distance: int, row_start: float, sm_scale: float | None, **extras: Any
 ) -> Tensor:
     """``[T, Hkv]``: the highest probability of a token in rows at least ``distance`` tokens later, or 0."""
-    found = torch.zeros(len(q), k.shape[1], dtype=_wide(q, k), device=q.device)
+    received = torch.zeros(len(q), k.shape[1], dtype=_wide(q, k), device=q.device)
     for rows, h, log_probs, _ in _log_probs(q, k, cu_seqlens, sm_scale, **extras):
-        here = found[rows, h // (q.shape[1] // k.shape[1])]
+        here = received[rows, h // (q.shape[1] // k.shape[1])]
         for row in range(max(int(len(log_probs) * row_start), distance), len(log_probs)):
             far = here[: row - distance + 1]
             torch.maximum(far, log_probs[row, : len(far)].exp(), out=far)
-    return found
+    return received
 
 
 def retention_kl(
@@ -437,12 +437,12 @@ def select_blocks(
             picked: set[int]
             if token_budget is not None or budget_share is not None:
                 if budget_share is None:
-                    wanted = token_budget // block_size  # type: ignore[operator]
+                    block_count = token_budget // block_size  # type: ignore[operator]
                 else:
-                    wanted = math.ceil((current + 1) * Fraction(str(budget_share)).limit_denominator(1_000_000))
-                    wanted = max(wanted, (budget_min or 0) // block_size)
-                    wanted = wanted if budget_max is None else min(wanted, budget_max // block_size)
-                picked = set([j for j in ranked if j not in always][: max(wanted - len(always), 0)])
+                    block_count = math.ceil((current + 1) * Fraction(str(budget_share)).limit_denominator(1_000_000))
+                    block_count = max(block_count, (budget_min or 0) // block_size)
+                    block_count = block_count if budget_max is None else min(block_count, budget_max // block_size)
+                picked = set([j for j in ranked if j not in always][: max(block_count - len(always), 0)])
             else:
                 first = min(sink_blocks, current)
                 probs = [0.0] * first + past_scores[first:].softmax(0).tolist()

@@ -37,10 +37,10 @@ class RowLengths:
 
     def once(self, key: Any, make: Callable[[], Any], source: Any = None) -> Any:
         """The value of ``make``, which depends on the lengths, on ``key`` and on the object ``source`` only."""
-        found = self._made.get(key)
-        if found is None or found[0] is not source:
-            found = self._made[key] = source, make()
-        return found[1]
+        entry = self._made.get(key)
+        if entry is None or entry[0] is not source:
+            entry = self._made[key] = source, make()
+        return entry[1]
 
     @property
     def even(self) -> int:
@@ -55,11 +55,11 @@ class RowLengths:
     def room(self, shape: tuple[int, int], like: Tensor) -> Tensor:
         """A buffer that all layers of the step use in turn; its values are those of its last user."""
         count = shape[0] * shape[1]
-        found = self._made.get(("room", like.dtype), (None, None))[1]
-        if found is None or found.numel() < count:
-            found = like.new_empty(count)
-            self._made["room", like.dtype] = None, found
-        return self.once(("part", shape, like.dtype), lambda: found[:count].view(shape), found)
+        buffer = self._made.get(("room", like.dtype), (None, None))[1]
+        if buffer is None or buffer.numel() < count:
+            buffer = like.new_empty(count)
+            self._made["room", like.dtype] = None, buffer
+        return self.once(("part", shape, like.dtype), lambda: buffer[:count].view(shape), buffer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowLengths:
         """The lengths alone."""

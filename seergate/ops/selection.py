@@ -204,8 +204,8 @@ def _check_selection(
     check_lengths(lengths, scores.shape[0], scores.shape[2] * block_size, "NB * block_size", on=("scores", scores))
     given = [name for name, value in rules.items() if value is not None]
     if len(given) != 1:
-        found = " and ".join(given) if given else "none"
-        raise ValueError(f"the rules given are {found}; exactly one of {', '.join(rules)} must be")
+        names = " and ".join(given) if given else "none"
+        raise ValueError(f"the rules given are {names}; exactly one of {', '.join(rules)} must be")
     check_count("sink_blocks", sink_blocks)
     needed = (1 + sink_blocks) * block_size
     for name, value in ({"token_budget": rules["token_budget"]} | bounds).items():

@@ -114,9 +114,9 @@ def sparse_decode(
         """The selected tokens ``[P, S, D]`` of pairs, in a buffer that the next call overwrites, unless ``own``."""
         shape = len(index), rows_RX.shape[1]
         room = None if own or not seen else rows.room(shape, k)
-        found = torch.index_select(rows_RX, 0, index, out=room)
+        blocks = torch.index_select(rows_RX, 0, index, out=room)
         count = shape[0] * shape[1] // (columns * block_size * size)
-        return found.as_strided((count, width, size), (columns * block_size * size, size, 1))
+        return blocks.as_strided((count, width, size), (columns * block_size * size, size, 1))
 
     def attended(first: int) -> Tensor:
         """Attention ``[P, G, D]`` of the pairs from ``first`` on."""
@@ -128,8 +128,8 @@ def sparse_decode(
         query, hidden, tail = part(q_PGD), part(reads.hidden_P1S), part(reads.tail_PT1)
 
         def values() -> Tensor:
-            found = gathered(v_RX, part(v_index, many), value_dim, fused)
-            return found if tail is None else _cleared(found, tail, low)
+            v_PSD = gathered(v_RX, part(v_index, many), value_dim, fused)
+            return v_PSD if tail is None else _cleared(v_PSD, tail, low)
 
         k_PSD = gathered(k_RX, part(index, many), dim, fused)
         if fused:
@@ -185,8 +185,8 @@ def dense_decode(inputs: DecodeInputs, rows: RowLengths | None) -> Tensor:
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     if lengths is not None:
         mask_B11S = (torch.arange(k.shape[2], device=k.device) < lengths[:, None])[:, None, None]
-        held = mask_B11S.transpose(-1, -2)
-        k, v = k.masked_fill(~held, 0), v.masked_fill(~held, 0)  # NaN beyond a row's length must not spread
+        visible = mask_B11S.transpose(-1, -2)
+        k, v = k.masked_fill(~visible, 0), v.masked_fill(~visible, 0)  # NaN beyond a row's length must not spread
     return _attend(inputs._replace(k=k, v=v), mask_B11S)
 
 
@@ -195,8 +195,8 @@ def _attend(inputs: DecodeInputs, mask_B11S: Tensor | None = None) -> Tensor:
     q_BHD, k_BKSD, v_BKSD, sm_scale, sinks_H, softcap, _ = inputs
     q_BKGD = q_BHD.unflatten(1, (k_BKSD.shape[1], -1))
     if sinks_H is None and softcap is None:
-        found = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_B11S, scale=sm_scale)
-        return found.flatten(1, 2)
+        output_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_B11S, scale=sm_scale)
+        return output_BKGD.flatten(1, 2)
     hidden_B11S = None if mask_B11S is None else ~mask_B11S
     sinks_KG = None if sinks_H is None else sinks_H.view(k_BKSD.shape[1], -1)
     probs_BKGS = _probabilities(q_BKGD, k_BKSD, hidden_B11S, sm_scale, sinks_KG, softcap)

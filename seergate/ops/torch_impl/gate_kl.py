@@ -119,8 +119,8 @@ class GradientsInForward(torch.autograd.Function):
 
 def with_gradients(run: Callable[[bool, bool], Outcome], queries: Tensor, keys: Tensor) -> tuple[Tensor, GateKLStats]:
     """Loss and statistics from ``run``, with gradients to queries and keys that require them."""
-    wanted = torch.is_grad_enabled()
-    want_dq, want_dk = wanted and queries.requires_grad, wanted and keys.requires_grad
+    grad_enabled = torch.is_grad_enabled()
+    want_dq, want_dk = grad_enabled and queries.requires_grad, grad_enabled and keys.requires_grad
     loss, *stats = GradientsInForward.apply(queries, keys, run, want_dq, want_dk)
     return loss, GateKLStats(*stats)
 
@@ -152,6 +152,6 @@ def _add_recall(recall_I: Tensor, past_blocks: list[int], log_pi_NR: Tensor, p_N
         return
     best_RX = log_pi_NR.T.contiguous().topk(most, dim=1).indices
     mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)
-    for recall, wanted in zip(recall_I, past_blocks, strict=True):
-        if wanted > 0:
-            recall += mass_RX[:, min(wanted, most) - 1].sum(dtype=torch.float64)
+    for recall, block_count in zip(recall_I, past_blocks, strict=True):
+        if block_count > 0:
+            recall += mass_RX[:, min(block_count, most) - 1].sum(dtype=torch.float64)

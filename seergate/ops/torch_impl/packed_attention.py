@@ -111,14 +111,14 @@ def varlen_gives_lse(device: torch.device) -> bool:
     q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).bfloat16()
     k_TKD, borders = q_THD[:, 2:], torch.tensor([0, 40, 64], dtype=torch.int32)
     try:
-        found = varlen(q_THD, k_TKD, k_TKD, borders, 0.25, None)
+        results = varlen(q_THD, k_TKD, k_TKD, borders, 0.25, None)
     except (AttributeError, RuntimeError, TypeError):
         return False
-    if found[1].shape != q_THD.shape[:2]:
+    if results[1].shape != q_THD.shape[:2]:
         return False
     for a, b in ((0, 40), (40, 64)):
         q_BHSD, k_BKSD = (x[a:b].transpose(0, 1)[None] for x in (q_THD, k_TKD))
-        for x, want in zip(found, chunked(q_BHSD, k_BKSD, k_BKSD, 0.25, None, None), strict=True):
+        for x, want in zip(results, chunked(q_BHSD, k_BKSD, k_BKSD, 0.25, None, None), strict=True):
             if not torch.allclose(x[a:b].transpose(0, 1)[None].float(), want.float(), atol=0.05):
                 return False
     return True

@@ -44,11 +44,11 @@ def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | No
         return output_KGRD.flatten(0, 1).transpose(0, 1).to(v.dtype), worth_KRS.sum(-1).T
 
     none = q.new_empty(0, heads, v.shape[-1], dtype=v.dtype), q.new_empty(0, kv_heads, dtype=dtype)
-    found = [none]  # a pack may be empty
+    chunks = [none]  # a pack may be empty
     for start, stop in segments(cu_seqlens):
         for part in row_chunks(range(stop - start), max(1, limit // (heads * dtype.itemsize))):
             keys = slice(start, start + part.stop)
             chunk = q[in_pack(start, part)], k[keys], v[keys], log_beta[keys].to(dtype), part.start
-            found.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
-    output, held = zip(*found, strict=True)
-    return RetainedAttention(torch.cat(output), torch.cat(held))
+            chunks.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
+    output, retained_weights = zip(*chunks, strict=True)
+    return RetainedAttention(torch.cat(output), torch.cat(retained_weights))

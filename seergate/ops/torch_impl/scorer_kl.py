@@ -65,11 +65,11 @@ def scorer_kl(
                     delta_KRN[head] = delta_RN * weight
                 sides = [x for x in (qs_RIE, ks_MJE) if x.requires_grad]
                 if sides:
-                    found = iter(torch.autograd.grad(logits_KRN, sides, delta_KRN))
+                    gradients = iter(torch.autograd.grad(logits_KRN, sides, delta_KRN))
                     if dqs_TIE is not None:
-                        dqs_TIE[here] = next(found).to(dqs_TIE.dtype)
+                        dqs_TIE[here] = next(gradients).to(dqs_TIE.dtype)
                     if dks_MJE is not None:
-                        dks_MJE[some] += next(found)
+                        dks_MJE[some] += next(gradients)
             entry += -(-(stop - start) // entry_tokens)
         return sums.outcome(total, dtype, dqs_TIE, None if dks_MJE is None else dks_MJE.to(ks.dtype))
 
@@ -99,9 +99,9 @@ def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, T
     return ((log_p_RN - log_pi_RN) * p_RN).sum(dtype=torch.float64), log_pi_RN.exp() - p_RN
 
 
-def _recall(a_RN: Tensor, u_RN: Tensor, wanted: int) -> Tensor:
-    """The target's share in the ``wanted`` best blocks of each row, summed over rows."""
-    return u_RN.softmax(1).gather(1, _best(a_RN, wanted)).sum(dtype=torch.float64)
+def _recall(a_RN: Tensor, u_RN: Tensor, block_count: int) -> Tensor:
+    """The target's share in the ``block_count`` best blocks of each row, summed over rows."""
+    return u_RN.softmax(1).gather(1, _best(a_RN, block_count)).sum(dtype=torch.float64)
 
 
 def _best(a_RN: Tensor, count: int) -> Tensor:

@@ -71,8 +71,8 @@ class Budgeted(NamedTuple):
         wanted_B11 = budget.read(current_B11.long() + 1)
         kept, even = budget.read(blocks), False
         if rows.host:
-            wanted = [budget.read((length - 1) // block_size + 1) for length in rows.host]
-            kept, even = max(wanted), min(wanted) == max(wanted)
+            budgets = [budget.read((length - 1) // block_size + 1) for length in rows.host]
+            kept, even = max(budgets), min(budgets) == max(budgets)
         return cls(
             ties_N=blocks_N.double().mul(-TIE),
             free_B1N=free_B1N,
