@@ -164,15 +164,15 @@ class BlockStore:
         uid of each fork -> the uid of its original.
         """
         forks: dict[int, int] = {}
-        taken: set[int] = set()
+        positions: set[int] = set()
         rows = []
         for position in index:
             row = self.rows[position]
             fork = Row(row.uid, list(row.table), row.length, row.sealed, row.repeats)
-            if position in taken:
+            if position in positions:
                 fork.uid = next(self.numbers)
                 forks[fork.uid] = row.uid
-            taken.add(position)
+            positions.add(position)
             for block in row.table:
                 self.references[block] += 1
             rows.append(fork)
@@ -486,7 +486,7 @@ class Paged(Storage):
         """Bytes of the pages in use. Free ones do not count: any row may take them."""
         return self.pages.physical * self._page_bytes() if self.is_allocated else 0
 
-    def row_bytes(self, held: list[int]) -> np.ndarray:
+    def row_bytes(self, resident: list[int]) -> np.ndarray:
         """Bytes of each row's pages: a page repeated in a row counts once, a page shared with other rows in full."""
         used = np.array([len(row.table) - row.repeats for row in self.pages.rows])
         return used * self._page_bytes()

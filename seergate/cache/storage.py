@@ -163,7 +163,7 @@ class Storage(ABC):
         """Bytes allocated on the model's device."""
 
     @abstractmethod
-    def row_bytes(self, held: list[int]) -> np.ndarray:
+    def row_bytes(self, resident: list[int]) -> np.ndarray:
         """Bytes of each row's tokens, without batch padding or spare capacity."""
 
 
@@ -335,5 +335,5 @@ class DynamicStorage(Storage):
     def nbytes(self) -> int:
         return self._keys.nbytes + self._values.nbytes
 
-    def row_bytes(self, held: list[int]) -> np.ndarray:
-        return np.array(held) * (self._keys.shape[1] * token_bytes(self._keys, self._values))
+    def row_bytes(self, resident: list[int]) -> np.ndarray:
+        return np.array(resident) * (self._keys.shape[1] * token_bytes(self._keys, self._values))

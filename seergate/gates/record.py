@@ -78,9 +78,9 @@ def portable_base(name: str | None) -> str | None:
     return shipped_name(name) or str(Path(name).resolve())
 
 
-def _warn_of_unknown(values: dict[str, Any], known: set[str], where: str) -> None:
+def _warn_of_unknown(values: dict[str, Any], known_keys: set[str], where: str) -> None:
     """Warn about unknown entries, perhaps of a newer version."""
-    if unknown := sorted(values.keys() - known):
+    if unknown := sorted(values.keys() - known_keys):
         warnings.warn(f"{where}: ignoring unknown {', '.join(unknown)}", stacklevel=3)
 
 

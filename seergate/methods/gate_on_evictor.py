@@ -73,11 +73,11 @@ class GateOnEvictorState(EvictingState):
             2, blocks_BKT, real_B1T.to(scores_BKN).expand(blocks_BKT.shape)
         )
         picked = gate.choose(scores_BKN.masked_fill(left_BKN == 0, -torch.inf), whole.lengths)
-        wanted_BKN = torch.zeros(
+        selection_BKN = torch.zeros(
             *scores_BKN.shape[:2], scores_BKN.shape[2] + 1, dtype=torch.bool, device=real_B1T.device
         )
-        wanted_BKN.scatter_(2, picked.indices.long() % wanted_BKN.shape[2], True)  # padding (-1) goes last
-        read_BKT = wanted_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
+        selection_BKN.scatter_(2, picked.indices.long() % selection_BKN.shape[2], True)  # padding (-1) goes last
+        read_BKT = selection_BKN[..., :-1].gather(2, blocks_BKT) & real_B1T
         counts_BK = read_BKT.sum(2)
         slots = torch.arange(resident, device=read_BKT.device)
         index = torch.where(read_BKT, slots, resident).sort(-1).values[..., : int(counts_BK.max())]

@@ -1,4 +1,4 @@
-"""Registry of methods by name: built-in methods, other ones, and those of plugins."""
+"""Registry of methods by name: built-in methods, registered ones, and those of plugins."""
 
 from __future__ import annotations
 

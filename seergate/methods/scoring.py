@@ -29,8 +29,8 @@ def log_probabilities(step: Step) -> Tensor:
     """Log of dense attention's probabilities at a decode step, ``[B, K, G, T]``, T the longest row's length; minus
     infinity beyond a row's length. Attention sinks take their share of the probability.
     """
-    found_PGT = _log_probabilities(step)
-    return found_PGT.view(len(step.lengths), -1, *found_PGT.shape[1:])
+    log_probs_PGT = _log_probabilities(step)
+    return log_probs_PGT.view(len(step.lengths), -1, *log_probs_PGT.shape[1:])
 
 
 def _log_probabilities(step: Step) -> Tensor:

@@ -184,14 +184,14 @@ def with_all_blocks(selection: Selection, ends: list[int], block_size: int, shor
         return selection
     indices, counts = selection
     width = max(indices.shape[2], *blocks)
-    wanted_B = torch.tensor(blocks, dtype=indices.dtype, device=indices.device)
+    block_counts_B = torch.tensor(blocks, dtype=indices.dtype, device=indices.device)
     everything_N = torch.arange(width, dtype=indices.dtype, device=indices.device)
-    everything_BN = torch.where(everything_N < wanted_B[:, None], everything_N, -1)
+    everything_BN = torch.where(everything_N < block_counts_B[:, None], everything_N, -1)
     wider = torch.nn.functional.pad(indices, (0, width - indices.shape[2]), value=-1)
-    is_short = wanted_B > 0
+    is_short = block_counts_B > 0
     return Selection(
         torch.where(is_short[:, None, None], everything_BN[:, None], wider),
-        torch.where(is_short[:, None], wanted_B[:, None].to(counts.dtype), counts),
+        torch.where(is_short[:, None], block_counts_B[:, None].to(counts.dtype), counts),
     )
 
 

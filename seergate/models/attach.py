@@ -107,16 +107,16 @@ class Handle(Attachment):
 
     def summary(self) -> str:
         """Return a readable summary of the method, the tokens it has read so far and its memory."""
-        found, lines = self.stats(), [repr(self)]
-        if found["steps"]:
-            layers = zip(found["layers"], found["density_per_layer"], strict=True)
+        stats, lines = self.stats(), [repr(self)]
+        if stats["steps"]:
+            layers = zip(stats["layers"], stats["density_per_layer"], strict=True)
             lines.append(
-                f"{found['steps']} decode steps read {100 * found['density']:.1f} % of the tokens before them"
+                f"{stats['steps']} decode steps read {100 * stats['density']:.1f} % of the tokens before them"
             )
             lines.append("  " + ", ".join(f"layer {layer}: {100 * share:.1f} %" for layer, share in layers))
-            read, dense = found["bytes_read_per_step"], found["bytes_dense_per_step"]
+            read, dense = stats["bytes_read_per_step"], stats["bytes_dense_per_step"]
             lines.append(f"{read / 1e6:.3g} MB read per step, of the {dense / 1e6:.3g} MB that dense attention reads")
-            lines.append(f"{found['resident_bytes_peak'] / 1e6:.3g} MB held at most")
+            lines.append(f"{stats['resident_bytes_peak'] / 1e6:.3g} MB held at most")
         return "\n".join(lines)
 
     @contextmanager

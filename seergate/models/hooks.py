@@ -487,8 +487,8 @@ def causal_slots(mask: Tensor, slots: int) -> tuple[Tensor, Tensor]:
         seen_BHRT, own_R1 = _shown(piece_BHRT), places_T[begin:end, None]
         if mask.is_floating_point():
             causal = causal & ((piece_BHRT == 0) | (piece_BHRT <= HIDDEN)).all()
-        wanted_BRT = shown_BT[:, None] & (places_T <= own_R1)
-        right_BHR = (seen_BHRT == wanted_BRT[:, None]).all(-1)
+        causal_BRT = shown_BT[:, None] & (places_T <= own_R1)
+        right_BHR = (seen_BHRT == causal_BRT[:, None]).all(-1)
         alone_BHR = (seen_BHRT == (places_T == own_R1)).all(-1) | ~seen_BHRT.any(-1) | seen_BHRT.all(-1)
         padding_B1R = ~shown_BT[:, None, begin:end]
         causal = causal & (right_BHR | (alone_BHR & padding_B1R)).all()

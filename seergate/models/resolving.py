@@ -67,12 +67,12 @@ def decode_options(bank: Gates | None = None) -> set[str]:
     return set().union(*map(option_names, kinds))
 
 
-def check_decode_options(names: Iterable[str], known: Iterable[str], others: Iterable[str] = ()) -> None:
-    """Raise `SeergateError`, with a suggestion from ``known``, for names in neither ``known`` nor ``others``."""
+def check_decode_options(names: Iterable[str], options: Iterable[str], others: Iterable[str] = ()) -> None:
+    """Raise `SeergateError`, with a suggestion from ``options``, for names in neither ``options`` nor ``others``."""
     if "block_size" in names:
         raise SeergateError("block_size is given; gates have the block size that they were trained with: leave it out")
-    for name in sorted({*names} - {*known, *others}):
-        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, sorted(known))}")
+    for name in sorted({*names} - {*options, *others}):
+        raise SeergateError(f"there is no decode option {name!r}; {did_you_mean(name, sorted(options))}")
 
 
 def check_given(config: DecodeConfig | None, given: dict[str, Any], bank: Gates | None = None) -> None:

@@ -82,16 +82,16 @@ def score(
         )
         return output.logits[:, -1:] if begin == 0 else output.logits
 
-    found, kept = list[Tensor](), list[Tensor]()
+    chunk_log_probs, kept = list[Tensor](), list[Tensor]()
     ends = [start, *range(start + at_once, input_ids.shape[1] - 1, at_once), input_ids.shape[1] - 1]
     for begin, end in zip([0, *ends], dict.fromkeys(ends), strict=False):
         with nullcontext() if begin == 0 or handle is None or one_by_one else handle.passes.forced("decode"):
             given = read(begin, end)
         first = start if begin == 0 else begin + 1
         targets = input_ids[:, first : first + given.shape[1], None]
-        found.append(given.float().log_softmax(-1).gather(-1, targets)[..., 0])
+        chunk_log_probs.append(given.float().log_softmax(-1).gather(-1, targets)[..., 0])
         kept += [given] if logits else []
-    log_probs = torch.cat(found, dim=1).masked_fill(~real[:, start:], torch.nan)
+    log_probs = torch.cat(chunk_log_probs, dim=1).masked_fill(~real[:, start:], torch.nan)
     return Scores(log_probs, torch.cat(kept, dim=1) if logits else None)
 
 

@@ -47,7 +47,7 @@ def received_attention(teacher: Teacher, distance: int, row_start: float) -> Ten
     spans, device = teacher.spans, teacher.q_THD.device
     rows = [range(max(int((end - start) * row_start), distance), end - start) for start, end in spans]
     plans = [teacher.chunks(some) for some in rows]
-    found_TK = teacher.q_THD.new_zeros(len(teacher.q_THD), teacher.kv_heads, dtype=teacher.dtype)
+    received_TK = teacher.q_THD.new_zeros(len(teacher.q_THD), teacher.kv_heads, dtype=teacher.dtype)
     scratch = teacher.scratch(plans)
     for (start, stop), plan in zip(spans, plans, strict=True):
         for head in range(teacher.kv_heads if plan else 0):
@@ -59,6 +59,6 @@ def received_attention(teacher: Teacher, distance: int, row_start: float) -> Ten
                 tokens_S1 = torch.arange(len(far_SX), device=device)[:, None]
                 far_SX.sub_(teacher.lse(scores_SX, block_max_NX, start, chunk, head))
                 best_S = far_SX.masked_fill_(tokens_S1 > rows_X - distance, -torch.inf).amax(1).exp_()
-                found_S = found_TK[start : start + len(far_SX), head]
-                torch.maximum(found_S, best_S, out=found_S)
-    return found_TK
+                received_S = received_TK[start : start + len(far_SX), head]
+                torch.maximum(received_S, best_S, out=received_S)
+    return received_TK

@@ -68,7 +68,7 @@ class Budgeted(NamedTuple):
         """For scores of this shape ``[B, K, N]``."""
         _, kv_heads, blocks = shape
         blocks_N, current_B11, always_B1N, free_B1N = _blocks(rows.tensor, blocks, block_size, sink_blocks)
-        wanted_B11 = budget.read(current_B11.long() + 1)
+        budget_B11 = budget.read(current_B11.long() + 1)
         kept, even = budget.read(blocks), False
         if rows.host:
             budgets = [budget.read((length - 1) // block_size + 1) for length in rows.host]
@@ -78,8 +78,8 @@ class Budgeted(NamedTuple):
             free_B1N=free_B1N,
             fixed_B1N=torch.where(always_B1N, torch.inf, -torch.inf).double(),
             kept=kept,
-            surplus_B1X=None if even else torch.arange(kept, device=wanted_B11.device) >= wanted_B11,
-            counts_BK=wanted_B11[..., 0].int().expand(-1, kv_heads).contiguous(),
+            surplus_B1X=None if even else torch.arange(kept, device=budget_B11.device) >= budget_B11,
+            counts_BK=budget_B11[..., 0].int().expand(-1, kv_heads).contiguous(),
         )
 
 
