@@ -455,8 +455,8 @@ def teacher_times() -> Iterator[Row]:
         targets = torch.empty(tokens, kv_heads, -(-tokens // block), device=DEVICE)
         out = torch.empty_like(lse)
         yield row("block targets", case, partial(side.attend, tiles, None, out, targets), flops)
-        log_targets = partial(side.log_targets, tiles, targets, lse, known=True)
-        yield row("block targets, lse known", case, log_targets, flops)
+        known_targets = partial(side.log_targets, tiles, targets, lse, known=True)
+        yield row("block targets, lse known", case, known_targets, flops)
 
     yield row("packed_attention", "output and lse", partial(ops.packed_attention, q, k, v, cu), 2 * flops)
     as_shipped = list(rows("as shipped"))

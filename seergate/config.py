@@ -212,8 +212,8 @@ class GateConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> GateConfig:
         """Inverse of `to_dict`; unknown keys are ignored (the adapter loader warns about them)."""
-        applicable = {f.name for f in fields(cls)}
-        return cls(**{key: value for key, value in values.items() if key in applicable})
+        names = {f.name for f in fields(cls)}
+        return cls(**{key: value for key, value in values.items() if key in names})
 
 
 RULES: dict[str, tuple[str, ...]] = {

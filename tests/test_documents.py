@@ -63,18 +63,18 @@ def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
     for _, ours, theirs, difference, better in compared:
         pairs = zip(rows[ours]["kl_texts"], rows[theirs]["kl_texts"], strict=True)
         gains = [other - own for own, other in pairs]
-        result = mean_and_error(gains)
-        assert difference == f"{result.mean:.3f} ± {result.se:.3f}".replace("0.", "."), ours
+        gain = mean_and_error(gains)
+        assert difference == f"{gain.mean:.3f} ± {gain.se:.3f}".replace("0.", "."), ours
         assert int(better.split()[0]) == sum(gain > 1e-9 for gain in gains), ours
     facts = json.loads((ROOT / "benchmarks/results/facts_lost.json").read_text())
     logprobs = {row["setting"]: row["logprob_where_dense_is_right"] for row in facts["rows"]}
-    assert len(logprobs) == 38 and all(float(result) == logprobs[name] for name, result in lost)
+    assert len(logprobs) == 38 and all(float(logprob) == logprobs[name] for name, logprob in lost)
     steps = {row["texts"]: (row["steps"], row["kept"], row["kl"]) for row in facts["learned"]}
     assert {name: tuple(map(float, figures)) for name, *figures in learned} == steps
     gemma = json.loads((ROOT / "benchmarks/results/recipe_gemma.json").read_text())
     for (name, *figures), row in zip(wide, gemma["rows"], strict=True):
-        result = [row.get(key) for key in ("held_out_kl", "kl", "kl_median")]
-        written = ["" if x is None else f"{x:.{digits}f}" for x, digits in zip(result, (2, 3, 3), strict=True)]
+        shown = [row.get(key) for key in ("held_out_kl", "kl", "kl_median")]
+        written = ["" if x is None else f"{x:.{digits}f}" for x, digits in zip(shown, (2, 3, 3), strict=True)]
         assert [name, *figures] == [row["gates"], *(x.removeprefix("0") for x in written)], name
     long = json.loads((ROOT / "benchmarks/results/recipe_answers.json").read_text())["rows"]
     kls = {row["setting"]: (row["kl"], median(row["kl_texts"])) for row in long}

@@ -301,12 +301,12 @@ class Offloaded(DynamicStorage):
             return super().attend(step, None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
         indices = selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
-        location = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
-        if location is None:  # more blocks than slots: read from slow memory
+        located = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
+        if located is None:  # more blocks than slots: read from slow memory
             fetched = int((indices >= 0).sum()) * self.pool.block_bytes
             return super().attend(step, selection, block_size)._replace(fetched=fetched)
         # Treat each pair as a row of a paged cache that holds only its selected blocks, in order.
-        slots_PX = location[0].to(self.device)
+        slots_PX = located[0].to(self.device)
         starts_BKX = indices.long() * size
         used_BKX = (step.lengths[:, None, None] - starts_BKX).clamp(0, size).masked_fill(indices < 0, 0)
         order_BKX = torch.arange(indices.shape[2], device=self.device).masked_fill(indices < 0, -1)
@@ -328,7 +328,7 @@ class Offloaded(DynamicStorage):
             ).unflatten(0, (batch, -1))
             for part in parts
         ]
-        return AttentionOutput(torch.cat(outputs, dim=1).flatten(1, 2), fetched=location[1] * self.pool.block_bytes)
+        return AttentionOutput(torch.cat(outputs, dim=1).flatten(1, 2), fetched=located[1] * self.pool.block_bytes)
 
     @property
     def nbytes(self) -> int:

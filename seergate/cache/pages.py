@@ -164,15 +164,15 @@ class BlockStore:
         uid of each fork -> the uid of its original.
         """
         forks: dict[int, int] = {}
-        positions: set[int] = set()
+        seen: set[int] = set()
         rows = []
         for position in index:
             row = self.rows[position]
             fork = Row(row.uid, list(row.table), row.length, row.sealed, row.repeats)
-            if position in positions:
+            if position in seen:
                 fork.uid = next(self.numbers)
                 forks[fork.uid] = row.uid
-            positions.add(position)
+            seen.add(position)
             for block in row.table:
                 self.references[block] += 1
             rows.append(fork)

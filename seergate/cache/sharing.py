@@ -88,7 +88,7 @@ class BlockSharing:
             evaluator's counts; ``seconds`` by stage, of which only ``apply`` delays decoding if the worker has its own
             thread; ``error`` of the worker.
         """
-        counts = {
+        figures = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
             "physical_peak": self.physical_peak,
             "logical_peak": self.logical_peak,
@@ -98,13 +98,13 @@ class BlockSharing:
             "seconds": {"apply": self.apply_seconds},
         }
         if self.evaluator is None:
-            return {"sharing": counts}
+            return {"sharing": figures}
         reason, error = self.evaluator.method, self.worker.error
-        counts |= dict(self.evaluator.counts)
-        counts["seconds"] = {**self.evaluator.seconds, "apply": self.apply_seconds}
-        counts["error"] = None if error is None else first_line(error)
+        figures |= dict(self.evaluator.counts)
+        figures["seconds"] = {**self.evaluator.seconds, "apply": self.apply_seconds}
+        figures["error"] = None if error is None else first_line(error)
         reads = f"+{reason.reads.name}" if reason.reads is not None else ""
-        return {"method": reason.name + reads, "sharing": counts}
+        return {"method": reason.name + reads, "sharing": figures}
 
     def remove(self) -> None:
         """Stop the worker, and stop recording ids."""

@@ -121,8 +121,8 @@ def run_plan(plan: SweepPlan) -> Path:
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
         print(f"sampling: {sampling} ({source}); {limit}{cut}")
         if plan.measure_recall and specs[0].name != Dense.name:
-            results = reference_in(out, model, tokenizer, task)
-            whose = "dense, which are there" if results else f"{specs[0].label}, as there is no dense run"
+            reference = reference_in(out, model, tokenizer, task)
+            whose = "dense, which are there" if reference else f"{specs[0].label}, as there is no dense run"
             print(f"proxies are measured on the answers of {whose}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)

@@ -145,11 +145,11 @@ def option_names(name: str) -> set[str]:
     )
 
 
-def check_options(name: str, given: Iterable[str], names: Iterable[str]) -> None:
-    """Raise `SeergateError` for an option that is not among ``names``."""
-    names = sorted(names)
-    for option in sorted(set(given) - set(names)):
-        hint = did_you_mean(option, names) if names else "it has none"
+def check_options(name: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise `SeergateError` for an option that is not among ``allowed``."""
+    allowed = sorted(allowed)
+    for option in sorted(set(given) - set(allowed)):
+        hint = did_you_mean(option, allowed) if allowed else "it has none"
         raise SeergateError(f"the method {name!r} has no option {option!r}; {hint}")
 
 

@@ -529,14 +529,14 @@ def hide_what_is_masked(layer: GatedLayer, shown: Tensor) -> None:
     after = real.sum(1)
     later = (cached.cumsum(1) * real).amax(1) > after  # number of tokens up to the last one that stays
     row = int((later if later.any() else hidden.any(1)).int().argmax())
-    hides = f"the attention_mask hides tokens of row {row} that the cache holds"
+    fault = f"the attention_mask hides tokens of row {row} that the cache holds"
     if later.any():
         raise SeergateError(
-            f"{hides}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
+            f"{fault}, and shows later ones; only the newest tokens of a row can be taken back, so start a new cache"
         )
     if isinstance(layer.method, CompressingMethod) or not layer.storage.shortens_rows:
         raise SeergateError(
-            f"{hides}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
+            f"{fault}, which a {type(layer).__name__} under {layer.method.name!r} cannot take back; start a new one, "
             "or leave them visible"
         )
     layer.hide(real)

@@ -247,13 +247,13 @@ def retained_attention(
     softcap: float | None = None,
 ) -> RetainedAttention:
     """Computes one row and head at a time; gradients by autograd."""
-    dtype, group, output, retained_weights = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
+    dtype, group, output, weight_sums = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
     for start, end in _segments(cu_seqlens):
         for row in range(start, end):
             seen = slice(start if window is None else max(start, row - window + 1), row + 1)
             ages = torch.arange(row - seen.start, -1, -1, device=q.device)
             worth = log_beta[seen].to(dtype).exp() ** ages[:, None]
-            retained_weights.append(worth.sum(0))
+            weight_sums.append(worth.sum(0))
             for h in range(q.shape[1]):
                 scores = _capped(k[seen, h // group].to(dtype) @ q[row, h].to(dtype) * sm_scale, softcap)
                 faded = scores * worth[:, h // group]
@@ -261,7 +261,7 @@ def retained_attention(
                     faded = torch.cat((faded, sinks[h].to(dtype)[None]))
                 output.append(faded.softmax(0)[: len(ages)] @ v[seen, h // group].to(dtype))
     outputs = torch.stack(output).view(*q.shape[:2], v.shape[2])
-    return RetainedAttention(outputs.to(v.dtype), torch.stack(retained_weights))
+    return RetainedAttention(outputs.to(v.dtype), torch.stack(weight_sums))
 
 
 @torch.no_grad()

@@ -119,7 +119,7 @@ def test_a_rectification_that_fails_leaves_the_cache_as_it_was(family, lengths):
             if isinstance(layer, GatedLayer):
                 rows, kept = layer.rows, (layer.keys, layer.values)
                 parts += [rows.resident, rows.total, rows.slots, rows.lengths, layer.state.rows]
-                parts += [x[row, :, :residents] for x in kept for row, residents in enumerate(rows.resident)]
+                parts += [x[row, :, :count] for x in kept for row, count in enumerate(rows.resident)]
             else:
                 parts += [layer.keys, layer.values, layer.get_seq_length()]
         return parts

@@ -49,7 +49,7 @@ def run(out, saved, *, specs=SPECS, options=OPTIONS, loader=None, **given):
     rows = {spec.label: store.read_samples(out / spec.label) for spec in specs}
     assert all(len(samples) == 16 for samples in rows.values())
     lines = {label: sorted(json.dumps(compared(row)) for row in samples) for label, samples in rows.items()}
-    return {label: (samples, compared(metrics[label])) for label, samples in lines.items()}
+    return {label: (text, compared(metrics[label])) for label, text in lines.items()}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def ray_cluster():
 @pytest.mark.soak
 def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
     """Several settings, and gates of several block sizes, which every worker loads. Somebody else's cluster on the
-    machine is left alone.
+    machine is left alone. `make test` has one setting, in a cluster that the test starts.
     """
     others = ray_cluster()
     try:

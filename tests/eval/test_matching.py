@@ -214,8 +214,8 @@ def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     assert {r["target"] for r in records} == {"96 tokens", "quest-56"}
     assert {r["method"]: r["label"] for r in records if r["target"] == "quest-56"}["quest"] == "quest-56"
     store.write_json(tmp_path / "matching-read.json", {"matches": records})
-    (report,) = load_sweeps(tmp_path)
-    ((_, text),) = equal_bytes(report)
+    (loaded,) = load_sweeps(tmp_path)
+    ((_, text),) = equal_bytes(loaded)
     assert len(re.findall(r"^\| quest-56 +\| quest ", text, re.MULTILINE)) == 1
 
 

@@ -55,11 +55,11 @@ def test_it_is_said_once_what_is_done_and_it_is_done(name):
     model = model_of(4)
     method = EVICTORS[name].method(model)
     named = name.split(" ")[0]
-    with warnings.catch_warnings(record=True) as messages:
+    with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         counts = residents(model, method, length, max(expected))
         residents(model, method, length + 1, 1)  # another prompt under the same method
-    messages = [str(warning.message) for warning in messages if warning.category is LongPromptWarning]
+    messages = [str(warning.message) for warning in records if warning.category is LongPromptWarning]
     assert len(messages) == 1 and sentence in messages[0]
     assert messages[0].startswith(f"{named}: a prompt has {length} tokens and token_budget is {C}; ")
     assert {step: counts[step] for step in expected} == expected

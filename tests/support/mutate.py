@@ -76,7 +76,7 @@ def mutations(path: Path) -> list[Mutation]:
     begins = [0]
     for line in text.splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
-    places: list[Mutation] = []
+    made: list[Mutation] = []
 
     def visit(node: ast.AST, inside: bool) -> None:
         if isinstance(node, SKIPPED) or (isinstance(node, ast.FunctionDef) and "jit" in ast.dump(node)[:400]):
@@ -85,12 +85,12 @@ def mutations(path: Path) -> list[Mutation]:
         if inside and one_line and (after := mutated(node)) is not None:
             start, end = (begins[node.lineno - 1] + column for column in (node.col_offset, node.end_col_offset))
             name = path.relative_to(ROOT).as_posix()
-            places.append(Mutation(name, node.lineno, start, end, text[start:end].decode(), f"({ast.unparse(after)})"))
+            made.append(Mutation(name, node.lineno, start, end, text[start:end].decode(), f"({ast.unparse(after)})"))
         for child in ast.iter_child_nodes(node):
             visit(child, inside or isinstance(node, ast.FunctionDef))
 
     visit(ast.parse(text), False)
-    return places
+    return made
 
 
 def drawn(count: int, seed: int) -> list[Mutation]:

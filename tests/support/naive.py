@@ -72,15 +72,15 @@ class Budgeted:
         if self.pinned:
             kept = max(kept, past.prompt + max(self.interval, self.recent))
         for head in range(past.keys.shape[1]):
-            residents = int(past.alive[head].sum())
+            count = int(past.alive[head].sum())
             if past.decoded == 0:
-                due = self.at_prompt and residents > kept
+                due = self.at_prompt and count > kept
             elif self.periodic:
-                due = self.clock(past) % self.interval == 0 and residents > kept
+                due = self.clock(past) % self.interval == 0 and count > kept
             else:
-                due = residents >= kept + self.interval
+                due = count >= kept + self.interval
             if due:
-                always = set(past.living(head)[residents - self.recent :])
+                always = set(past.living(head)[count - self.recent :])
                 if self.pinned:
                     always |= set(range(past.prompt))
                 keep_best(past, head, self.scores(past, head), kept, always)

@@ -158,11 +158,11 @@ class ReferenceRow:
         inside = slice(block * size, (block + 1) * size)
         heads = range(kv_head * group, (kv_head + 1) * group)
         if self.rule.selector == "oracle":  # log of the largest probability
-            normalised_scores = []
+            log_probs = []
             for head in heads:
                 logits = kept.keys[kv_head] @ q[head, -1] / math.sqrt(self.width)
-                normalised_scores.append(float((logits - logits.logsumexp(0))[inside].max()))
-            return max(normalised_scores)
+                log_probs.append(float((logits - logits.logsumexp(0))[inside].max()))
+            return max(log_probs)
         if self.rule.selector == "quest":
             keys = kept.keys[kv_head][inside]
             high, low = keys.max(0).values, keys.min(0).values

@@ -232,8 +232,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     """
     # math-verify ignores the base of a number and what precedes the last relation, multiplies adjacent numbers, and
     # compares sets with tuples.
-    gold_notation, answer_notation = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
-    if gold_notation != answer_notation:
+    gold_base, answer_base = (match[1] if (match := _BASE.search(text)) else "10" for text in (gold, answer))
+    if gold_base != answer_base:
         raise MisreadError("numbers to different bases")
     if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
         raise MisreadError("numbers beside each other are no product")
@@ -250,8 +250,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     gold_signs = {match[0] for match in _FOREIGN.finditer(gold)}
     if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in gold_signs), None):
         raise MisreadError(f"the sign {strange!r}, which the gold answer does not have")
-    commands, gold_notation = (set(re.findall(r"\\([A-Za-z]+)", re.sub(_TEXT, " ", text))) for text in (answer, gold))
-    if strange := min(commands - gold_notation - set(_SIGNS.split()), default=None):
+    commands, gold_commands = (set(re.findall(r"\\([A-Za-z]+)", re.sub(_TEXT, " ", text))) for text in (answer, gold))
+    if strange := min(commands - gold_commands - set(_SIGNS.split()), default=None):
         raise MisreadError(f"\\{strange}, which the gold answer does not have")
     letters = set(re.sub(rf"{_TEXT}|\\[A-Za-z]+", "", gold))
     name, equals, value = answer.partition("=")

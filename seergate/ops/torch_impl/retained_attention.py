@@ -50,5 +50,5 @@ def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | No
             keys = slice(start, start + part.stop)
             chunk = q[in_pack(start, part)], k[keys], v[keys], log_beta[keys].to(dtype), part.start
             chunks.append(checkpoint(rows, *chunk, use_reentrant=False, preserve_rng_state=False))
-    output, retained_weights = zip(*chunks, strict=True)
-    return RetainedAttention(torch.cat(output), torch.cat(retained_weights))
+    output, weight_sums = zip(*chunks, strict=True)
+    return RetainedAttention(torch.cat(output), torch.cat(weight_sums))
