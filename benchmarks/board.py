@@ -11,9 +11,9 @@ measures vLLM if `make test-vllm` made its environment. The part ``long`` is Hum
 library (textwrap.py).
 
 Answers are kept in a folder per model, part and number of problems: the same command continues, and more methods or
-budgets add to what is there. After each part, its rows replace those of the same model and part in
-`benchmarks/results/board.json`. The rows of other parts stay, and the file has the machine and commit of each. `make
-results STAGE=board` runs all parts and writes docs/board.md.
+budgets add to what is there. After each part, its rows go to `benchmarks/results/board.json`. Earlier rows of the same
+part stay if they are of other methods or budgets, and of the same problems, precision and sampling. Each row has the
+commit that it was measured at. `make results STAGE=board` runs all parts and writes docs/board.md.
 """
 
 from __future__ import annotations
@@ -165,13 +165,22 @@ def times(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Measu
 
 
 def merged(file: Path, name: str, part: str, described: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
-    """Put the rows of a part of a model into the board, in place of earlier ones."""
+    """Put the rows of a part of a model into the board. Earlier rows of other methods and budgets stay if they were
+    measured under the same conditions.
+    """
     record = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {"options": {"parts": {}}, "rows": []}
-    place = {"model": name, "part": part}
-    kept = [row for row in record["rows"] if any(row[key] != value for key, value in place.items())]
-    parts = record["options"]["parts"] | {f"{name}/{part}": {**described, "machine": provenance(CPU)}}
-    every = [*kept, *({**place, **row} for row in rows)]
+    place, key, machine = {"model": name, "part": part}, f"{name}/{part}", provenance(CPU)
+    earlier = record["options"]["parts"].get(key, {})
+    same = all(earlier.get(field) == described.get(field) for field in ("task", "dtype", "generation", "options"))
+    measured = {(row["method"], row["budget"]) for row in rows}
+    every = [{**place, **row, "commit": machine["commit"]} for row in rows]
+    for row in record["rows"]:
+        if any(row[field] != value for field, value in place.items()):
+            every.append(row)
+        elif same and (row["method"], row["budget"]) not in measured:
+            every.append({"commit": earlier["machine"]["commit"], **row})
     every.sort(key=lambda row: (row["model"], list(PARTS).index(row["part"])))
+    parts = record["options"]["parts"] | {key: {**described, "machine": machine}}
     return save(file.stem, {"parts": dict(sorted(parts.items()))}, every, file.parent)
 
 
