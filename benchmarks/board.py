@@ -1,19 +1,19 @@
-"""Every method on real models: KL on texts, needles, GSM8K, HumanEval, and milliseconds per token, part by part.
+"""Every method on real models: KL on texts, needles, GSM8K, MATH-500, HumanEval, and milliseconds per token.
 
     python benchmarks/board.py                                               # everything: days of two cores
     python benchmarks/board.py --model qwen2.5-coder-0.5b --part humaneval   # one part of one model
     python benchmarks/board.py --model smollm2 --part gsm8k --task-source test.jsonl --problems 16 --gates DIR
 
-Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl and its four
-worked examples from models/gsm8k_train.jsonl, if these files exist; otherwise from the Hub. Other options go to
-`seergate eval`, such as --gates, --budget and --method; with ``--part times`` alone, they go to `serving.py`, which
-measures vLLM if `make test-vllm` made its environment. The part ``long`` is HumanEval behind a module of Python's
-library (textwrap.py).
+Models are the directories models/NAME of `train/recipes/fetch.py`. GSM8K comes from models/gsm8k.jsonl, its four
+worked examples from models/gsm8k_train.jsonl and MATH-500 from models/math500.jsonl, if these files exist; otherwise
+from the Hub. Other options go to `seergate eval`, such as --gates, --budget and --method; with ``--part times``
+alone, they go to `serving.py`, which measures vLLM if `make test-vllm` made its environment. The part ``long`` is
+HumanEval behind a module of Python's library (textwrap.py).
 
 Answers are kept in a folder per model, part and number of problems: the same command continues, and more methods or
-budgets add to what is there. After each part, its rows go to `benchmarks/results/board.json`. Earlier rows of the same
-part stay if they are of other methods or budgets, and of the same problems, precision and sampling. Each row has the
-commit that it was measured at. `make results STAGE=board` runs all parts and writes docs/board.md.
+budgets add to what is there. After each part, its rows go to `benchmarks/results/board.json`. Earlier rows of the
+same part stay if they are of other methods or budgets, and of the same problems, precision and sampling. Each row has
+the commit that it was measured at. `make results STAGE=board` runs all parts and writes docs/board.md.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ METHODS = (
     "random_evict:interval=16:prompt=evictable",
 )
 """Evictors evict every 16 tokens, as answers have hundreds; prompts count in every budget and may be evicted."""
+FILES = {
+    "gsm8k": {"--task-source": "models/gsm8k.jsonl", "--shots-source": "models/gsm8k_train.jsonl"},
+    "math500": {"--task-source": "models/math500.jsonl"},
+}
+"""Task -> options of `seergate eval` with their files, if these exist."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,7 @@ class Part:
         chat = load_tokenizer(path_of(name)).chat_template is not None
         task = self.chat if chat else self.base
         arguments = ["--model", path_of(name), "--task", task, "--budget", str(self.budget), *split(self.options)]
-        files = {"--task-source": "models/gsm8k.jsonl", "--shots-source": "models/gsm8k_train.jsonl"}
-        for option, file in files.items() if task.startswith("gsm8k") else ():
+        for option, file in FILES.get(task.partition(":")[0], {}).items():
             arguments += [option, file] if Path(file).exists() else []
         return arguments
 
@@ -87,6 +91,10 @@ PARTS = {
     "gsm8k": Part(
         *("GSM8K", 256, 128, *["gsm8k:shots=4"] * 2),
         "--dtype bfloat16 --batch-size 32 --max-new-tokens 400 --temperature 0",
+    ),
+    "math500": Part(
+        *("MATH-500", 256, 128, "math500", "math500:shots=4"),
+        "--dtype bfloat16 --batch-size 32 --max-new-tokens 600 --temperature 0 --samples 1",
     ),
     "humaneval": Part(
         *("HumanEval", 128, 164, "humaneval", "humaneval:chat=false"),

@@ -292,6 +292,8 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     short = "--problems 2 --max-new-tokens 4 --method dense,gate"
     part("texts", "--problems 2 --task perplexity:length=640:scored=64")
     part("gsm8k", f"{short} --task-source {tmp_path}/sums.jsonl --shots-source {tmp_path}/sums.jsonl")
+    (tmp_path / "math.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n' * 4)
+    part("math500", f"{short} --task-source {tmp_path}/math.jsonl")
     assert "dense: 2/2 answers" in part("humaneval", short)
     assert "dense: 2/2 answers" not in part("humaneval", f"{short},quest")
     part("humaneval", f"{short.replace('gate', 'quest')} --runs {tmp_path}/anew")  # the row of the gate stays
@@ -310,22 +312,22 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trade_off, "MODELS", board.MODELS)
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     lines = {line[0].strip("*`"): line[1:] for line in tables.all_methods()}
-    assert lines["tiny"][:5] == ("2 texts", tables.MISSING, "2 problems", "2 problems", "2 problems")
-    assert set(lines["smollm2"][:5]) == {tables.MISSING}
+    assert lines["tiny"][:6] == ("2 texts", tables.MISSING, *["2 problems"] * 4)
+    assert set(lines["smollm2"][:6]) == {tables.MISSING}
     assert [
-        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(9)
+        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(10)
     ] == [
-        *(True, False, True, True, True, True, True, True, False),
-        *(True, False, True, True, True, True, True, True, False),
-        *(True, False, False, False, False, True, True, False, False),
+        *(True, False, True, True, True, True, True, True, True, False),
+        *(True, False, True, True, True, True, True, True, True, False),
+        *(True, False, False, False, False, False, True, True, False, False),
     ]
-    assert "[" in lines["quest"][3] and lines["quest"][2] == tables.MISSING
+    assert "[" in lines["quest"][4] and lines["quest"][2] == tables.MISSING
     record["rows"] += [row | {"model": "smollm2"} for row in record["rows"] if row["part"] == "texts"]
     (tmp_path / "board.json").write_text(json.dumps(record))
     panels = trade_off.draw_board(tmp_path).axes  # no column of needles, which neither model has
     sparse = len(board.METHODS) - 1
-    assert [len(axes.containers) for axes in panels] == [sparse, 2, 3, 2, 2, sparse, 0, 0, 0, 0]
-    assert [text.get_text() for axes in panels for text in axes.texts] == 4 * ["not measured"]
+    assert [len(axes.containers) for axes in panels] == [sparse, 2, 2, 3, 2, 2, sparse, 0, 0, 0, 0, 0]
+    assert [text.get_text() for axes in panels for text in axes.texts] == 5 * ["not measured"]
 
 
 def test_recipe(tmp_path: Path) -> None:
