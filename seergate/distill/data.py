@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 2
+FORMAT = 3
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -44,7 +44,7 @@ class DataReport:
         tokens, longest: tokens of all samples, and of the longest sample.
         truncated, dropped: samples longer than a pack, which are truncated to its length or left out.
         duplicates: samples left out because they equal an earlier one.
-        too_short: samples left out because they fit in two blocks, so no token has two past blocks to choose from.
+        too_short: samples left out because no token has two past blocks to choose from, besides sink blocks.
         malformed: reason -> number of rows left out for it.
         think_added, no_reasoning, earlier_reasoning, unanswered: number of rows with this note of `TrainingText`.
         efficiency: share of the packs' capacity that is filled with tokens.
@@ -81,7 +81,7 @@ class DataReport:
             "truncated": self.truncated,
             "dropped as too long": self.dropped,
             "duplicates left out": self.duplicates,
-            "that fit in two blocks left out": self.too_short,
+            "too short to choose between blocks left out": self.too_short,
             "given their opening think tag": self.think_added,
             "without reasoning": self.no_reasoning,
             "without the reasoning of their earlier turns": self.earlier_reasoning,
@@ -170,8 +170,9 @@ def prepare_data(
     long = config.max_length if config.over_length == "drop" else float("inf")
     unique = {digest: place for digest, place in first.items() if place[1] <= long}
     samples = Samples(tokens, [r for r, _ in unique.values()], [min(n, config.max_length) for _, n in unique.values()])
-    # A gate distributes a row's attention over its past blocks; with fewer than two, there is nothing to learn.
-    usable = np.flatnonzero(samples.lengths > 2 * config.block_size)
+    # A gate distributes a row's attention over its past blocks, without the sink blocks; with fewer than two, there
+    # is nothing to learn.
+    usable = np.flatnonzero(samples.lengths > (2 + config.sink_blocks) * config.block_size)
     too_short = len(samples) - len(usable)
     if not len(usable):
         raise SeergateError(
@@ -348,7 +349,8 @@ def _usable(cache: Path) -> Iterator[Path]:
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:
     reasons = [f"{n:,} malformed ({reason})" for reason, n in counts["malformed"].items()]
     reasons += [f"{counts['dropped']:,} longer than max_length"] if counts["dropped"] else []
-    reasons += [f"{too_short:,} that fit in two blocks of {config.block_size} tokens"] if too_short else []
+    fit = f"{2 + config.sink_blocks} blocks of {config.block_size} tokens"
+    reasons += [f"{too_short:,} that fit in {fit}"] if too_short else []
     return f"of {counts['rows']:,} rows, " + ", ".join(reasons)
 
 

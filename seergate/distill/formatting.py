@@ -1,8 +1,9 @@
 """Turns a row of a dataset into a training text and keeps its reasoning intact.
 
 The frozen model must see text as it would have generated it: a chat in its own markup, in which the last assistant
-turn has the whole reasoning after exactly one opening think tag. The chat templates of several models delete
-reasoning, and some data lacks the opening tag because it was part of the prompt. Both are repaired here, or refused.
+turn has the whole reasoning after exactly one opening think tag, or in the markup of a template that takes it from a
+key of the turn. The chat templates of several models delete reasoning, and some data lacks the opening tag because it
+was part of the prompt. Both are repaired here, or refused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "<think>", "</think>"
+KEYS = ("reasoning_content", "thinking")
+"""Keys of an assistant turn under which data and chat templates have its reasoning."""
 
 TEMPLATES = Path(__file__).parent / "templates"
 _TRAINING = {"<｜Assistant｜>": "r1-distill.jinja", "<|im_start|>": "chatml.jinja"}
@@ -92,7 +95,18 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
     )
 
 
+def _reasoning_key(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return the key from which a template writes reasoning in markup of its own (gpt-oss), or ``None``."""
+    for key in KEYS:
+        text = _render(tokenizer, [_PROBE[0], {"role": "assistant", "content": "2", key: _PROBE_REASONING}], template)
+        if _PROBE_REASONING in text and OPEN not in text:
+            return key
+    return None
+
+
 def _keeps_reasoning(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    if _reasoning_key(tokenizer, template):
+        return True
     text = _render(tokenizer, _PROBE, template)
     return _PROBE_REASONING in text and text.count(OPEN) == 1 and text.count(CLOSE) == 1
 
@@ -125,6 +139,11 @@ class Formatter:
     def template(self) -> str:
         """The chat template; determined on first access, since a dataset of plain text needs none."""
         return training_template(self.tokenizer, self._override)
+
+    @cached_property
+    def reasoning_key(self) -> str | None:
+        """`_reasoning_key` of the template."""
+        return _reasoning_key(self.tokenizer, self.template)
 
     def text(self, row: Any) -> TrainingText:
         """Return the training text of a row; raises `MalformedRow` with the reason if the row cannot be used."""
@@ -180,11 +199,18 @@ class Formatter:
                 thought, end, reply = message["content"].rpartition(CLOSE)
                 message["content"] = reply.lstrip()
                 earlier_reasoning |= bool(end and thought.replace(OPEN, "").strip())
-        messages[-1]["content"] = answer
+        before, _, rest = answer.partition(OPEN)
+        reasoning, end, reply = rest.partition(CLOSE)
+        reasoning, in_tags = reasoning.strip(), self.reasoning_key is None
+        if in_tags or OPEN not in answer:
+            messages[-1]["content"] = answer
+        elif end:
+            messages[-1] |= {"content": f"{before}{reply}".strip(), str(self.reasoning_key): reasoning}
+        else:
+            raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
         tags = text.count(OPEN) - sum(message["content"].count(OPEN) for message in messages[:-1])
-        reasoning = answer.partition(OPEN)[2].partition(CLOSE)[0].strip()
-        if OPEN in answer and (tags != 1 or reasoning not in text):
+        if OPEN in answer and (tags != in_tags or reasoning not in text):
             raise MalformedRow("reasoning that the chat template does not keep")
         if tags > 1:
             raise MalformedRow("several think tags")
@@ -238,10 +264,12 @@ def _turns(value: Any, role: str) -> list[Any]:
 def _message(turn: Any) -> dict[str, str]:
     if not isinstance(turn, Mapping):
         raise MalformedRow("a turn without role and content")
+    if turn.get("tool_calls") or turn.get("function_call"):
+        raise MalformedRow("a turn with tool calls")
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise MalformedRow("a turn without role and content")
-    reasoning = turn.get("reasoning_content")
+    reasoning = next((turn[key] for key in KEYS if turn.get(key)), None)
     if role == "assistant" and isinstance(reasoning, str) and reasoning.strip():
         if CLOSE not in content:
             content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"

@@ -62,8 +62,8 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
 
 
 def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Return the rows of a file, the training text of each, and the error messages of malformed rows."""
-    rows, seen, malformed = list[dict[str, Any]](), list[str](), list[str]()
+    """Return the rows of a file with different texts, the text of each, and the error messages of malformed rows."""
+    rows, malformed = dict[str, dict[str, Any]](), list[str]()
     try:
         with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(islice(filter(str.strip, lines), ROWS), 1):
@@ -73,13 +73,12 @@ def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[
                     malformed.append(f"row {number}: {error}")
                     continue
                 try:
-                    seen.append(formatter.text(row).text)
-                    rows.append(row)
+                    rows.setdefault(formatter.text(row).text, row)
                 except MalformedRow as error:
                     malformed.append(f"row {number}: {error}")
     except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"data is {str(path)!r}, which cannot be read: {error}") from error
-    return rows, seen, malformed
+    return list(rows.values()), list(rows), malformed
 
 
 def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> list[str]:
@@ -89,7 +88,7 @@ def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase,
     if not sample.strip():
         raise SeergateError(f"data is {data!r}, in which there is no text; files may be {', '.join(SUFFIXES)}")
     size = int(FILLED * context * len(sample) / len(_ids(tokenizer, sample)))
-    parts = [part for text in every for part in windows(text, size)]
+    parts = list(dict.fromkeys(part for text in every for part in windows(text, size)))
     rng.shuffle(parts)
     return parts[:ROWS]
 

@@ -262,6 +262,7 @@ class _Progress:
     """State of the training loop that is saved in checkpoints."""
 
     tokens: int = 0
+    held_out_kl: float | None = None  # of the current gates
     best_kl: float | None = None
     best_step: int | None = None
     final_kl: float | None = None
@@ -557,6 +558,7 @@ class _Run:
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
+        progress.held_out_kl = None
         if means.non_finite < config.packs_per_step:
             progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
         log = StepLog(
@@ -590,8 +592,10 @@ class _Run:
         log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:
             callback.on_eval(log)
-        if math.isfinite(log.kl) and (self.progress.best_kl is None or log.kl < self.progress.best_kl):
-            self.progress.best_kl, self.progress.best_step = log.kl, step + 1
+        progress = self.progress
+        progress.held_out_kl = log.kl if math.isfinite(log.kl) else None
+        if progress.held_out_kl is not None and (progress.best_kl is None or log.kl < progress.best_kl):
+            progress.best_kl, progress.best_step = log.kl, step + 1
             self._export(self.dir / "best")
 
     def save(self, step: int, stop: bool) -> None:
@@ -614,6 +618,7 @@ class _Run:
             "data": asdict(self.data.report),
             "tokens_seen": self.progress.tokens,
             "kl_last_step": self.progress.final_kl,
+            "kl_held_out": self.progress.held_out_kl,
             "kl_held_out_best": self.progress.best_kl,
         }
         save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)

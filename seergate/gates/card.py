@@ -108,7 +108,7 @@ def _metadata(bank: Gates, source: Source) -> Any:
         if result.get("method") in ("gate", bank.config.scorer) and isinstance(accuracy, (int, float)):
             metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), token budget {result.get('token_budget')}"
             measurements.append((str(result.get("dataset", task)), task, *metric))
-    if isinstance(kl := bank.training_record.get("kl_held_out_best"), (int, float)):
+    if isinstance(kl := bank.training_record.get("kl_held_out"), (int, float)):
         trained_on = str(_options(bank).get("data", "training data"))
         name = "loss" if bank.config.retention else "KL from the model's attention (nats per row)"
         measurements.append((trained_on, f"{trained_on}, held out", "kl_divergence", round(kl, 6), name))

@@ -124,6 +124,8 @@ def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
         "seerattn_use_qk_norm": gate.qk_norm,
         "seerattn_use_rope": gate.rope,
     }
+    if problems := geometry.mismatches(gate_geometry(_skeleton(config, str(directory)), gate)):
+        raise SeergateError(f"{geometry.base_model} is not what these gates were trained on: {'; '.join(problems)}")
     if config.get("seerattn_sparsity_method") not in ("threshold", "nz_ratio"):  # others are refused there
         config["seerattn_sparsity_method"] = "threshold"
     members = {ours: theirs for theirs, ours in _MEMBERS.items()}

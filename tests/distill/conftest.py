@@ -34,6 +34,17 @@ R1 = """\
 {{- '<｜end▁of▁sentence｜>' }}{% endif %}
 {%- endfor %}"""
 
+# gpt-oss: each turn is in a channel, and reasoning is a key of the last turn.
+GPT_OSS = """\
+{%- for m in messages -%}
+{%- if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}{% else -%}
+{%- if loop.last and 'thinking' in m -%}
+{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+{%- endif -%}
+{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + ('<|return|>' if loop.last else '<|end|>') }}
+{%- endif -%}
+{%- endfor -%}"""
+
 TEMPLATES = {"plain": PLAIN, "qwen3": QWEN3, "r1": R1}
 
 

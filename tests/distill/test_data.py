@@ -19,7 +19,7 @@ from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.eval.tasks.prompts import prompt_text
 from seergate.eval.tasks.task import Problem
-from tests.distill.conftest import R1, TEMPLATES, byte_tokenizer
+from tests.distill.conftest import GPT_OSS, R1, TEMPLATES, byte_tokenizer
 
 REASONING = "First, naïve 3 × 5 = 15.\n\nWait — 🙂 check: 15."
 
@@ -61,6 +61,29 @@ def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
     text = Formatter(byte_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")).text(row).text
     question = "<|im_start|>user\nWhat is 3 * 5?<|im_end|>\n"
     assert text == f"{question}<|im_start|>assistant\n<think>{REASONING}</think>15<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "<think>\none\n</think>\n\n2"},
+        {"content": "one</think>2"},
+        {"content": "2", "reasoning_content": "one"},
+        {"content": "2", "thinking": "one"},
+    ],
+)
+def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answer: dict[str, str]) -> None:
+    """gpt-oss: reasoning is in the channel ``analysis``, and its template copies tags in the content as they are."""
+    formatter = Formatter(byte_tokenizer(GPT_OSS))
+    asked = {"role": "user", "content": "1 + 1?"}
+    text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", **answer}]})
+    first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
+    last = "<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
+    assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "no_reasoning" not in notes
+    text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", "content": "2"}]})
+    assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["no_reasoning"]
+    with pytest.raises(MalformedRow, match="reasoning without an end"):
+        formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>one and"}]})
 
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -155,6 +178,10 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
             {"messages": [user, {"role": "assistant", "content": None}]},
             {"messages": ["hello"]},
             {"messages": [{"role": "assistant", "content": ["parts"]}]},
+        ],
+        "a turn with tool calls": [
+            {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}]},
+            {"messages": [user, {"role": "assistant", "content": "", "tool_calls": [{}]}, *good[0]["messages"]]},
         ],
         "several think tags": [chat("<think>a</think>b<think>c</think>d"), chat("<think><think>a</think>b")],
         "neither messages nor text": [{"messages": {"role": "user"}}],
@@ -368,10 +395,13 @@ def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(co
     write(config.data, [{"text": text} for text in texts])
     report = prepare_data(config, tokenizer).report
     assert (report.samples, report.too_short, report.tokens) == (2, 3, 57)
-    assert "3 that fit in two blocks left out" in report.summary()
+    assert "3 too short to choose between blocks left out" in report.summary()
     write(config.data, [{"text": text} for text in texts[:3]])
-    with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in two blocks of 8 tokens"):
+    with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in 2 blocks of 8 tokens"):
         prepare_data(config, tokenizer)
+    write(config.data, [{"text": text} for text in (*texts, "x" * 24, "x" * 25)])
+    report = prepare_data(replace(config, sink_blocks=1), tokenizer).report
+    assert (report.samples, report.too_short, report.tokens) == (2, 5, 65)  # a block more, which is always read
 
 
 def test_a_stream_that_breaks_off_says_where() -> None:

@@ -55,7 +55,11 @@ def test_odd_names_break_nothing(bank, tmp_path, name):
 
 def test_results(bank, tmp_path):
     bank.results, bank.licence = RESULTS, {"license": "apache-2.0"}
-    bank.training_record = {"kl_held_out_best": 0.125, "config": {"data": "org/data", "max_steps": 800}}
+    bank.training_record = {
+        "kl_held_out": 0.125,
+        "kl_held_out_best": 0.1,
+        "config": {"data": "org/data", "max_steps": 800},
+    }
     gates = tmp_path / "gates"
     text = saved(bank, gates)
     for row in (
@@ -63,6 +67,8 @@ def test_results(bank, tmp_path):
         "| aime24 | gate | 2048 | 56.6 ± 11.8 | 64 |  |",
         "| aime24 | gate | 4096 | 72.3 |  | 16312 |",
         "| max steps | 800 |",
+        "| KL on held-out data (nats per row) | 0.125 |",
+        "| lowest KL on held-out data during training (nats per row) | 0.1 |",
     ):
         assert row in text
     facts = metadata(text)

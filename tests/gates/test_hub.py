@@ -49,7 +49,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def bank(bank):
-    bank.training_record = {"config": {"data": "open-r1/OpenR1-Math-220k", "max_steps": 3}, "kl_held_out_best": 0.5}
+    bank.training_record = {"config": {"data": "open-r1/OpenR1-Math-220k", "max_steps": 3}, "kl_held_out": 0.5}
     return bank
 
 
@@ -134,7 +134,7 @@ def test_what_an_owner_has_in_the_repository_stays(hub, bank):
     assert repo.tree()["config.json"].data == b'{"model_type": "qwen3"}' and same(pull(), bank)
     assert "## Results" in card(hub)
     repo.commit("main", repo.tree() | {"README.md": File(card(hub).encode() + b"\n## Thanks\n")})
-    bank.training_record, bank.results = {**bank.training_record, "kl_held_out_best": 0.25}, ()
+    bank.training_record, bank.results = {**bank.training_record, "kl_held_out": 0.25}, ()
     bank.push_to_hub(REPO, **W)
     text = card(hub)
     facts = metadata(text)

@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -147,6 +148,9 @@ def test_our_own_gates_in_the_published_format(tmp_path):
     again = GateBank.from_pretrained(tmp_path / "published")
     assert fingerprint(again) == fingerprint(bank) and again.config == bank.config
     assert not bank.geometry.mismatches(again.geometry)
+    bank.geometry = replace(bank.geometry, attention_scaling=1.2)  # trained with --rope-scaling
+    refused("not what these gates were trained on: the model's RoPE", export_published, bank, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_scaled_rope_comes_along(published):
