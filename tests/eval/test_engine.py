@@ -6,7 +6,7 @@ from functools import cache, partial
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
 from seergate import methods
 from seergate.cache.offload import Offload
@@ -15,7 +15,15 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.generation import engine
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch, Limit, Request, common_prefix, shares_prefix
+from seergate.eval.generation.engine import (
+    Batch,
+    Generation,
+    Limit,
+    Request,
+    common_prefix,
+    shares_prefix,
+    text_behind,
+)
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import beginning, encode, prompt_text
 from seergate.eval.tasks.task import Problem
@@ -416,3 +424,21 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(single, start, mark
     assert encode(tokenizer, beginning(tokenizer).rstrip() or "a") == (start or words[:1])
     with pytest.raises(SeergateError, match="no chat template"):
         prompt_text(tokenizer, Problem("p", "1", messages=({"role": "user", "content": "x"},)))
+
+
+def test_the_space_at_the_beginning_of_an_answer_is_kept():
+    """Llama 2's decoder leaves out a space at the beginning of a text: the indent of a function's body."""
+    prompt, body = "def f():\n", "    return 1\n"
+    letters = sorted(set((prompt + body).replace(" ", "▁")))
+    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *letters, "▁▁", "▁▁▁▁"]
+    tokenizer = LlamaTokenizer(
+        vocab={token: i for i, token in enumerate(vocabulary)}, merges=[("▁", "▁"), ("▁▁", "▁▁")]
+    )
+    given = encode(tokenizer, prompt)
+    tokens = [*encode(tokenizer, prompt + body)[len(given) :], tokenizer.eos_token_id]
+    assert tokenizer.decode(tokens[:-1]) == body[1:]
+    answer = Generation.of(Request("k", prompt, tuple(given)), tokens, {tokenizer.eos_token_id}, tokenizer, 0.0, {})
+    assert answer.completion == body
+    euro = list("€".encode())  # a character of three tokens, one of them in the prompt
+    bytes_of = [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in euro]
+    assert text_behind(bytes_of[:1], [*bytes_of[1:], *tokens[:-1]], tokenizer).endswith("return 1\n")

@@ -122,6 +122,8 @@ def test_what_of_an_answer_is_run():
     block = "```python\ndef f():\n    return 1\n```"
     assert answered_program("    return 1\n```\n", GOLD) == "    return 1\n```\n"  # a completion, as it is
     assert answered_program(f"```\n0\n```\nno:\n{block}\n```python\ncut", CHAT) == "\ndef f():\n    return 1"
+    for more in ("```python\nprint(f())\n```", "Output:\n```\n1\n```", "```bash\npython f.py\n```"):
+        assert answered_program(f"{block}\n{more}\n", CHAT) == "\ndef f():\n    return 1"
     assert answered_program(f"{block}</think>I do not know.", CHAT) is None
     assert (
         answered_program("1. so:\n   ```python\n   def f():\n       return 1\n   ```", CHAT)

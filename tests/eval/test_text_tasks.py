@@ -104,6 +104,15 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
     assert [apart.low, apart.high] == pytest.approx([apart.mean - error, apart.mean + error])
     assert minus_gate(report, replace(ours, samples=ours.samples[1:])) is None, "the gate has scored another text"
 
+    def limited(s, threshold):
+        method = s.config["method"] | {"token_budget": None, "threshold": threshold, "nominal": f"over {threshold}"}
+        return replace(s, config=s.config | {"method": method})
+
+    low, high = limited(theirs, 0.1), limited(ours, 0.2)
+    thresholds = Sweep([dense, low, high, limited(ours, 0.1)])
+    assert [minus_gate(thresholds, s) for s in thresholds.settings] == [None, None, None, apart]
+    assert "| over 0.2 |" in table(thresholds, TEXTS, [high])
+
     one = [replace(s, samples=s.samples[:1]) for s in (dense, theirs, ours)]  # of one text there is no interval
     (alone,) = table(Sweep(one), TEXTS, one[2:]).splitlines()[2:]
     (with_ends,) = table(report, TEXTS, [ours]).splitlines()[2:]

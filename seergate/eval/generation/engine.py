@@ -134,7 +134,7 @@ class Generation:
         cut = next(count, None) if request.stop else None
         tokens, stopped = tokens[:cut], cut is not None or tokens[-1] in ends
         ended = tokens[-1] in ends
-        text = str(tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False))
+        text = text_behind(request.ids[-1:], tokens[:-1] if ended else tokens, tokenizer)
         text = text[: min((text.index(each) for each in request.stop if each in text), default=None)]
         return cls(request, text, tuple(tokens), "stop" if stopped else "length", seconds, costs)
 
@@ -142,6 +142,14 @@ class Generation:
     def n_tokens(self) -> int:
         """Number of generated tokens."""
         return len(self.token_ids)
+
+
+def text_behind(before: Sequence[int], tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of tokens that follow others. Alone, tokenizers like Llama 2's leave out a space at its beginning."""
+    start, whole, alone = (
+        str(tokenizer.decode(ids, skip_special_tokens=False)) for ids in ([*before], [*before, *tokens], [*tokens])
+    )
+    return whole.removeprefix(start) if whole.startswith(start) else alone  # a character may begin in ``before``
 
 
 def ends_in_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -19,7 +19,7 @@ _ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
 _FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple arguments, in braces or without
 DECORATION = re.compile(
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
-    r"|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
+    r"|[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
 )
 """Commands of LaTeX that change how a text looks only."""
 _ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:|\\approx(?![A-Za-z])|≈)\s*")
@@ -84,6 +84,7 @@ def plain(text: str) -> str:
     text, before = latex(text), None
     while text != before:  # repeated, because wrappers may be nested
         before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
+        text = re.sub(rf"\A(?:{SPACE}|\\!)+", "", text)
         text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text)
@@ -137,6 +138,7 @@ _DENIAL = re.compile(  # words that change what a name before "=" or a number be
     "|squared|cubed|factorial|hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
+_CURRENCY = re.compile(r"\A[£€]\s*(?=\d)|(?<=\d)\s*[£€]\Z")
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
 _NAME = re.compile(rf"\s*(?:{_TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
 _BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
@@ -193,7 +195,9 @@ def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
 def _words(text: str, letters: set[str]) -> set[str]:
     """The words in a formula. Adjacent letters are a product, not a word, if the gold answer has all of them."""
     inside = " ".join(match[1] for match in re.finditer(_TEXT, text))
-    outside = re.sub(r"\\(?:begin|end)\{\w*\}|\\[A-Za-z]+|(?<=[A-Za-z])_\{[^{}]*\}", " ", re.sub(_TEXT, " ", text))
+    outside = re.sub(
+        r"\\(?:begin|end)\{\w*\}(?:\{[clr| ]*\})?|\\[A-Za-z]+|(?<=[A-Za-z])_\{[^{}]*\}", " ", re.sub(_TEXT, " ", text)
+    )
     words = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
     return {word.lower() for word in (*words, *re.findall(r"[A-Za-z0-9]+", inside))}
 
@@ -220,6 +224,12 @@ def _brackets(text: str) -> str:
     return "(" if _TUPLE.fullmatch(value) or re.search(r"[<>]|\\[lg]t(?![A-Za-z])", value) else ""
 
 
+def _closed(text: str) -> str:
+    r"""A formula with a plain space for LaTeX's spaces, and none before ``%``, ``i`` and ``^``; line breaks stay."""
+    text = re.sub(rf"(\\\\)|(?:{SPACE}|\\>)+", lambda match: match[1] or " ", text)
+    return re.sub(r"(?<=[\d}]) (?=\\?%|i(?![A-Za-z])|\^)", "", text)
+
+
 class MisreadError(ValueError):
     """Raised for two different answers that math-verify might call equal; the message says why."""
 
@@ -243,6 +253,9 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         gold = _JOINED.sub(", ", gold)
     if _several(gold) or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
+    gold, answer = map(_closed, (gold, answer))
+    if bool(_CURRENCY.search(gold)) != bool(_CURRENCY.search(answer)):
+        gold, answer = (_CURRENCY.sub("", text) for text in (gold, answer))
     upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(_TEXT, gold + answer))))
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
     if unit and other and unit != other:

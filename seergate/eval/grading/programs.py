@@ -41,23 +41,24 @@ _FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
 _LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # after a sentence
 
 
-def last_program(completion: str) -> str:
-    """The contents of the last closed fenced block; empty if there is none, which counts as a wrong answer.
+def fenced_blocks(completion: str) -> list[str]:
+    """The contents of the closed fenced blocks.
 
     A fence followed by a word (the language) opens a block even if the model left another one open; if none is open,
     the fence may also stand at the end of a sentence. End tokens after a fence are ignored.
     """
-    program, fence, lines = "", "", list[str]()
+    blocks, fence, lines = list[str](), "", list[str]()
     for line in completion.split("\n"):
         match = _FENCE.fullmatch(line) or (None if fence else _LATE_FENCE.fullmatch(line))
         word = match is not None and match[2].strip()
         if match is None or (fence and not word and len(match[1]) < len(fence)):
             lines.append(line)
         elif fence and not word:
-            program, fence = "\n".join(lines), ""
+            blocks.append("\n".join(lines))
+            fence = ""
         else:
             fence, lines = match[1], []
-    return program
+    return blocks
 
 
 def checker_file() -> Path:
@@ -95,15 +96,15 @@ def check_record(gold: str) -> dict[str, Any]:
 
 
 def answered_program(completion: str, gold: str) -> str | None:
-    """What a completion puts after the problem's prompt: all of it, or for a chat's answer its last closed fenced
-    block behind ``</think>``, ``None`` without one.
+    """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block
+    with the function's definition, else the last one; ``None`` without any behind ``</think>``.
     """
     record = check_record(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
-    program = last_program(completion.rpartition("</think>")[2])
-    if f"def {record['entry_point']}" in program:  # otherwise it may be the function's body
-        program = dedent(program)
+    blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}"
+    whole = [dedent(block) for block in blocks if definition in block]  # otherwise it may be the function's body
+    program = [*blocks[-1:], *whole][-1] if blocks else ""
     return f"\n{program}" if program.strip() else None
 
 

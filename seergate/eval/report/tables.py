@@ -69,10 +69,14 @@ def minus_dense(sweep: Sweep, s: Setting) -> str:
 
 
 def minus_gate(sweep: Sweep, s: Setting) -> Difference | None:
-    """The KL of a setting minus the KL of the first gate at the same budget, paired by text; ``None`` for that gate
-    itself, if there is none, or if the two scored different texts.
+    """The KL of a setting minus the KL of the first gate with the same budget, share or threshold, paired by text;
+    ``None`` for that gate itself, if there is none, or if the two scored different texts.
     """
-    gate = next((other for other in sweep.settings if (other.method, other.budget) == ("gate", s.budget)), s)
+    limits = s.budget, s.share, s.threshold
+    same = (
+        each for each in sweep.settings if (each.budget, each.share, each.threshold) == limits != (None, None, None)
+    )
+    gate = next((each for each in same if each.method == "gate"), s)
     ours, theirs = ({text["problem_id"]: np.mean(text["kl"]) for text in each.samples} for each in (s, gate))
     if gate is s or ours.keys() != theirs.keys():
         return None
@@ -142,8 +146,7 @@ PROXIES: Columns = {
 """The cheap proxies beside the accuracy."""
 
 TEXTS: Columns = {
-    "method": lambda _, s: s.marked,
-    "budget": lambda _, s: scaled(s.budget, 1, 0),
+    **SETTING,
     "KL": lambda _, s: with_interval(s.metrics, "kl"),
     "KL, 99th percentile": lambda _, s: with_interval(s.metrics, "kl_p99"),
     "minus the gate's": _minus_gate,
@@ -265,8 +268,15 @@ def csv_text(sweep: Sweep) -> str:
     names = [name for name, value in sweep.settings[0].metrics.items() if not isinstance(value, dict | list)]
     text = io.StringIO()
     writer = csv.writer(text)
-    writer.writerow(["method", "budget", "threshold", "block_size", "accuracy_low", "accuracy_high", *names])
+    writer.writerow(["method", "budget", "share", "threshold", "block_size", "accuracy_low", "accuracy_high", *names])
     for s in sweep.settings:
-        given = [s.series, s.budget, s.threshold, s.block_size, *((None, None) if sweep.of_texts else s.interval)]
+        given = [
+            s.series,
+            s.budget,
+            s.share,
+            s.threshold,
+            s.block_size,
+            *((None, None) if sweep.of_texts else s.interval),
+        ]
         writer.writerow([*given, *(s.metrics.get(name) for name in names)])
     return text.getvalue()
