@@ -84,9 +84,12 @@ class Random(SelectingMethod):
     state = RandomState
     plot_style: ClassVar[tuple[str, str] | None] = ("#7F7F7F", "x")
     role: ClassVar[Literal["method", "control", "bound"]] = "control"
+    limits: ClassVar[tuple[str, ...]] = ("token_budget", "budget_share")
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.threshold is not None or self.top_p is not None:
+            raise ValueError("random has no probabilities of blocks; give token_budget or budget_share")
         super().__post_init__()
         check("seed", self.seed, is_int(self.seed), "an integer")
 

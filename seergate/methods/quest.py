@@ -71,13 +71,16 @@ class PageState(LayerState):
             high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
 
     @without_gradients
-    def bounds_of_pages(self, step: Step) -> Tensor:
+    def bounds_of_pages(self, step: Step, scale: float = 1.0) -> Tensor:
         """The `page_bounds` of all pages, and of those that there is room for, for the newest query."""
-        return page_bounds(step.q_BHSD, self.rows["high"], self.rows["low"], self.method.group_reduction)
+        return page_bounds(step.q_BHSD, self.rows["high"], self.rows["low"], self.method.group_reduction, scale)
 
 
-def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduction: str) -> Tensor:
-    """Upper bounds of a query's products with the keys of each page, from the page's largest and smallest keys.
+def page_bounds(
+    q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduction: str, scale: float = 1.0
+) -> Tensor:
+    """Upper bounds of ``scale`` times a query's products with the keys of each page, from the page's largest and
+    smallest keys.
 
     Args:
         q_BHD: may have a token axis of one, ``[B, H, 1, D]``.
@@ -90,7 +93,8 @@ def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduct
     if group_reduction == "mean_query":
         q_PGD = q_PGD.mean(1, keepdim=True)
     # max(q * low, q * high) is q * high where q > 0, else q * low: two products, no [.., N, D] tensor
-    bound_PGN = torch.baddbmm(torch.bmm(q_PGD.clamp(min=0), high_PDN), q_PGD.clamp(max=0), low_PDN)
+    upper_PGN = torch.bmm(q_PGD.clamp(min=0), high_PDN)
+    bound_PGN = torch.baddbmm(upper_PGN, q_PGD.clamp(max=0), low_PDN, beta=scale, alpha=scale)
     if group_reduction == "separate":
         return bound_PGN.view(batch, -1, pages)
     bound_PN = bound_PGN.mean(1) if group_reduction == "mean" else bound_PGN.amax(1)
@@ -98,13 +102,13 @@ def page_bounds(q_BHD: Tensor, high_BKND: Tensor, low_BKND: Tensor, group_reduct
 
 
 class QuestState(PageState, SelectingState):
-    """Scores pages by their bounds."""
+    """Scores pages by their bounds, on the scale of attention logits."""
 
     def scores(self, step: Step) -> Tensor:
-        return self.bounds_of_pages(step)
+        return self.bounds_of_pages(step, step.sm_scale)
 
     def logits(self, step: Step) -> Tensor:
-        return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2) * step.sm_scale
+        return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2)
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
         for row, length in enumerate(after):

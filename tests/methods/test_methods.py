@@ -85,6 +85,31 @@ def test_quest_group_reduction():
         torch.testing.assert_close(state.scores(last), expected)
 
 
+def test_quest_takes_the_probabilities_of_a_threshold_at_the_scale_of_attention():
+    keys, q = torch.randn(1, 1, 65, 16), torch.randn(1, 2, 16)
+    state, last = fed(methods.Quest(threshold=0.05, block_size=8, dense_layers=()), q, keys, [65])
+    bounds = torch.stack(
+        [
+            (q * keys[0, :, 8 * i : 8 * i + 8].amax(1))
+            .where(q > 0, q * keys[0, :, 8 * i : 8 * i + 8].amin(1))
+            .sum(-1)
+            .amax()
+            for i in range(8)
+        ]
+    )
+    last.sm_scale = 0.25
+    expected = (0.25 * bounds).softmax(0).gt(0.05).nonzero().flatten().tolist()
+    assert 1 < len(expected) < 8 and expected != bounds.softmax(0).gt(0.05).nonzero().flatten().tolist()
+    selection = state.method.select(state, last)
+    assert selection.indices.flatten().tolist() == [*expected, 8]
+
+
+def test_random_has_no_probabilities():
+    for rule in ({"threshold": 0.1}, {"top_p": 0.9}):
+        with pytest.raises(ValueError, match="random has no probabilities of blocks"):
+            methods.Random(**rule)
+
+
 # -------------------------------------------------------------------------------------------------------------- oracle
 
 

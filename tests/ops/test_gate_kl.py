@@ -41,7 +41,8 @@ def test_worked_example(gate_kl):
 def test_recall_by_hand(gate_kl):
     q, k, cu = two_heads_with_these_probabilities()
     qg = torch.ones(6, 1, 1).double()
-    for logits, share in (((1.0, 2.0), 0.4), ((2.0, 1.0), 0.6)):  # the gate's best block has this much of the target
+    # The gate's best block has this much of the target; of equal ones the first is the best.
+    for logits, share in (((1.0, 2.0), 0.4), ((2.0, 1.0), 0.6), ((1.0, 1.0), 0.6)):
         kg = torch.tensor([*logits, math.nan]).double()[:, None, None]
         _, stats = gate_kl(q, k, qg, kg, cu, 2, row_start=5 / 6, sm_scale=1.0, recall_budgets=(5,))
         assert stats.recall.item() == pytest.approx(share)

@@ -20,6 +20,8 @@ EXTRAS = {
     "window of one": {"window": 1},
     "sinks": {"sinks": True},
     "softcap": {"softcap": 2.0},
+    "negative scale": {"sm_scale": -0.3},
+    "scale of zero": {"sm_scale": 0.0, "sinks": True},
     "all": {"window": 37, "sinks": True, "softcap": 3.0},
 }
 
@@ -30,11 +32,11 @@ def inputs(dtype, group=4, lengths=(97, 0, 1, 17), device="cpu", dim=24, v_dim=N
     return *(x.to(device) for x in (pack.q, pack.k, v)), pack.cu
 
 
-def check(q, k, v, cu, *, sinks=False, **extras):
+def check(q, k, v, cu, *, sm_scale=0.3, sinks=False, **extras):
     extras["sinks"] = torch.tensor([-math.inf, *range(-2, q.shape[1] - 3)], device=q.device) if sinks else None
-    got = ops.packed_attention(q, k, v, cu, 0.3, **extras)
+    got = ops.packed_attention(q, k, v, cu, sm_scale, **extras)
     exact = {name: x.double().cpu() if isinstance(x, torch.Tensor) else x for name, x in extras.items()}
-    want = reference.packed_attention(*(x.double().cpu() for x in (q, k, v)), cu, 0.3, **exact)
+    want = reference.packed_attention(*(x.double().cpu() for x in (q, k, v)), cu, sm_scale, **exact)
     assert got.output.dtype == v.dtype and got.lse.dtype == torch.float32
     tolerance = TOLERANCE[v.dtype]
     torch.testing.assert_close(got.lse.double().cpu(), want.lse, rtol=tolerance, atol=tolerance)

@@ -59,7 +59,7 @@ def gate_kl(
                     log_p_NR, log_pi_NR = u_NR.log_softmax(0), logits_NR.log_softmax(0)
                     p_NR = log_p_NR.exp()
                     kl += ((log_p_NR - log_pi_NR) * p_NR).sum(dtype=torch.float64)
-                    _add_recall(sums.recall_IK[:, head], past_blocks, log_pi_NR, p_NR)
+                    _add_recall(sums.recall_IK[:, head], past_blocks, logits_NR, p_NR)
                     if dqg_TKE is None and dkg_KME is None:
                         continue
                     delta_NR = log_pi_NR.exp_().sub_(p_NR)
@@ -145,12 +145,14 @@ class Sums:
         return self.loss.to(dtype), (kl_K, count, recall_IK), dq, dk
 
 
-def _add_recall(recall_I: Tensor, past_blocks: list[int], log_pi_NR: Tensor, p_NR: Tensor) -> None:
-    """Add the teacher's probability in the gate's best ``past_blocks`` blocks, summed over rows; uses one top-k."""
+def _add_recall(recall_I: Tensor, past_blocks: list[int], logits_NR: Tensor, p_NR: Tensor) -> None:
+    """Add the teacher's probability in the gate's best ``past_blocks`` blocks, summed over rows. Ties go to the lower
+    index, as in decoding.
+    """
     most = min(max(past_blocks, default=0), len(p_NR))
     if most <= 0:
         return
-    best_RX = log_pi_NR.T.contiguous().topk(most, dim=1).indices
+    best_RX = logits_NR.T.contiguous().sort(dim=1, descending=True, stable=True).indices[:, :most]
     mass_RX = p_NR.T.gather(1, best_RX).cumsum(1)
     for recall, block_count in zip(recall_I, past_blocks, strict=True):
         if block_count > 0:

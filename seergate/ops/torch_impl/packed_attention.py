@@ -32,6 +32,8 @@ def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttenti
     cu_seqlens, sm_scale, sinks, softcap = pack[2:]
     spans = segments(cu_seqlens)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (pack.q, pack.k, v))
+    # The fused kernels hide keys by adding -inf before they multiply by the scale.
+    q, sm_scale = -q if sm_scale < 0 else q, max(abs(sm_scale), 1e-30)
     window = in_use(window, spans)
     kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=softcap)
     if kernel == "varlen":

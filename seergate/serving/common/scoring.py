@@ -117,20 +117,22 @@ class GateScores(Scores):
 class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str) -> None:
-        self.width, self.dtype, self.group_reduction = 2 * head_dim, dtype, group_reduction
+    def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str, scale: float) -> None:
+        self.width, self.dtype, self.group_reduction, self.scale = 2 * head_dim, dtype, group_reduction, scale
         self.numbers = 2 * self.width  # in the dtype of the cache, and in float32
 
     @classmethod
     def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        return cls(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction)
+        return cls(
+            attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction, attention.impl.scale
+        )
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
     def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
         high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
-        return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction)
+        return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction, self.scale)
 
 
 class OracleScores(Scores):

@@ -131,7 +131,7 @@ class StockLayer:
 def builder(method: SelectingMethod, page: int, room: int = 0, drafts: int = 0, anchor: Any = None) -> Any:
     """The builder of a model with one gated layer and one that is none."""
     layer = sparse_layer(StockLayer)(page)
-    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max"))
+    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max", 1.0))
     layer.impl.anchor = anchor or layer.impl
     spec, layers = layer.get_kv_cache_spec(None), {"layer": layer, "other": None}
     if room:
@@ -179,7 +179,7 @@ def test_a_cache_with_more_places_than_int32_holds_is_refused() -> None:
 
 def test_the_cache_that_vllm_profiles_with_is_let_go() -> None:
     """vLLM drops its references and wants the memory for the real cache; all layers share one allocation."""
-    layers = [gated_layer(QUEST, QuestScores(D, torch.float32, "max")) for _ in range(3)]
+    layers = [gated_layer(QUEST, QuestScores(D, torch.float32, "max", 1.0)) for _ in range(3)]
     buffer, query = memory_of(3 * 5, 32, 2 * D), torch.randn(1, K * G, D)
     place = buffer.untyped_storage().data_ptr()
     lengths, table = torch.tensor([128], dtype=torch.int32), torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
@@ -224,7 +224,7 @@ class Made(TorchDispatchMode):
 def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
     """1,024 rows of 131,072 tokens, eight KV heads of 128 channels, on meta tensors."""
     rows, blocks, size, heads, dim = 1024, 2048, 64, 8, 128
-    scoring: Scores = QuestScores(dim, torch.bfloat16, "max")
+    scoring: Scores = QuestScores(dim, torch.bfloat16, "max", 1.0)
     if kind == "gate":
         config, shape = GateConfig(size, gate_dim=dim), geometry(4 * heads, heads, dim, inv_freq=[1.0] * (dim // 2))
         made = AttnGate(config, shape).requires_grad_(False).to("meta", torch.bfloat16)

@@ -130,7 +130,7 @@ class Server:
 
 SCORES: dict[str, Callable[[], Scores]] = {
     "gate": lambda: GateScores(gate(SIZE), Unrotation(Rotary(512))),
-    "quest": lambda: QuestScores(D, torch.float32, "max"),
+    "quest": lambda: QuestScores(D, torch.float32, "max", 1.0),
 }
 RULES = {"budget": {"token_budget": 64}, "share": {"budget_share": 0.3}, "top_p": {"top_p": 0.4}}
 
