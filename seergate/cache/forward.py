@@ -32,6 +32,9 @@ TWO_THREADS = (
 )
 
 
+DRAFTS = "assisted decoding takes rejected tokens back, which a method that evicts cannot; leave one of them out"
+
+
 def cache_of(kwargs: Mapping[str, Any]) -> Any:
     """Return the cache from a forward pass's keyword arguments, under either name; ``None`` without one."""
     return kwargs.get(cache_keyword(kwargs))
@@ -129,6 +132,11 @@ class ForwardModes:
         """Treat the tokens of ``cache`` after the first ``prompt`` slots as drafts, as long as ``drafter`` exists."""
         self._drafting = ref(drafter), ref(cache), prompt
 
+    def reads_prompt(self, cache: Any) -> None:
+        """Forget the drafts of a cache, if an assisted ``generate`` that failed still exists in its traceback."""
+        if self._drafting is not None and self._drafting[1]() is cache:
+            self._drafting = None
+
     def generating(self, configuration: Any, cache: Any) -> None:
         """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
         self._generating = ref(configuration), ref(cache)
@@ -151,11 +159,14 @@ class ForwardModes:
 
     def _decoded(self, cache: Any, slots: int, new: int) -> int:
         """Number of the newest of several tokens that are decoded."""
+        drafting = self._drafting is not None and _is_filling(*self._drafting[:2], cache)
         if not self.decodes_drafts:
+            if drafting:
+                raise SeergateError(DRAFTS)
             return 0
         if self.phase == "decode":
             return new
-        if self._drafting is None or not _is_filling(*self._drafting[:2], cache):
+        if self._drafting is None or not drafting:
             return 0
         prompt = self._drafting[2]
         drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt

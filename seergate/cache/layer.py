@@ -43,7 +43,6 @@ class GatedLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = True
 
     def __init__(
         self,
@@ -79,6 +78,11 @@ class GatedLayer(CacheLayerMixin):
         new = memo[id(self)] = type(self).__new__(type(self))
         new.__dict__.update(copy.deepcopy(vars(self), memo))
         return new
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Whether `crop` may be called, which transformers asks."""
+        return not isinstance(self.method, CompressingMethod)
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]

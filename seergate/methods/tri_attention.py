@@ -114,7 +114,7 @@ class TriAttentionState(BudgetedState):
             )
         wide = torch.promote_types(spec.dtype, torch.float32)
         mean, modulus = mean.to(spec.device, wide), modulus.to(spec.device, wide)
-        offsets = 2.0 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
+        offsets = 2 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
         turned_HOD = self.pairs.turn(mean, offsets)
         self.ahead_HOD = turned_HOD.mean(1, keepdim=True) if method.offset_reduction == "mean" else turned_HOD
         self.spread_HM = modulus - self.pairs.modulus(mean)
@@ -217,7 +217,7 @@ class Pairs:
     """
 
     def __init__(self, rotary: Rotary, head_dim: int, device: torch.device) -> None:
-        units = torch.eye(head_dim, device=device)[None, None]
+        units = torch.eye(head_dim, dtype=torch.float32, device=device)[None, None]
         still, turned = (
             rotary.rotate(units, torch.full((1, head_dim), position, device=device))[0, 0] for position in (0, 1)
         )

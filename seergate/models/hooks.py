@@ -198,6 +198,21 @@ class AttentionSwap:
             self._attention.seergate_attention = self._swapped
 
 
+class WithoutBackward(torch.autograd.Function):
+    """Returns the output of a layer whose cached keys and values have no gradient; a backward pass fails."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise SeergateError(
+            "no gradient flows through a cache under an attached method; pass the whole text at once, with a new "
+            "dynamic cache or none"
+        )
+
+
 class SingleThreadGuard:
     """Refuses a second thread while the decoder's forward pass runs, since the hooks would mix up their tensors, and
     releases what a failed pass has left in the hooks.
@@ -349,9 +364,13 @@ class LayerBinding:
         layer, context = arriving
         if context.rows is None:
             context.take(*self.qk_hook.take())
-        return gated_attention(
+        output, weights = gated_attention(
             self.handle, layer, context, self.swap.dense, query, key, value, attention_mask, **kwargs
         )
+        reads_cache = context.mode.decoded or layer.static_length is not None or any(context.starts)
+        if torch.is_grad_enabled() and query.requires_grad and context.on_host and reads_cache:
+            output = WithoutBackward.apply(output, query)
+        return output, weights
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""

@@ -50,8 +50,11 @@ class PromptReader:
         positions = model_positions(text_config(self.model))
         if positions is not None and input_ids.shape[1] > positions:
             warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
+        self.passes.reads_prompt(cache)
         mask = model_kwargs.get("attention_mask")
-        whole = mask is None or mask.shape[1] == input_ids.shape[1]  # ids may include those of the cached tokens
+        # transformers leaves out a mask that hides nothing, and notes its length.
+        length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+        whole = length in (None, input_ids.shape[1])  # ids may include those of the cached tokens
         one_token = input_ids.shape[1] - (cached_tokens if whole else 0) == 1
         padding = generation_config._pad_token_tensor
         may_be_made = one_token and cached_tokens and whole and mask is not None and padding is not None

@@ -5,8 +5,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from transformers import DynamicCache, StoppingCriteria
 
 import seergate
+from seergate import SeergateError, methods
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import prompt, tiny_model
 from tests.support.reference_decoder import ReferenceRow, Rule
@@ -74,3 +76,44 @@ def test_assisted_decoding_beside_padding_and_rectification():
             text = model.generate(**padded, max_new_tokens=24, prompt_lookup_num_tokens=4)
         assert text[0, 51:].tolist() == slow_text(model, bank, ids, 24)
         assert "_get_candidate_generator" not in vars(model)
+
+
+class Interrupted(StoppingCriteria):
+    """Fails once an answer has 50 tokens."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        if input_ids.shape[1] > 50:
+            raise ConnectionError
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@torch.no_grad()
+def test_a_question_after_an_interrupted_answer_is_a_prompt():
+    """Also while the traceback of the error keeps the drafter alive."""
+    model, ids = tiny_model("qwen3").double(), prompt(12, 5).repeat(1, 4)
+    with seergate.attached(model, methods.Oracle(token_budget=2 * BLOCK, block_size=BLOCK)) as handle:
+        cache = DynamicCache()
+        options = {"past_key_values": cache, "max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
+        with pytest.raises(ConnectionError) as kept:
+            model.generate(ids, **options, stopping_criteria=[Interrupted()])
+        assert kept.tb is not None
+        cache.crop(-(cache.get_seq_length() - 48))
+        handle.reset_stats()
+        model.generate(torch.cat((ids, prompt(20, 9)), 1), past_key_values=cache, max_new_tokens=1)
+        assert handle.stats()["steps"] == 0
+
+
+@torch.no_grad()
+def test_drafts_for_a_method_that_evicts_are_refused_before_the_first():
+    """Even if none would be rejected, as in a text that repeats itself."""
+    model = tiny_model("gemma3_text", layer_types=["full_attention"] * 2)
+    ids, options = prompt(12, 5).repeat(1, 4), {"max_new_tokens": 5, "prompt_lookup_num_tokens": 3}
+    plain = model.generate(ids, **options)
+    with seergate.attached(model, methods.TOVA(token_budget=64)) as handle:
+        with pytest.raises(SeergateError, match="takes rejected tokens back, which a method that evicts cannot"):
+            model.generate(ids, **options)
+        cache = DynamicCache(config=model.config)
+        model(ids, past_key_values=cache)
+        assert not cache.layers[0].is_croppable
+        with handle.disable():
+            assert torch.equal(model.generate(ids, **options), plain)

@@ -364,3 +364,18 @@ def test_what_a_failed_pass_leaves_is_released_by_the_next_and_not_copied(model)
         assert handle.bindings[1].arriving is not None and copied.arriving is None
         model(prompt(8))
         assert handle.bindings[1].arriving is None and not handle.bindings[1].qk_hook._caught
+
+
+@pytest.mark.parametrize("new", [20, 1])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_backward_pass_through_cached_tokens_is_refused(model, new, static):
+    """Their keys and values have no gradient. A text in one piece has, as in training."""
+    ids, model = prompt(60), model.requires_grad_(True)
+    with seergate.attached(model, "oracle", token_budget=2 * BLOCK, block_size=BLOCK):
+        cache = StaticCache(model.config, max_cache_len=64) if static else DynamicCache()
+        logits = model(ids[:, :40], past_key_values=cache).logits
+        if not static:
+            logits.sum().backward()
+        later = model(ids[:, 40 : 40 + new], past_key_values=cache).logits
+        with pytest.raises(SeergateError, match="no gradient flows through a cache under an attached method"):
+            later.sum().backward()

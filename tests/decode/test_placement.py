@@ -73,6 +73,25 @@ def test_ways_of_generating_leave_the_same_entries(model, options):
     torch.testing.assert_close(kept(cache), kept(steps))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("new", [1, 40, 41])
+def test_a_further_turn_in_chunks_is_read_alike_with_and_without_the_tokens_before(model, new):
+    """With a mask that hides nothing, which transformers leaves out."""
+    ids, bank, outcomes = prompt(40 + new), gates(model).double(), []
+    for given in (ids, ids[:, 40:]):
+        with seergate.attached(model, bank, token_budget=2 * BLOCK) as handle:
+            cache = DynamicCache()
+            model(ids[:, :40], past_key_values=cache)
+            handle.reset_stats()
+            options = {"prefill_chunk_size": 8, "max_new_tokens": 1, "past_key_values": cache}
+            out = model.generate(
+                given, attention_mask=torch.ones_like(ids), **options, return_dict_in_generate=True, output_logits=True
+            )
+            outcomes.append((handle.stats()["steps"], out.logits[0]))
+    assert [steps for steps, _ in outcomes] == 2 * [int(new == 1)]
+    torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
+
+
 @pytest.mark.parametrize("name", [name for name in EVICTORS if " " not in name])
 @pytest.mark.parametrize("chunk", [1, 39])
 @pytest.mark.filterwarnings("ignore::seergate.methods.LongPromptWarning")

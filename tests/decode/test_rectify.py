@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import DecodeConfig, Rectify, SeergateError
+from seergate import DecodeConfig, Rectify, SeergateError, methods
 from seergate.cache.batching import only_rows
 from seergate.cache.layer import GatedLayer
 from tests.decode.test_decode import BLOCK, gates, selector
@@ -158,3 +158,20 @@ def test_a_cache_narrowed_to_some_rows(model):
         assert changed == [[False, True]] * 2
         with pytest.raises(SeergateError, match="narrowed"), only_rows(cache, [1]):
             cache.crop(-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "cohere2"])
+def test_sliding_windows_that_a_crop_has_shortened_are_refused(family):
+    """By drafts that are rejected, and by the user."""
+    model, ids = tiny_model(family), prompt(12, 5).repeat(1, 4)
+    method = methods.Oracle(token_budget=2 * BLOCK, block_size=BLOCK)
+    with seergate.attached(model, method, correction=Rectify(3)):
+        with pytest.raises(SeergateError, match="drafted tokens cannot be rectified in a model with sliding windows"):
+            model.generate(ids, max_new_tokens=13, prompt_lookup_num_tokens=4)
+        cache = DynamicCache(config=model.config)
+        model.generate(ids, max_new_tokens=9, past_key_values=cache)
+        cache.crop(-1)
+        with pytest.raises(SeergateError, match="this cache was cropped, which has shortened the sliding windows"):
+            for _ in range(5):
+                model(prompt(1), past_key_values=cache)

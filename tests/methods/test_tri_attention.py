@@ -128,6 +128,21 @@ def test_where_the_positions_begin_does_not_matter():
     assert torch.equal(*kept)
 
 
+def test_the_default_dtype_does_not_matter():
+    model, recorder, texts = model_of(4), QueryCentres(), []
+    with seergate.attached(model, recorder):
+        model.generate(input_ids=prompt(100), max_new_tokens=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with seergate.attached(model, "tri_attention", centres=recorder.centres(), token_budget=24, interval=4):
+                texts.append(model.generate(prompt(60, 3), max_new_tokens=16))
+        finally:
+            torch.set_default_dtype(before)
+    assert torch.equal(*texts)
+
+
 def killed(tensors, target, metadata):
     Path(target).write_bytes(b"half")
     raise KeyboardInterrupt

@@ -123,9 +123,7 @@ class QuestScores(Scores):
 
     @classmethod
     def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        return cls(
-            attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction, attention.impl.scale
-        )
+        return cls(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction, attention.impl.scale)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
