@@ -26,8 +26,8 @@ from seergate.methods.reason_cache.method import ReasonCache
 from seergate.methods.reason_cache.worker import Worker
 from seergate.pretrained import load_tokenizer
 
-Prompt = tuple[tuple[int, ...], Tensor, tuple[int, ...]]
-"""Uids of the rows, ids ``[B, S]`` (each row's tokens first), and the number of tokens of each row."""
+Prompt = tuple[tuple[int, ...], list[list[int]]]
+"""Uids of the rows, and the tokens of each row."""
 
 
 class BlockSharing:
@@ -144,8 +144,14 @@ class SharedPages(CachePages):
         rows = tuple(row.uid for row in self.rows)
         ids = self.sharing.take_ids().to(self.layers[0].device)
         compact_ids = context.compact(ids[:, None, :, None])[:, 0, :, 0]
-        if self.sharing.prefixes and compact_ids.shape[1] > 1 and all(row.sealed == 0 for row in self.rows):
-            self._prompt = rows, compact_ids, tuple(counts)
+        if self.sharing.prefixes:
+            if all(row.length == count for row, count in zip(self.rows, counts, strict=True)):
+                self._prompt = rows, [[] for _ in rows]
+            elif context.mode.decoded or (self._prompt is not None and self._prompt[0] != rows):
+                self._prompt = None
+            if self._prompt is not None:  # of a prompt in chunks, the tokens so far
+                for tokens, line, count in zip(self._prompt[1], compact_ids.tolist(), counts, strict=True):
+                    tokens += line[:count]
         if self.evaluator is not None:
             self._follow(rows)
             self._calls.append(partial(self.evaluator.tokens_came, rows, compact_ids, tuple(counts)))
@@ -237,7 +243,6 @@ class SharedPages(CachePages):
         """
         if self._prompt is not None:
             sharing.prefix_blocks += self._share_prefixes(*self._prompt)
-            self._prompt = None
         if sharing.evaluator is None:
             return
         sealed = [row for row in self.rows if row.sealed > self._reported.get(row.uid, 0)]
@@ -265,7 +270,7 @@ class SharedPages(CachePages):
         self.remap(position, decision.newer, row.table[decision.older], like=decision.older)
         sharing.shared[decision.kind] += 1
 
-    def _share_prefixes(self, rows: tuple[int, ...], ids: Tensor, counts: tuple[int, ...]) -> int:
+    def _share_prefixes(self, rows: tuple[int, ...], prompts: list[list[int]]) -> int:
         """Map each full page to that of the first row with the same tokens up to the page's end.
 
         `num_return_sequences` and repeated sampling put the same prompt into several rows. Pages are shared only if
@@ -277,9 +282,9 @@ class SharedPages(CachePages):
         size = self.block_size
         page_of: dict[tuple[int, ...], int] = {}  # (previous page, tokens) -> page: identifies the whole prefix
         shared = 0
-        for position, (tokens, count) in enumerate(zip(ids.tolist(), counts, strict=True)):
+        for position, tokens in enumerate(prompts):
             row, physical = self.rows[position], -1
-            for block in range(min(count // size, row.sealed)):
+            for block in range(min(len(tokens) // size, row.sealed)):
                 own = row.table[block]
                 physical = page_of.setdefault((physical, *tokens[block * size : (block + 1) * size]), own)
                 if physical == own:

@@ -218,9 +218,9 @@ def _export(options: argparse.Namespace) -> None:
     bank = _read_gates(options.source, options)
     if options.layers is not None:
         bank = bank.subset(options.layers)
+    _describe(bank, options)
     if options.dtype is not None:
         bank = bank.cast(getattr(torch, options.dtype))
-    _describe(bank, options)
     if options.format == "published":
         export_published(bank, options.out)
     else:
@@ -259,8 +259,10 @@ def _add_card_options(parser: argparse.ArgumentParser) -> None:
 
 def _describe(bank: GateBank, options: argparse.Namespace) -> None:
     """Set the results, base model and licence that the options name."""
+    from seergate.fingerprint import fingerprint
+
     if options.results:
-        bank.results = tuple(record for path in options.results for record in results_of(path))
+        bank.results = tuple(record for path in options.results for record in results_of(path, fingerprint(bank)))
     if options.licence:
         bank.licence = {"license": options.licence}
     if name := options.base_model:
@@ -269,21 +271,28 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
         bank.geometry = replace(bank.geometry, base_model=name, base_revision=None)
 
 
-def results_of(runs: Path) -> list[dict[str, Any]]:
-    """Accuracy of each setting in a run directory, or in all runs in a directory, as in `GateBank.results`."""
+def results_of(runs: Path, gates: str) -> list[dict[str, Any]]:
+    """Accuracy of each setting in a run directory, or in all runs in a directory, as in `GateBank.results`; not of
+    settings with other gates than those of the fingerprint ``gates``. A `SeergateError` if there are only others.
+    """
     from seergate.eval.report.load import load_sweeps
 
+    sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
+    others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
+    if others and gates not in others:
+        raise SeergateError(f"{runs} has results of other gates ({', '.join(sorted(map(str, others)))}) than {gates}")
     return [
         {
             "task": str(setting.config["task"]["name"]),
             "method": setting.method,
             "token_budget": setting.budget,
+            "limit": setting.nominal,
             "accuracy": setting.accuracy.mean,
             "standard_error": None if math.isnan(setting.accuracy.se) else setting.accuracy.se,
             "samples": setting.metrics["n_samples"],
             "mean_tokens": setting.metrics["mean_tokens"],
         }
-        for sweep in load_sweeps(runs)
-        if not sweep.of_texts
+        for sweep in sweeps
         for setting in sweep.settings
+        if setting.gates in (None, gates)
     ]

@@ -40,6 +40,9 @@ ATTENTION = {
 }
 """Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
 
+TRAINS_ONLY = ("gates", "task", "task_source", "problems", "variables", "samples", "max_new_tokens", "batch_size")
+"""Options that ``table2`` does not take, which distils and answers nothing."""
+
 ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
 """A paper's figure -> the figure of seergate's own that shows the same."""
 
@@ -135,8 +138,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options that the figure would ignore."""
-    if options.name == "table2" and options.max_new_tokens is not None:
-        raise SeergateError("the figure table2 does not take --max-new-tokens: it distils and answers nothing")
+    unused = given(options, *(TRAINS_ONLY if options.name == "table2" else ()))
+    unused |= given(options, *(("gates", "samples") if options.name in ATTENTION else ()))
+    for name in unused:
+        raise SeergateError(f"the figure {options.name} does not take --{name.replace('_', '-')}; leave it out")
     option_names = dict.fromkeys(name for names in ATTENTION.values() for name in names)
     for name in option_names:
         if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):
@@ -183,12 +188,19 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
     """Gates of this block size, distilled unless they exist."""
     from seergate.distill import load_train_config, run_distillation
     from seergate.gates import CONFIG_FILE
+    from seergate.models.gate_bank import GateBank
 
     directory = out / f"gates-b{block_size}"
-    if (directory / CONFIG_FILE).is_file():
-        return directory
     overrides = {"output_dir": str(directory), "block_size": block_size, **given(options, "max_steps")}
     config = load_train_config(options.model, overrides)
+    if (directory / CONFIG_FILE).is_file():
+        steps = GateBank.from_pretrained(directory).training_record["config"]["max_steps"]
+        if steps != config.max_steps:
+            raise SeergateError(
+                f"the gates in {directory} are of {steps} training steps, and {config.max_steps} are wanted; give "
+                f"--max-steps {steps}, or another --out"
+            )
+        return directory
     print(f"distilling gates for blocks of {config.block_size} tokens ({config.max_steps} steps)", flush=True)
     return run_distillation(config)
 

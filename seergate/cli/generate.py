@@ -124,7 +124,9 @@ def run(options: argparse.Namespace) -> None:
         if problem.gold:
             summary += f"; the right answer is {problem.gold}"
         print(summary, file=Terminal(sys.stderr))
-        if options.trace is not None and len(output) > len(ids) + 1:
+        if options.trace is not None and len(output) <= len(ids) + 1:
+            print(f"no page was written to {options.trace}: the only token comes from the prompt", file=sys.stderr)
+        elif options.trace is not None:
             page = write_explorer(trace, tokenizer, output, options.trace).path
             print(f"what was read: {page} ({page.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 

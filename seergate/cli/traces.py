@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -190,8 +190,10 @@ def _locked(path: Path) -> Iterator[FileIO]:
         except BaseException:
             if not path.stat().st_size:
                 path.unlink()
-                for place in missing:
-                    place.rmdir()
+                record_path(path).unlink(missing_ok=True)
+                with suppress(OSError):
+                    for place in missing:
+                        place.rmdir()
             raise
 
 

@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> None:
         note(asked={name: requested[name] for name in ("model", "data", "dtype", "max_length")})
         held_out = job.write_texts()
         packs, (step, pair) = job.prepare(), job.measure()
-        choice = decide(options.hours, time.monotonic() - began, step, pair, packs, held_out)
+        each = job.config.in_processes(1).packs_per_step
+        choice = decide(options.hours, time.monotonic() - began, step, pair, packs, held_out, each)
         note(asked=requested, decision=asdict(choice))
     decision = Decision(**state["decision"])
     print(job.describe(decision))
@@ -186,12 +187,14 @@ def pair_seconds(budgets: int, dense: float, gate: float, dense_text: float, gat
     return dense + 2 * dense_text + budgets * (gate + gate_text)
 
 
-def decide(hours: float, spent: float, step: float, pair: float, packs: int, held_out: int) -> Decision:
+def decide(
+    hours: float, spent: float, step: float, pair: float, packs: int, held_out: int, packs_per_step: int = 1
+) -> Decision:
     """Divide ``hours``, of which ``spent`` seconds are over, between training on ``packs`` packs, in steps of ``step``
-    seconds, and evaluation, with ``pair`` seconds for a problem and one of at most ``held_out`` texts. Too few hours
-    are refused.
+    seconds on ``packs_per_step`` packs, and evaluation, with ``pair`` seconds for a problem and one of at most
+    ``held_out`` texts. Too few hours are refused.
     """
-    left, most_steps = 3600 * hours - spent, EPOCHS * packs
+    left, most_steps = 3600 * hours - spent, max(1, EPOCHS * packs // packs_per_step)
     steps = max(0, min(int(TRAINING_SHARE * left / step), most_steps))
     problems = min(int((left - steps * step) / pair), MOST)
     if steps < min(LEAST_STEPS, most_steps) or problems < LEAST:

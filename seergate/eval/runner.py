@@ -206,7 +206,7 @@ def evaluate(
                         prefix = common_prefix([ids for _, ids in encoded.values()])
                         job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling, prefix)
                         if cluster is not None:
-                            cluster.generate(job, fingerprint(model), requests, sink.take)
+                            cluster.generate(job, fingerprint(model), spec.weights(bank), requests, sink.take)
                         elif options.engine in SERVERS:
                             generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
                         else:

@@ -33,7 +33,7 @@ class Gates(nn.Module):
         training: record of the training, as JSON types; the attribute is ``training_record``.
         decode_defaults: fields of `DecodeConfig` to decode with by default, such as ``{"compat": "published"}``.
         results: measured results, one mapping each: ``task``, ``method``, ``token_budget``, ``accuracy`` (0..1),
-            ``standard_error``, ``samples``; other keys are kept.
+            ``standard_error``, ``samples``, ``limit`` (a text, for methods without a budget); other keys are kept.
         licence: ``license`` and, if that is not a standard identifier, ``license_name`` and ``license_link``.
 
     Attributes:

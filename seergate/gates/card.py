@@ -106,7 +106,9 @@ def _metadata(bank: Gates, source: Source) -> Any:
     for result in bank.results:
         task, accuracy = str(result.get("task", "unknown")), result.get("accuracy")
         if result.get("method") in ("gate", bank.config.scorer) and isinstance(accuracy, (int, float)):
-            metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), token budget {result.get('token_budget')}"
+            budget = result.get("token_budget")
+            limit = result.get("limit", "all") if budget is None else f"token budget {budget}"
+            metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), {limit}"
             measurements.append((str(result.get("dataset", task)), task, *metric))
     if isinstance(kl := bank.training_record.get("kl_held_out"), (int, float)):
         trained_on = str(_options(bank).get("data", "training data"))

@@ -142,6 +142,16 @@ def test_rows_with_the_same_prompt_share_it(model):
     assert store.physical == store.logical == len(tables[1]) + len(tables[3]), "what others do not need is free again"
 
 
+@pytest.mark.parametrize("chunk", [16, 5])
+def test_a_prompt_in_chunks_is_shared_too(model, chunk):
+    ids, outcomes = prompt(50, 1).repeat(3, 1), []
+    for options in ({}, {"prefill_chunk_size": chunk}):
+        with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
+            tokens = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
+            outcomes.append((tokens.tolist(), handle.stats()["sharing"]["prefix_blocks"]))
+    assert outcomes[0] == outcomes[1] and outcomes[0][1] == 12
+
+
 def generations(model, method, limit=None, rows=3, **options):
     tokens_by_key: dict = {}
     with seergate.attached(model, method, **options) as handle:

@@ -1,11 +1,15 @@
 """`seergate generate`: streams an answer, writes the page, and refuses what cannot be before it reads any weight."""
 
+import json
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 from seergate.cli.generate import TINY_BUDGET
 from seergate.eval.settings import method_spec
+from seergate.eval.tasks.prompts import encode, prompt_text
+from seergate.eval.tasks.task import Problem
 from seergate.methods import METHODS, SelectingMethod
 from seergate.models.names import bank_for
 from seergate.paths import shipped
@@ -112,3 +116,21 @@ def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):
     assert 3 in threads
     done = run_seergate(*command, "--prompt", "a1")
     assert done.returncode == 0 and "reading the prompt" not in done.stderr
+
+
+def test_an_answer_of_one_token_has_no_page_and_says_so(model, tmp_path):
+    """As the prompt leaves room for one only."""
+    config, tokenizer = json.loads((model / "config.json").read_text()), AutoTokenizer.from_pretrained(model)
+    (short := shutil.copytree(model, tmp_path / "short")).joinpath("config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 40})
+    )
+    word = next(word for word in tokenizer.get_vocab() if word.startswith("a"))
+    problem = Problem("prompt", "", messages=({"role": "user", "content": word},))
+    around = len(encode(tokenizer, prompt_text(tokenizer, problem))) - 1
+    page = tmp_path / "read.html"
+    done = run_seergate(
+        *("generate", "--model", str(short), "--method", "quest:block_size=8", "--budget", "32"),
+        *("--prompt", " ".join([word] * (39 - around)), "--trace", str(page), "--max-new-tokens", "9"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"no page was written to {page}: the only token comes from the prompt" in done.stderr and not page.exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from seergate import SeergateError
+from seergate.cli import traces
 from seergate.cli.traces import recorded_commit
 from seergate.distill import TrainConfig
 from seergate.distill.data import questions
@@ -212,3 +213,11 @@ def test_a_file_has_one_writer_at_a_time(tmp_path: Path, arguments: list[str]) -
         refused = run_seergate("traces", *arguments, "--out", str(out))
     assert refused.returncode == 2 and f"another process is writing to {out}; name another file" in refused.stderr
     assert out.read_text() == ""
+
+
+def test_an_error_before_the_first_row_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "deep" / "rows.jsonl"
+    with pytest.raises(KeyboardInterrupt), traces._locked(path):
+        traces.record_path(path).write_text("model: x")
+        raise KeyboardInterrupt
+    assert not (tmp_path / "new").exists()

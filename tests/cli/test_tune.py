@@ -57,6 +57,7 @@ def test_no_text_is_trained_on_more_than_twice_and_evaluation_gets_what_is_left(
     plan = decide(1.0, 600.0, 10.0, 20.0, packs=30, held_out=400)
     assert (plan.steps, plan.problems, plan.texts) == (60, 120, 120)
     assert decide(10.0, 0.0, 10.0, 20.0, packs=30, held_out=400).problems == tune.MOST
+    assert decide(1.0, 600.0, 10.0, 20.0, packs=30, held_out=400, packs_per_step=2).steps == 30
 
 
 @pytest.mark.parametrize(("hours", "step"), [(0.1, 10.0), (0.5, 300.0)])

@@ -15,16 +15,21 @@ from huggingface_hub import ModelCard
 import seergate
 from seergate import GateBank
 from seergate.cli.adapters import results_of
+from seergate.escaping import markdown_text
+from seergate.fingerprint import fingerprint
 from seergate.gates import save_adapter
 from seergate.gates.card import END
+from seergate.models.names import TINY_GATES
+from seergate.paths import shipped
 from tests.gates.conftest import example, metadata, run_example
-from tests.support.running import output_of
+from tests.support.running import output_of, refusal, run_seergate
 
 AIME = {"task": "aime24", "method": "gate", "samples": 64}
 RESULTS = (
     {**AIME, "method": "dense", "token_budget": None, "accuracy": 0.745, "standard_error": 0.05},
     {**AIME, "token_budget": 2048, "accuracy": 0.566, "standard_error": 0.06},
     {"task": "aime24", "method": "gate", "token_budget": 4096, "accuracy": 0.723, "mean_tokens": 16312.4},
+    {"task": "aime24", "method": "gate", "token_budget": None, "limit": "p > 0.004", "accuracy": 0.7},
 )
 
 
@@ -66,6 +71,7 @@ def test_results(bank, tmp_path):
         "| aime24 | dense | all | 74.5 ± 9.8 | 64 |  |",
         "| aime24 | gate | 2048 | 56.6 ± 11.8 | 64 |  |",
         "| aime24 | gate | 4096 | 72.3 |  | 16312 |",
+        f"| aime24 | gate | {markdown_text('p > 0.004')} | 70.0 |",
         "| max steps | 800 |",
         "| KL on held-out data (nats per row) | 0.125 |",
         "| lowest KL on held-out data during training (nats per row) | 0.1 |",
@@ -77,11 +83,12 @@ def test_results(bank, tmp_path):
     assert {metric["name"]: metric["value"] for metric in metrics} == {
         "accuracy (%), token budget 2048": 56.6,
         "accuracy (%), token budget 4096": 72.3,
+        "accuracy (%), p > 0.004": 70.0,
         "KL from the model's attention (nats per row)": 0.125,
     }
     again, card = GateBank.from_pretrained(gates), ModelCard.load(gates / "README.md")
     assert again.results == RESULTS and again.licence == bank.licence
-    assert len(card.data.eval_results) == 3 and card.data.model_name == "gates"
+    assert len(card.data.eval_results) == 4 and card.data.model_name == "gates"
 
 
 def test_an_owners_text_stays(bank, tmp_path):
@@ -111,9 +118,14 @@ def test_results_of_an_evaluation(bank, tmp_path):
     gates, runs, out = (str(tmp_path / name) for name in ("gates", "runs", "with"))
     arguments = "--problems 2 --variables 8 --budget 64 --method dense,gate --no-report --max-new-tokens 8"
     output_of("eval", *arguments.split(), "--batch-size", "2", "--out", runs)
-    results = {(row["method"], row["token_budget"], row["samples"]) for row in results_of(tmp_path / "runs")}
+    own = GateBank.from_pretrained(shipped(TINY_GATES))
+    results = {
+        (row["method"], row["token_budget"], row["samples"]) for row in results_of(Path(runs), fingerprint(own))
+    }
     assert results == {("dense", None, 2), ("gate", 64, 2)}
     bank.save_pretrained(gates)
+    assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))
+    own.save_pretrained(gates)
     output_of("export", gates, out, "--results", runs, "--licence", "mit")
     text = (tmp_path / "with" / "README.md").read_text()
     assert "| chain_sum | gate | 64 |" in text and metadata(text)["license"] == "mit"

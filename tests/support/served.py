@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from seergate import GateBank, SeergateError
 from seergate.cli.main import main
 from seergate.eval.runner import RunOptions, evaluate
+from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.eval.tasks.registry import make_task
+from seergate.serving.common.generation import Answers, EngineRun, Prompt
 from tests.support.reasoner import REASONER
 
 GATES = f"{REASONER}/gates-32"
@@ -62,6 +68,24 @@ def check_answers(server: str, out: Path) -> None:
     assert config["generation"]["engine"].startswith(f"{server} 0.")
     with pytest.raises(SeergateError, match="engine"):
         evaluate(model, tokenizer, task, spec, directory, RunOptions(batch_size=4), bank=bank)
+
+
+def check_ends(answers: Callable[[EngineRun, list[Prompt]], Answers], directory: Path) -> None:
+    """Only the tokens of ``ends`` end an answer, which may be short and fill the model's positions."""
+    model = shutil.copytree(REASONER, directory / "model", ignore=shutil.ignore_patterns("gates*", "*.jsonl"))
+    generation = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 1}))
+    tokenizer, problem = (
+        AutoTokenizer.from_pretrained(model),
+        make_task("chain_sum", problems=1, variables=4).problems()[0],
+    )
+    ids = tuple(encode(tokenizer, prompt_text(tokenizer, problem)))
+    positions = AutoConfig.from_pretrained(model).max_position_embeddings
+    long = (ids * positions)[: positions - 1]
+    run = EngineRun(str(model), "float32", positions, 2, None, None, asdict(Sampling(temperature=0.0)), [1])
+    made = {number: tokens for number, tokens, _ in answers(run, [Prompt(ids, 200, 0), Prompt(long, 1, 0)])}
+    assert [len(made[number]) for number in (0, 1)] == [200, 1]
+    assert tokenizer.eos_token_id in made[0]
 
 
 def check_traces(server: str, directory: Path) -> None:

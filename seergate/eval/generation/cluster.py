@@ -41,16 +41,16 @@ class Generator:
         self.model, self.tokenizer, self.gates = self.loader()
         return fingerprint(self.model), ray.get_runtime_context().get_node_id()
 
-    def begin(self, job: Job, neighbours: int) -> int:
-        """Attach a job's method in place of the previous job's; return the batch size. ``neighbours`` is the number of
-        actors that share this device's memory, including this one.
+    def begin(self, job: Job, neighbours: int) -> tuple[int, str | None]:
+        """Attach a job's method in place of the previous job's; return the batch size and the gates' fingerprint.
+        ``neighbours`` is the number of actors that share this device's memory, including this one.
         """
         if self.handle is not None:
             self.handle.detach()
-        method = job.spec.method(job.spec.bank(self.gates))
-        self.handle = attach(self.model, method, correction=job.spec.correction)
+        bank = job.spec.bank(self.gates)
+        self.handle = attach(self.model, job.spec.method(bank), correction=job.spec.correction)
         self.engine = Engine(self.handle, self.tokenizer, job, self.finished.append, neighbours)
-        return self.engine.batch_size
+        return self.engine.batch_size, job.spec.weights(bank)
 
     def work(self, requests: list[Request]) -> tuple[list[Generation], int]:
         """Add requests and decode until a sample is finished; return the finished samples and the batch size."""
@@ -92,12 +92,17 @@ class Cluster:
         self.nodes = dict[Any, str]()
 
     def generate(
-        self, job: Job, weights: str, requests: Iterable[Request], on_finished: Callable[[Generation], None]
+        self,
+        job: Job,
+        weights: str,
+        gates: str | None,
+        requests: Iterable[Request],
+        on_finished: Callable[[Generation], None],
     ) -> None:
         """Generate the samples of a job.
 
         Args:
-            weights: fingerprint of the model that every actor must have loaded.
+            weights, gates: fingerprints of the model and the job's gates that every actor must have loaded.
             on_finished: called with each finished sample, in this thread.
 
         Raises:
@@ -113,7 +118,11 @@ class Cluster:
                     raise SeergateError(f"a worker has loaded other weights ({theirs}) than this process ({weights})")
         beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
         begun = [(actor, actor.begin.remote(job, beside[self.nodes[actor]] or 1)) for actor in self.actors]
-        room = {actor: self._result(actor, task) for actor, task in begun}
+        room = dict[Any, int]()
+        for actor, task in begun:
+            room[actor], theirs = self._result(actor, task) or (0, gates)
+            if theirs != gates:
+                raise SeergateError(f"a worker has loaded other gates ({theirs}) than this process ({gates})")
         share = -(-len(waiting) // len(self.actors))  # so that no actor takes all
         idle, running = list(self.actors), dict[Any, Any]()
         while waiting or any(lent.values()):

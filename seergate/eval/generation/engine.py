@@ -134,7 +134,7 @@ class Generation:
         cut = next(count, None) if request.stop else None
         tokens, stopped = tokens[:cut], cut is not None or tokens[-1] in ends
         ended = tokens[-1] in ends
-        text = text_behind(request.ids[-1:], tokens[:-1] if ended else tokens, tokenizer)
+        text = text_of(tokens[:-1] if ended else tokens, tokenizer)
         text = text[: min((text.index(each) for each in request.stop if each in text), default=None)]
         return cls(request, text, tuple(tokens), "stop" if stopped else "length", seconds, costs)
 
@@ -144,12 +144,12 @@ class Generation:
         return len(self.token_ids)
 
 
-def text_behind(before: Sequence[int], tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of tokens that follow others. Alone, tokenizers like Llama 2's leave out a space at its beginning."""
-    start, whole, alone = (
-        str(tokenizer.decode(ids, skip_special_tokens=False)) for ids in ([*before], [*before, *tokens], [*tokens])
-    )
-    return whole.removeprefix(start) if whole.startswith(start) else alone  # a character may begin in ``before``
+def text_of(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of tokens, with the space at its beginning that decoders like Llama 2's leave out."""
+    text = str(tokenizer.decode(tokens, skip_special_tokens=False))
+    first = str(tokenizer.convert_ids_to_tokens(int(tokens[0]))) if len(tokens) else ""
+    spaces = len(first) - len(first.lstrip("\u2581"))
+    return text if text.startswith(" " * spaces) else f" {text}"
 
 
 def ends_in_stop(tokens: Sequence[int], stop: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -26,16 +26,19 @@ def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
             "it must be 1"
         )
     sampling = {**run.sampling, "top_k": run.sampling["top_k"] or -1, "stop_token_ids": run.ends}
-    room = run.longest + 3 * (run.page or 1)  # a prompt takes whole pages, and SGLang keeps a page and a token free
+    # A prompt takes whole pages, and SGLang keeps a page and a token free, and five tokens behind a prompt.
+    room = run.longest + max(3 * (run.page or 1), 8)
     payload = {
         "engine": {
             "model_path": run.model,
             "dtype": run.dtype,
             "device": "cpu",
             "attention_backend": "torch_native" if run.settings is None else "seergate",
-            "json_model_override_args": json.dumps({} if run.settings is None else {"seergate": run.settings}),
+            "json_model_override_args": json.dumps(
+                {"eos_token_id": run.ends} | ({} if run.settings is None else {"seergate": run.settings})
+            ),
             "page_size": run.page,
-            "context_length": run.longest + 2,  # of which SGLang uses all but two
+            "context_length": run.longest + 6,
             "max_running_requests": run.batch_size,
             "max_total_tokens": run.batch_size and run.batch_size * room,
             "random_seed": prompts[0].seed % 2**32,
@@ -50,7 +53,12 @@ def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SGLANG_USE_CPU_ENGINE": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # positions beyond the model's are never reached
+        },
         start_new_session=True,  # so that its children end with it
     )
     assert process.stdin is not None and process.stdout is not None

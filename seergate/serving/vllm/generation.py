@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from seergate.serving.common.generation import Answers, EngineRun, Prompt
+from seergate.serving.vllm import register
 
 
 def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
@@ -13,6 +14,7 @@ def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
+    register()  # vLLM would skip the plugin if VLLM_PLUGINS names others, and decode densely
     llm = LLM(
         run.model,
         dtype=run.dtype,
@@ -29,6 +31,7 @@ def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
                 seed=prompt.seed,
                 max_tokens=prompt.max_new_tokens,
                 stop_token_ids=run.ends,
+                ignore_eos=True,  # the tokenizer's, which need not be among them
                 stop=list(prompt.stop),
                 detokenize=bool(prompt.stop),
             )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 import yaml
 
-from seergate.cli.figure import ALIASES, NAMES, _write
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.cli.figure import ALIASES, NAMES, _distilled, _write
 from seergate.eval.papers.figures import FIGURES, SEER
 from seergate.eval.papers.looks import STYLES
 from seergate.eval.sweep_plan import SweepPlan
@@ -124,6 +126,8 @@ def test_the_document_lists_every_figure():
     [
         (("5", "--budget", 32), "the figure 5 does not take --budget, which is for kept and recurrence"),
         (("table2", "--max-new-tokens", 9), "the figure table2 does not take --max-new-tokens"),
+        (("table2", "--gates", "x"), "the figure table2 does not take --gates"),
+        (("kept", "--samples", 4), "the figure kept does not take --samples"),
         (("kept", "--alpha", 0.1), "the figure kept does not take --alpha, which is for recurrence"),
         (("recurrence", "--method", "raas"), "the figure recurrence does not take --method, which is for kept"),
         (("5", "--problems", 0), "problems is 0"),
@@ -136,6 +140,17 @@ def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said
     assert call("figure", *arguments, "--out", tmp_path / "out") == 2
     output = capsys.readouterr()
     assert said in output.err and not output.out and not list(tmp_path.glob("out/*"))
+
+
+def test_gates_of_other_training_steps_are_not_taken_for_those_that_are_wanted(tmp_path):
+    bank = GateBank.for_model(support.model(), GateConfig(16))
+    bank.training_record = {"config": {"max_steps": 3}}
+    bank.save_pretrained(tmp_path / "gates-b16")
+    options = Namespace(model="tiny-reasoner", max_steps=3)
+    assert _distilled(options, 16, tmp_path) == tmp_path / "gates-b16"
+    for steps in (None, 7):
+        with pytest.raises(SeergateError, match="gates-b16 are of 3 training steps"):
+            _distilled(Namespace(model="tiny-reasoner", max_steps=steps), 16, tmp_path)
 
 
 def test_a_figure_of_runs_that_cannot_be_compared_says_why(tmp_path):

@@ -13,7 +13,7 @@ from seergate import SeergateError
 from seergate.eval.sampling import Sampling
 from seergate.serving.common.generation import EngineRun, Prompt
 from seergate.serving.sglang.generation import answers
-from tests.support.served import REFUSED, check_answers, check_refused, check_traces
+from tests.support.served import REFUSED, check_answers, check_ends, check_refused, check_traces
 
 
 @pytest.mark.timeout(900)
@@ -28,6 +28,11 @@ def test_answers_are_those_of_the_other_engine_and_other_processes_live_on(tmp_p
 @pytest.mark.timeout(600)
 def test_traces_are_those_of_the_other_engine(tmp_path: Path) -> None:
     check_traces("sglang", tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_ends_of_answers(tmp_path: Path) -> None:
+    check_ends(answers, tmp_path)
 
 
 @pytest.mark.parametrize(

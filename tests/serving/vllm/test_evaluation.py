@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+from vllm.engine.arg_utils import EngineArgs
 
-from tests.support.served import REFUSED, check_answers, check_refused, check_traces
+from seergate.serving.vllm.generation import answers
+from tests.support.served import REFUSED, check_answers, check_ends, check_refused, check_traces
 
 
-def test_answers_are_those_of_the_other_engine(tmp_path: Path) -> None:
+def test_answers_are_those_of_the_other_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if vLLM has not loaded the plugin, as with VLLM_PLUGINS for others."""
+    monkeypatch.setattr(EngineArgs, "create_engine_config", inspect.unwrap(EngineArgs.create_engine_config))
     check_answers("vllm", tmp_path)
+    assert vars(EngineArgs.create_engine_config).get("by_seergate")
+
+
+def test_ends_of_answers(tmp_path: Path) -> None:
+    check_ends(answers, tmp_path)
 
 
 def test_traces_are_those_of_the_other_engine(tmp_path: Path) -> None:
