@@ -31,12 +31,6 @@ IDS, POSITIONS, DENSE = "rectify_ids", "rectify_positions", "rectify_dense"
 newest tokens, ``[B, R]``, token ``i`` at slot ``i % R``; and the number of leading tokens that are dense, ``[B]``."""
 
 
-DRAFTS = (
-    "drafted tokens cannot be rectified in a model with sliding windows, as rejected ones shorten the windows; leave "
-    "the correction or the drafts out"
-)
-
-
 class Rectification:
     """Rectifies the caches of one model; ``layers`` are the indices of those that can be gated."""
 
@@ -46,7 +40,6 @@ class Rectification:
         assert isinstance(method, SelectingMethod)
         self.every, self.decoder, self.method = options.every, decoder, method
         self.layers, self.passes = layers, passes
-        self.windowed = len(layers) < getattr(decoder.config, "num_hidden_layers", 0)
         self.busy = False  # while a dense pass of its own runs
         self.reset()
         self.install()
@@ -84,8 +77,6 @@ class Rectification:
                 f"{decoded} tokens are forced to be decoded in one pass; with rectification they must be "
                 f"{VERIFIED_TOKENS} at most"
             )
-        if decoded and new > 1 and self.windowed and self.passes.phase is None:
-            raise SeergateError(DRAFTS)
         if layer is None or layer.state is None or layer.rows.slots == 0:
             return
         if DENSE not in layer.state.rows:
@@ -162,8 +153,8 @@ class Rectification:
                 other.cumulative_length, other.sliding_window - 1 + count
             ):
                 raise SeergateError(
-                    "this cache was cropped, which has shortened the sliding windows that rectification goes back to; "
-                    "start a new one"
+                    "this cache was cropped, by the caller or for rejected drafts, which has shortened the sliding "
+                    "windows that rectification goes back to; leave out the crop, the drafts or the correction"
                 )
         stored, ends = layer.state.rows, list(layer.rows.resident)
         at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % stored[IDS].shape[1]

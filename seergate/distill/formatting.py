@@ -98,7 +98,11 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
 def _reasoning_key(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     """Return the key from which a template writes reasoning in markup of its own (gpt-oss), or ``None``."""
     for key in KEYS:
-        text = _render(tokenizer, [_PROBE[0], {"role": "assistant", "content": "2", key: _PROBE_REASONING}], template)
+        probe = [_PROBE[0], {"role": "assistant", "content": "2", key: _PROBE_REASONING}]
+        try:
+            text = _render(tokenizer, probe, template)
+        except MalformedRow:
+            continue
         if _PROBE_REASONING in text and OPEN not in text:
             return key
     return None
@@ -205,7 +209,8 @@ class Formatter:
         if in_tags or OPEN not in answer:
             messages[-1]["content"] = answer
         elif end:
-            messages[-1] |= {"content": f"{before}{reply}".strip(), str(self.reasoning_key): reasoning}
+            messages[-1]["content"] = f"{before}{reply}".strip()
+            messages[-1] |= {str(self.reasoning_key): reasoning} if reasoning else {}
         else:
             raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
@@ -269,8 +274,9 @@ def _message(turn: Any) -> dict[str, str]:
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise MalformedRow("a turn without role and content")
-    reasoning = next((turn[key] for key in KEYS if turn.get(key)), None)
-    if role == "assistant" and isinstance(reasoning, str) and reasoning.strip():
+    thoughts = (turn.get(key) for key in KEYS)
+    reasoning = next((each for each in thoughts if isinstance(each, str) and each.strip()), None)
+    if role == "assistant" and reasoning is not None:
         if CLOSE not in content:
             content = f"{OPEN}\n{reasoning.strip()}\n{CLOSE}\n\n{content}"
         elif reasoning.strip() not in content:

@@ -202,14 +202,14 @@ class WithoutBackward(torch.autograd.Function):
     """Returns the output of a layer whose cached keys and values have no gradient; a backward pass fails."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, *inputs: Tensor) -> Tensor:
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise SeergateError(
-            "no gradient flows through a cache under an attached method; pass the whole text at once, with a new "
-            "dynamic cache or none"
+            "no gradient flows through decoded or cached tokens under an attached method; pass a whole text at once, "
+            "with a new dynamic cache or none"
         )
 
 
@@ -368,8 +368,9 @@ class LayerBinding:
             self.handle, layer, context, self.swap.dense, query, key, value, attention_mask, **kwargs
         )
         reads_cache = context.mode.decoded or layer.static_length is not None or any(context.starts)
-        if torch.is_grad_enabled() and query.requires_grad and context.on_host and reads_cache:
-            output = WithoutBackward.apply(output, query)
+        inputs = query, key, value
+        if torch.is_grad_enabled() and reads_cache and context.on_host and any(x.requires_grad for x in inputs):
+            output = WithoutBackward.apply(output, *inputs)
         return output, weights
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:

@@ -377,5 +377,11 @@ def test_a_backward_pass_through_cached_tokens_is_refused(model, new, static):
         if not static:
             logits.sum().backward()
         later = model(ids[:, 40 : 40 + new], past_key_values=cache).logits
-        with pytest.raises(SeergateError, match="no gradient flows through a cache under an attached method"):
+        with pytest.raises(SeergateError, match="no gradient flows through decoded or cached tokens"):
+            later.sum().backward()
+        model.requires_grad_(False)
+        for layer in model.model.layers:  # as with an adapter of the values
+            layer.self_attn.v_proj.weight.requires_grad_(True)
+        later = model(ids[:, 59:], past_key_values=cache).logits
+        with pytest.raises(SeergateError, match="no gradient flows through decoded or cached tokens"):
             later.sum().backward()

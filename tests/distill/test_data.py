@@ -19,7 +19,7 @@ from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.eval.tasks.prompts import prompt_text
 from seergate.eval.tasks.task import Problem
-from tests.distill.conftest import GPT_OSS, R1, TEMPLATES, byte_tokenizer
+from tests.distill.conftest import GPT_OSS, PLAIN, R1, TEMPLATES, byte_tokenizer
 
 REASONING = "First, naïve 3 × 5 = 15.\n\nWait — 🙂 check: 15."
 
@@ -82,6 +82,15 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
     assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "no_reasoning" not in notes
     text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", "content": "2"}]})
     assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["no_reasoning"]
+    empty = formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>\n\n</think>2"}]})
+    assert empty.text == text and empty.notes == ["no_reasoning"]
+    picky = PLAIN.replace("{{ m.content }}", "{{ m.content if 'thinking' not in m else raise_exception('no') }}")
+    assert (
+        "<think>one</think>2"
+        in Formatter(byte_tokenizer(picky))
+        .text({"messages": [asked, {"role": "assistant", "content": "<think>one</think>2", "thinking": False}]})
+        .text
+    )
     with pytest.raises(MalformedRow, match="reasoning without an end"):
         formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>one and"}]})
 

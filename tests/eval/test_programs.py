@@ -124,6 +124,9 @@ def test_what_of_an_answer_is_run():
     assert answered_program(f"```\n0\n```\nno:\n{block}\n```python\ncut", CHAT) == "\ndef f():\n    return 1"
     for more in ("```python\nprint(f())\n```", "Output:\n```\n1\n```", "```bash\npython f.py\n```"):
         assert answered_program(f"{block}\n{more}\n", CHAT) == "\ndef f():\n    return 1"
+    stub = "```python\ndef f():\n    ...\n```"
+    assert answered_program(f"{stub}\nThe body:\n```python\n    return 1\n```", CHAT) == "\n    return 1"
+    assert answered_program(f"{block}\n```python\ndef f_test():\n    f()\n```", CHAT) == "\ndef f():\n    return 1"
     assert answered_program(f"{block}</think>I do not know.", CHAT) is None
     assert (
         answered_program("1. so:\n   ```python\n   def f():\n       return 1\n   ```", CHAT)

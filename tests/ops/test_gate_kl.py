@@ -49,6 +49,15 @@ def test_recall_by_hand(gate_kl):
 
 
 @BOTH
+def test_recall_of_equal_blocks_is_that_of_the_first(gate_kl):
+    q, k, qg = torch.randn(34, 2, 8).double(), torch.randn(34, 1, 8).double(), torch.zeros(34, 1, 4).double()
+    cu, kg = torch.tensor([0, 34], dtype=torch.int32), torch.randn(9, 1, 4).double()
+    _, stats = gate_kl(q, k, qg, kg, cu, 4, row_start=33 / 34, recall_budgets=(16,))
+    targets = ops.attention_with_block_targets(q, k, k, cu, 4).log_targets[33, 0, :8].exp()
+    assert stats.recall.item() == pytest.approx((targets[:3].sum() / targets.sum()).item(), rel=1e-4)
+
+
+@BOTH
 def test_published_weighting_by_hand(gate_kl):
     # Two segments of 6 and 2 tokens and an empty one. KL of the first is as in the worked example; the second has
     # none.

@@ -86,9 +86,9 @@ def grade_digit(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
 
 
 def grade_exact(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
-    """The answer must equal the gold answer, ignoring whitespace and, without a box, a full stop at the end."""
+    """The answer must equal the gold answer, ignoring whitespace and a full stop at the gold answer's end."""
     answer, gold = ("".join(text.split()) for text in (answer, gold))
-    return answer in (gold, gold.rstrip(".")), "compared as text"
+    return answer in (gold, gold.removesuffix(".")), "compared as text"
 
 
 _UNSPACED = (

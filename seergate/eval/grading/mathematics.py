@@ -84,7 +84,7 @@ def plain(text: str) -> str:
     text, before = latex(text), None
     while text != before:  # repeated, because wrappers may be nested
         before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
-        text = re.sub(rf"\A(?:{SPACE}|\\!)+", "", text)
+        text = re.sub(rf"\A{SPACE}+", "", text)
         text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text)
@@ -139,6 +139,7 @@ _DENIAL = re.compile(  # words that change what a name before "=" or a number be
 )
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
 _CURRENCY = re.compile(r"\A[£€]\s*(?=\d)|(?<=\d)\s*[£€]\Z")
+_NUMBER = re.compile(r"-?\d[\d.,]*")
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
 _NAME = re.compile(rf"\s*(?:{_TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
 _BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
@@ -247,15 +248,15 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("numbers to different bases")
     if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
         raise MisreadError("numbers beside each other are no product")
+    gold, answer = map(_closed, (gold, answer))
+    if _NUMBER.fullmatch(gold) or _NUMBER.fullmatch(answer):
+        gold, answer = (_CURRENCY.sub("", text) for text in (gold, answer))
     if {_brackets(gold), _brackets(answer)} == {"{", "("}:
         raise MisreadError("a set and a tuple")
     if not _RELATION.search(gold):
         gold = _JOINED.sub(", ", gold)
     if _several(gold) or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
-    gold, answer = map(_closed, (gold, answer))
-    if bool(_CURRENCY.search(gold)) != bool(_CURRENCY.search(answer)):
-        gold, answer = (_CURRENCY.sub("", text) for text in (gold, answer))
     upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(_TEXT, gold + answer))))
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
     if unit and other and unit != other:

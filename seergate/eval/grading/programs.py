@@ -96,15 +96,16 @@ def check_record(gold: str) -> dict[str, Any]:
 
 
 def answered_program(completion: str, gold: str) -> str | None:
-    """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block
-    with the function's definition, else the last one; ``None`` without any behind ``</think>``.
+    """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block with
+    the function's definition or an indented body, else the last one; ``None`` without any behind ``</think>``.
     """
     record = check_record(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
-    blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}"
-    whole = [dedent(block) for block in blocks if definition in block]  # otherwise it may be the function's body
-    program = [*blocks[-1:], *whole][-1] if blocks else ""
+    blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}("
+    functions = [block for block in blocks if definition in block or block[:1].isspace()]  # or the body of it
+    program = [*blocks[-1:], *functions][-1] if blocks else ""
+    program = dedent(program) if definition in program else program
     return f"\n{program}" if program.strip() else None
 
 
