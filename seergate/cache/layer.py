@@ -8,6 +8,7 @@ Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, T slots.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -275,8 +276,11 @@ class GatedLayer(CacheLayerMixin):
         """Bytes that the keys, values and the method's state occupy."""
         return self.storage.nbytes + (self.state.nbytes if self.state is not None else 0)
 
-    def row_bytes(self) -> np.ndarray:
-        """Bytes of each row's tokens and method state, without batch padding or spare capacity."""
+    def row_bytes(self, tokens: Sequence[int] | None = None) -> np.ndarray:
+        """Bytes of each row's tokens and method state, without batch padding or spare capacity; or of its first
+        ``tokens``, if more have been stored already.
+        """
         resident, seen = np.array(self.rows.resident), np.array(self.rows.total)
-        state = 0 if self.state is None else self.state.bytes_held(resident, seen)
-        return self.storage.row_bytes(self.rows.resident) + state
+        held = resident if tokens is None else np.array(tokens)
+        state = 0 if self.state is None else self.state.bytes_held(held, seen - (resident - held))
+        return self.storage.row_bytes(held.tolist()) + state

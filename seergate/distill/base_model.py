@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +23,10 @@ from seergate.errors import SeergateError, did_you_mean, first_line, how_to_inst
 from seergate.models.families import (
     decoder_of,
     family_of,
+    full_attention_modules,
     head_dim_of,
+    layer_type,
+    rope_kind,
     text_config,
     usable_positions,
     why_no_longer,
@@ -29,11 +34,15 @@ from seergate.models.families import (
 )
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, load_base, skeleton
+from seergate.models.rope import Rotary
 from seergate.ops.backend import choose
+from seergate.ops.gate_math import rotate
 from seergate.paths import gguf_file, is_local_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from seergate.gates.scorer import Scorer
 
 FROZEN = ("model", "revision", "rope_scaling", "dtype", "quantize", "base_memory_gb", "shard_base", "deepspeed")
 """Options that must be equal for runs to share a frozen model: model identity, placement and process layout."""
@@ -60,9 +69,34 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
     if config.anchors:
         bank = bank.with_anchors(config.anchors)
     if config.init == "model":
-        for _, gate in bank:
-            gate.begin_as_model()
+        modules = dict(full_attention_modules(model))
+        unlike = [layer for layer, gate in bank if not _begin_as_model(gate, model, layer, modules[layer])]
+        if unlike:
+            warnings.warn(
+                f"the gates of layers {unlike} are initialised at random: init 'model' needs RoPE over the whole "
+                "head, in the rotate-half form, after any norm of queries and keys",
+                stacklevel=2,
+            )
     return bank
+
+
+def _begin_as_model(gate: Scorer, model: PreTrainedModel, layer: int, attention: nn.Module) -> bool:
+    """Initialise a gate with the layer's own product; return False, and change nothing, if it rotates otherwise."""
+    config, width = text_config(model), head_dim_of(model)
+    kind = rope_kind(config, attention)
+    rotary = Rotary(decoder_of(model), attention, layer_type(config, layer), kind)
+    if kind == "other":
+        return False
+    units = torch.eye(width)[None, None]
+    home = rotary.frequencies().device  # meta if only shapes are asked for
+    for position in (1, 100) if gate.config.gate_dim == width and home.type != "meta" else ():
+        at = torch.full((1, width), position)
+        turned = units if gate.inv_freq is None else rotate(units, at, gate.inv_freq.cpu(), gate.attention_scaling)
+        if not torch.allclose(turned, rotary.rotate(units.to(home), at.to(home)).cpu(), atol=1e-3):
+            return False
+    scale = float(getattr(attention, "scaling", width**-0.5)) * width**0.5
+    gate.begin_as_model(1.0 if math.isclose(scale, 1.0) else scale)
+    return True
 
 
 def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:

@@ -239,7 +239,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
         raise SeergateError(f"{config.deepspeed} asks for ZeRO stage {stage}; the gates train with stage 1 or 2")
     if not is_number(bucket) or not 0 <= bucket < math.inf:
         raise SeergateError(f"{config.deepspeed} sets reduce_bucket_size to {bucket!r}; it must be a number or 'auto'")
-    for name in ("bf16", "fp16"):
+    for name in ("bf16", "bfloat16", "fp16"):  # the second is DeepSpeed's older name of the first
         section = values.pop(name, None)
         if isinstance(section, dict) and section.get("enabled") is True:
             raise SeergateError(

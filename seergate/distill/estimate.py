@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +187,9 @@ def make_plan(
     config, model = within_positions(config, shape), skeleton(shape)
     gates = gate_config(config, model)
     geometry = gate_geometry(model, gates)
+    readers = len(geometry.layers)
+    if config.anchors:
+        geometry = replace(geometry, layers=tuple(config.anchors))
     with torch.device("meta"):
         bank = GateBank(gates, geometry)
     whole = int(memory_gb * GB) if memory_gb is not None else capacity(place, processes)
@@ -211,7 +214,7 @@ def make_plan(
         memory=memory,
         libraries=libraries,
         capacity=whole,
-        step_flop=config.packs_per_step * pack_flop(model, bank, config, config.max_length),
+        step_flop=config.packs_per_step * pack_flop(model, bank, config, config.max_length, readers),
         rates=rates,
         why_one_sample=why_one_sequence(text_config(model)),
         checkpoint=3 * memory.gates,
@@ -229,8 +232,10 @@ def loss_pairs(length: int, config: TrainConfig) -> float:
     return (pairs(length) - pairs(min(length, first))) / config.row_stride
 
 
-def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, length: int) -> float:
-    """Return the floating-point operations of the matrix products of a pack with one sample, from shapes alone."""
+def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, length: int, readers: int) -> float:
+    """Return the floating-point operations of the matrix products of a pack with one sample, from shapes alone;
+    ``readers`` is the number of layers whose attention is compared with that of a gate.
+    """
     geometry = bank.geometry
     layers: Any = decoder_of(model).layers
     weights = sum(int(m.weight.numel()) for m in layers.modules() if isinstance(m, nn.Linear))
@@ -241,7 +246,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, lengt
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = pairs(length) * 4 * queries * len(list(attention_modules(model)))
-    return 2.0 * weights * length + seen + loss_pairs(length, config) * (2 * queries + 6 * gate) * len(bank)
+    return 2.0 * weights * length + seen + loss_pairs(length, config) * (2 * queries + 6 * gate) * readers
 
 
 def measured_tflops(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> float:
@@ -268,7 +273,7 @@ def measured_tflops(model: PreTrainedModel, config: TrainConfig, device: torch.d
         distill_step(bank, layer, ids, **options).loss.backward()
         wait()
         times.append(time.perf_counter() - start)
-    return pack_flop(layer, bank, config, length) / min(times[1:]) / 1e12  # the first is a warm-up
+    return pack_flop(layer, bank, config, length, 1) / min(times[1:]) / 1e12  # the first is a warm-up
 
 
 def architecture(config: TrainConfig) -> PretrainedConfig:

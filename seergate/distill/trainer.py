@@ -36,7 +36,6 @@ from seergate.distill.base_model import (
     check_model,
     fresh_gates,
     frozen_config,
-    gate_config,
     join_all_gathers,
     load_frozen,
     offload_folder,
@@ -271,14 +270,14 @@ class _Progress:
 
 @dataclass(frozen=True)
 class Averages:
-    """Averages over the packs of all processes.
+    """Averages over the packs of all processes; of KL and recall over their rows.
 
     Attributes:
         tokens: total number of tokens of the packs.
         non_finite: number of packs that are left out because their loss is not finite.
-        kl_per_layer: KL of each layer in nats per row; NaN if all packs are left out.
+        kl_per_layer: KL of each layer in nats per row; NaN if no row counted.
         recall: token budget -> for each layer and KV head, the share of the teacher's mass in the gate's best blocks;
-            NaN if all packs are left out.
+            NaN if no row counted.
         stop: whether any process was asked to stop.
     """
 
@@ -293,20 +292,22 @@ class Averages:
     def over(cls, run: _Run, outputs: list[DistillOutput], packs: int, stop: bool = False) -> Averages:
         """Average over ``packs`` packs, given this process's outputs, with one all-reduce of a float64 vector."""
         layers, heads, budgets = len(run.bank), run.bank.geometry.num_kv_heads, run.config.recall_budgets
-        numbers = 4 + layers * (1 + len(budgets) * heads)
+        numbers = 5 + layers * (1 + len(budgets) * heads)
         sums = torch.zeros(numbers, dtype=torch.float64, device=run.world.device)
         sums[0] = stop
         for output in outputs:
             counted = sums.new_full((), output.tokens)  # filled on the device: a copy from the host would synchronise
-            parts = (sums.new_zeros(2), output.loss, counted, output.kl_per_layer, output.recall)
+            rows = output.rows.to(sums)
+            per_row = (output.kl_per_layer.to(sums) * rows, output.recall.to(sums) * rows)
+            parts = (sums.new_zeros(2), output.loss, counted, rows, *per_row)
             pack = torch.cat([x.to(sums).reshape(-1) for x in parts])
             finite = output.loss.isfinite()
             pack = torch.where(finite, pack, torch.zeros_like(pack))
             pack[1] = ~finite
             sums += pack
-        stops, non_finite, loss, tokens, *rest = run.world.sum(sums).tolist()
+        stops, non_finite, loss, tokens, rows, *rest = run.world.sum(sums).tolist()
         finite_packs = packs - int(non_finite)
-        values = torch.tensor(rest, dtype=torch.float64) / (finite_packs or math.nan)  # nothing was measured
+        values = torch.tensor(rest, dtype=torch.float64) / (rows or math.nan)  # nothing was measured
         recall = dict(zip(budgets, values[layers:].view(-1, layers, heads).tolist(), strict=True))
         kl_per_layer = values[:layers].tolist()
         return cls(loss / max(1, finite_packs), int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)
@@ -451,7 +452,7 @@ class _Run:
     def needs_sharding(self) -> bool:
         """Return whether to shard the frozen model: on request, or if each process has no memory for a full copy."""
         bare = skeleton(frozen_config(self.model_path, self.config))
-        bank = GateBank.for_model(bare, gate_config(self.config, bare))
+        bank = fresh_gates(replace(self.config, init="random"), bare)
         device, size = self.world.device, self.world.size
         memory = capacity(device, size)
         room = memory - overhead(device, memory)
@@ -559,8 +560,8 @@ class _Run:
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
         progress.held_out_kl = None
-        if means.non_finite < config.packs_per_step:
-            progress.final_kl = sum(means.kl_per_layer) / len(self.bank)
+        if math.isfinite(kl := sum(means.kl_per_layer) / len(self.bank)):
+            progress.final_kl = kl
         log = StepLog(
             step=step + 1,
             loss=means.loss,

@@ -74,10 +74,11 @@ def contexts_hash(windows: Sequence[Window]) -> str:
 def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]) -> list[Window]:
     """Windows of the first reference samples, which together cover all positions evenly: window ``i`` of ``n`` begins
     a fraction ``(i + 1/2) / n`` into the ``i``-th answer. If an answer is shorter than a window, the window is the end
-    of prompt and answer together; samples that are shorter even so are left out.
+    of prompt and answer together; samples that are shorter even so are left out. The first sample of every problem
+    comes before the second of any.
     """
     traces = []
-    for sample in reference:
+    for sample in sorted(reference, key=lambda sample: sample.get("sample_idx", 0)):
         prompt = encode(tokenizer, sample["prompt"])
         tokens = list(tokenizer(sample["completion"], add_special_tokens=False)["input_ids"])
         if len(tokens) <= WINDOW_TOKENS + 1:

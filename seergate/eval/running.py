@@ -100,7 +100,8 @@ def run_plan(plan: SweepPlan) -> Path:
         limit = encoded_prompts(tokenizer, problems, task, plan, text)[1]
     else:
         check_length(text, limit.of(0), "a text of the task's length")
-        alone = ("engine", "workers", "ray_address", "match", "measure_recall")
+        alone = ["engine", "workers", "ray_address", "match", "measure_recall"]
+        alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     name = directory_of(plan.task) or task.name

@@ -46,9 +46,10 @@ class AttnGate(Scorer):
             self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
 
     @torch.no_grad()
-    def begin_as_model(self) -> None:
+    def begin_as_model(self, scale: float = 1.0) -> None:
         """Add weights that score with the model's own product: the mean of a group's queries, or each query, times
         the block's poolings weighted by `POOLING_SHARES`. The random initial weights remain as noise. E must equal D.
+        ``scale`` is the model's factor on ``q . k`` times the root of D.
         """
         width = self.config.gate_dim
         if width != self.head_dim:
@@ -57,7 +58,7 @@ class AttnGate(Scorer):
         if self.config.q_pooling != "avg":
             self.q_proj.weight.add_(one / (self.group_size if self.config.q_pooling == "proj" else 1))
         shares = torch.tensor([POOLING_SHARES[kind] for kind in self.config.k_pooling], device=one.device)
-        self.k_proj.weight.add_(torch.cat([share * one for share in shares / shares.sum()]))
+        self.k_proj.weight.add_(torch.cat([share * one for share in scale * shares / shares.sum()]))
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
         """The query branch (equation 1a): one vector per token and KV head, ``[B, K, S, E]``, or per query head."""

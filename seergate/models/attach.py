@@ -99,7 +99,12 @@ class Handle(Attachment):
             raise
         setattr(decoder, _HANDLE, self)
         if hasattr(method, "bank"):
-            model.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
+            self._saved.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
+
+    @property
+    def _saved(self) -> PreTrainedModel:
+        """The model whose weights are saved: the one inside a compiled wrapper."""
+        return getattr(self.model, "_orig_mod", self.model)
 
     def __repr__(self) -> str:
         state = "disabled" if self.disabled else "attached" if self.bindings else "detached"
@@ -145,16 +150,24 @@ class Handle(Attachment):
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **options: Any
+    ) -> None:
         """Save the model, and its gates in ``gates/``; replaces ``model.save_pretrained`` while gates are attached.
 
         Args:
-            save_directory: directory of the model; ``attach(model, save_directory + "/gates")`` loads the gates.
-            *args, **options: arguments of the model's own ``save_pretrained``.
+            save_directory: directory of the model; ``seergate.load(save_directory + "/gates")`` loads both.
+            is_main_process, *args, **options: arguments of the model's own ``save_pretrained``.
+
+        Raises:
+            SeergateError: with ``push_to_hub``, which would upload the model without its gates.
         """
+        if options.get("push_to_hub"):
+            raise SeergateError("save_pretrained uploads the model without its gates; use model.push_to_hub(...)")
         gates: GateBank = self.method.bank  # type: ignore[attr-defined]
-        gates.save_pretrained(os.path.join(save_directory, "gates"))
-        type(self.model).save_pretrained(self.model, save_directory, *args, **options)
+        if is_main_process:
+            gates.save_pretrained(os.path.join(save_directory, "gates"))
+        type(self._saved).save_pretrained(self._saved, save_directory, is_main_process, *args, **options)
 
     @contextmanager
     def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
@@ -210,7 +223,7 @@ class Handle(Attachment):
         decoder = families.decoder_of(self.model)
         if getattr(decoder, _HANDLE, None) is self:
             delattr(decoder, _HANDLE)
-            vars(self.model).pop("save_pretrained", None)
+            vars(self._saved).pop("save_pretrained", None)
 
 
 def attach(

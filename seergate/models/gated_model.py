@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.config import DecodeConfig, Rectify
@@ -52,7 +53,8 @@ def load(
         gates: adapter directory or Hub repository.
         config: decode options. Its fields may be given as keywords instead (``token_budget=4096``), which override the
             gates' own defaults. A ``config`` takes no defaults from the gates, except for ``compat="gates"``.
-        base_model: directory, GGUF file or Hub id of the base model; by default, the one that the adapter names.
+        base_model: directory, GGUF file or Hub id of the base model; by default, the one that the adapter names, or
+            for a directory ``gates`` inside that of a model (`Handle.save_pretrained`) this model.
         revision, subfolder: revision and directory of the adapter.
         token, cache_dir, local_files_only: for adapter and base model, as in `huggingface_hub`.
         force_download: download the adapter even if it is cached.
@@ -77,6 +79,9 @@ def load(
         gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub
     )
     method = method_of(bank, config, **given)
+    place = Path(gates, subfolder or "").absolute()
+    if base_model is None and place.name == "gates" and (place.parent / "config.json").is_file():
+        base_model = place.parent
     base, pinned = _base_of(bank, gates, base_model)
     of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
     check_decode_options(options, decode_options(bank), of_model)

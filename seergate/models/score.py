@@ -41,7 +41,8 @@ def score(
     that of the first token in ``generate``. Without an attached method, everything is dense.
 
     With methods that select, 32 tokens pass through the model at once, each with its own selection; with others, and
-    with `Rectify`, one. ``handle.stats()`` counts them like generated tokens.
+    with `Rectify`, one. ``handle.stats()`` counts them like generated tokens, padding on
+    the right too: for the density of a text, score it alone.
 
     Args:
         model: a model in eval mode, with or without an attached method.

@@ -38,6 +38,23 @@ def test_scores_are_the_models_own_products(q_pooling, k_pooling):
     torch.testing.assert_close(scores, products.amax(1) if q_pooling == "none" else products.mean(1))
 
 
+def test_the_factor_of_the_models_product_is_its_own():
+    model = tiny_model("granite", attention_multiplier=0.1)
+    settings = TrainConfig(model="x", block_size=SIZE, gate_dim=16, init="model", qk_norm=False, k_pooling=("avg",))
+    gate = fresh_gates(settings, model).gate(0)
+    torch.testing.assert_close(gate.k_proj.weight, 0.4 * torch.eye(16).expand(2, 16, 16), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["glm4", "ernie4_5", "cohere2"])
+def test_layers_that_rotate_otherwise_begin_at_random(family):
+    """Partly, interleaved, or not at all; without the noise, nothing is left of their gates."""
+    model = tiny_model(family)
+    settings = TrainConfig(model="x", block_size=SIZE, gate_dim=16, init="model", qk_norm=False)
+    with pytest.warns(UserWarning, match=r"the gates of layers \[.*\] are initialised at random: init 'model' needs"):
+        bank = fresh_gates(settings, model)
+    assert any(gate.q_proj.weight.abs().max() < 10 * INIT_STD for _, gate in bank)
+
+
 def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F811
     first = {"max_steps": 1, "eval_steps": 0, "learning_rate": 1e-9, "min_lr": 1e-9}
     runs = {

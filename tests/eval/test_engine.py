@@ -99,6 +99,18 @@ def test_an_answer_does_not_depend_on_its_batch(method, sampling):
         same(run(model, LONG, batch_size=size, max_new_tokens=70, sampling=sampling, **chosen), alone)
 
 
+@pytest.mark.parametrize("method", ["dense", "quest", "h2o"])
+def test_a_prompt_of_one_token_is_a_prompt(method):
+    """It takes the place of a row while another is being decoded."""
+    model, texts = support.model(), [LONG[2], LONG[1], "a9"]
+    assert len(encode(support.tokenizer(), texts[2])) == 1
+    probe = run(model, texts[1:2], batch_size=1, max_new_tokens=9)[0]
+    model.generation_config.eos_token_id = [probe.token_ids[-1]]
+    alone = run(model, texts, batch_size=1, max_new_tokens=40, **arguments_of(method, model))
+    assert alone[1].n_tokens < alone[0].n_tokens
+    same(run(model, texts, batch_size=2, max_new_tokens=40, **arguments_of(method, model)), alone)
+
+
 def same(together, alone):
     """Tokens, and what is reported about them."""
     assert tokens(together) == tokens(alone)

@@ -49,6 +49,18 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     assert proxies["recall"] is None
 
 
+def test_windows_are_of_as_many_problems_as_there_are():
+    tokenizer = support.tokenizer()
+    words = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
+    reference = [
+        {"prompt": words[i], "completion": " ".join(words[:90]), "problem_id": str(i), "sample_idx": sample}
+        for i in range(10)
+        for sample in range(16)
+    ]
+    firsts = [window.context[0] for window in windows_of(tokenizer, reference)]
+    assert len(set(firsts[:10])) == 10
+
+
 def test_of_a_short_answer_the_end_of_prompt_and_answer_is_measured():
     model, tokenizer = support.model(), support.tokenizer()
     words = [word for word in tokenizer.get_vocab() if not word.startswith("<")]

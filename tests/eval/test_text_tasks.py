@@ -11,9 +11,12 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig
+from seergate.cli.main import main
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing
+from seergate.eval.generation.costs import RowStats
+from seergate.eval.generation.engine import Batch
 from seergate.eval.report import Sweep, load_sweeps, write_report
 from seergate.eval.report.plots import text_plot
 from seergate.eval.report.tables import TEXTS, minus_gate, table
@@ -222,3 +225,50 @@ def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`" in done.stdout
     assert "no result was found in 100 % of dense's answers" in (tmp_path / "runs" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("method", ["dense", "quest"])
+def test_tokens_that_are_scored_together_are_not_held_before_their_turn(method):
+    """What a row holds at a step is the same as if it was decoded token by token."""
+    model, ids = support.model(), torch.randint(6, 40, (1, 120), generator=torch.Generator().manual_seed(1))
+    held = []
+    for one_by_one in (False, True):
+        options = {} if method == "dense" else {"token_budget": 32, "block_size": 8, "dense_layers": ()}
+        with torch.inference_mode(), seergate.attached(model, method, **options) as handle:
+            stats = handle.count_with(RowStats)
+            if one_by_one:
+                batch = Batch(model)
+                batch.add([ids[0, :70].tolist()])
+                stats.add_rows(1)
+                for token in ids[0, 70:-1].tolist():
+                    batch.step([token])
+            else:
+                seergate.score(model, ids, start=70)
+            held.append(stats.of(0)["own_bytes_mean"])
+    assert held[0] == pytest.approx(held[1], rel=1e-9)
+
+
+def test_sampling_and_limits_of_a_task_that_scores_texts_are_refused(tmp_path, capsys):
+    for option, value in (("--temperature", "0.7"), ("--max-total-tokens", "300")):
+        arguments = ["--task", "perplexity:length=64:scored=8", "--budget", "64", option, value]
+        assert main(["eval", *arguments, "--out", str(tmp_path / "out")]) == 2
+        assert "scores texts, so it must be left out" in capsys.readouterr().err
+
+
+def test_a_right_answer_is_not_measured_on_pages(tmp_path):
+    """They cannot be copied; the answers are there nevertheless."""
+    path = support.save(tmp_path / "model")
+    arguments = [
+        "--model",
+        str(path),
+        "--method",
+        "dense,reason_cache",
+        "--task",
+        "variable_tracking:length=128:problems=1",
+    ]
+    assert main(["eval", *arguments, "--no-report", "--max-new-tokens", "4", "--out", str(tmp_path / "runs")]) == 0
+    sweeps = load_sweeps(tmp_path / "runs")
+    assert ["reply_logprob" in s.metrics and s.metrics["reply_logprob"] is not None for s in sweeps[0].settings] == [
+        True,
+        False,
+    ]

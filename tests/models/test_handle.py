@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import seergate
-from seergate import Rectify, SeergateError
+from seergate import GateBank, GateConfig, Rectify, SeergateError
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import prompt, tiny_model
 
@@ -79,3 +79,28 @@ def test_repr_and_summary():
     assert f"11 decode steps read {100 * stats['density']:.1f} % of the tokens before them" in summary
     assert f"layer 1: {100 * stats['density_per_layer'][1]:.1f} %" in summary
     assert f"{stats['resident_bytes_peak'] / 1e6:.3g} MB held at most" in summary
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_is_saved_with_its_gates(tmp_path, compiled):
+    """Loading the gates beside a model gives this model, not the one that they name."""
+    tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    bank = GateBank.for_model(model, GateConfig(BLOCK, 16))
+    assert bank.geometry.base_model == str(tmp_path / "base")
+    with torch.no_grad():
+        weight = model.model.layers[0].self_attn.v_proj.weight.mul_(2)
+    used = torch.compile(model, backend="eager") if compiled else model
+    with seergate.attached(used, bank, token_budget=2 * BLOCK):
+        used.save_pretrained(tmp_path / "rank1", is_main_process=False)
+        used.save_pretrained(tmp_path / "saved")
+        with pytest.raises(SeergateError, match=r"without its gates; use model\.push_to_hub"):
+            used.save_pretrained(tmp_path / "pushed", push_to_hub=True)
+    assert not (tmp_path / "rank1" / "gates").exists() and "save_pretrained" not in vars(model)
+    for loaded in (
+        seergate.load(tmp_path / "saved" / "gates"),
+        seergate.load(tmp_path / "saved", subfolder="gates"),
+    ):
+        assert torch.equal(loaded.model.layers[0].self_attn.v_proj.weight, weight)
+    named = seergate.load(tmp_path / "saved" / "gates", base_model=tmp_path / "base")
+    assert not torch.equal(named.model.layers[0].self_attn.v_proj.weight, weight)

@@ -36,12 +36,14 @@ class DistillOutput:
         recall: ``[budgets, layers, KV heads]``, mean share of the teacher's mass on past blocks that is in the gate's
             best blocks; for retention gates see `ops.retention_kl`.
         tokens: number of tokens of the pack.
+        rows: scalar, number of rows that KL and recall are means over.
     """
 
     loss: Tensor
     kl_per_layer: Tensor
     recall: Tensor
     tokens: int
+    rows: Tensor
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class DistillLoss(ABC):
         kl_per_layer = torch.stack([part.mean() for part in kls.split(readers)])
         recall = torch.stack([part.mean(1) for part in recalls.split(readers, dim=1)], dim=1)
         share = 1.0 / len(self.losses) if self.spec.reduction == "row_mean" else PUBLISHED_SCALE
-        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens)
+        return DistillOutput(self.total(share), kl_per_layer, recall, self.tokens, self.stats[0].rows.to(home))
 
     def trainable(self, gates: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of gates that get gradients; empty if gradients are disabled."""

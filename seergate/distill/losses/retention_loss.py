@@ -121,4 +121,5 @@ class StudentLoss(DistillLoss):
         recall = loss.new_zeros(0, layers, heads)
         if self.stats:
             recall = torch.stack([stats.recall.float().to(loss.device) for stats in self.stats], dim=1)
-        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.tokens)
+        rows = loss.new_full((), len(self.counted))
+        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.tokens, rows)

@@ -82,7 +82,7 @@ class RowStats(DecodeStats):
         of["scored"] += record.scored
         of["allocated"] += allocated
         np.maximum(of["allocated_peak"], allocated, out=of["allocated_peak"])
-        self.held[layer] = own_bytes = cache.row_bytes()
+        self.held[layer] = own_bytes = cache.row_bytes(record.step.ends)
         of["own"] += own_bytes
         np.maximum(of["own_peak"], own_bytes, out=of["own_peak"])
         if selection is not None:

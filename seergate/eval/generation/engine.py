@@ -31,6 +31,7 @@ from transformers.cache_utils import Cache
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.cache.forward import CACHE
 from seergate.cache.layer import GatedLayer
+from seergate.cache.paging import Paging
 from seergate.cache.storage import KVBackend
 from seergate.checks import check_count, check_counts
 from seergate.decode.stats import DecodeStats
@@ -41,7 +42,7 @@ from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import end_ids
 from seergate.methods.evicting import CompressingMethod, CompressingState
-from seergate.models.attach import Handle
+from seergate.models.attach import Handle, handle_of
 from seergate.models.families import check_angles, text_config
 
 SHARED_TOKENS = 256
@@ -205,12 +206,13 @@ class Batch:
         seen = [[1] * before + [0] * (width - len(ids)) + [1] * (len(ids) - before) for ids in prompts]
         mask = torch.tensor(seen, device=self.device)
         cache = self._started(len(prompts))
-        logits = self._forward(
-            torch.tensor(rows, device=self.device),
-            (mask.cumsum(1) - 1).clamp(min=0)[:, before:],
-            None if min(map(len, prompts)) == width else mask,
-            cache,
-        )
+        with handle_of(self.model).passes.prefilling(in_chunks=True):  # a prompt of one token is not decoded either
+            logits = self._forward(
+                torch.tensor(rows, device=self.device),
+                (mask.cumsum(1) - 1).clamp(min=0)[:, before:],
+                None if min(map(len, prompts)) == width else mask,
+                cache,
+            )
         lengths, shared = [len(ids) for ids in prompts], None if rows_are_independent(cache) else mask
         if look is not None:
             twin = Batch(self.model)
@@ -464,7 +466,8 @@ class Engine:
         if arriving:
             moved, first = arriving, len(self.rows)
             self.rows = [*self.rows, *arriving]  # before the prefill: if it fails, they restart too
-            look = self._measure_replies if any(row.request.reply for row in arriving) else None
+            asked = any(row.request.reply for row in arriving) and self.handle.storage.tag != Paging.tag
+            look = self._measure_replies if asked else None  # on a copy of the cache, which pages do not allow
             logits = self.batch.add([row.prompt for row in arriving], look)
             self.stats.add_rows(len(arriving))
         else:
