@@ -208,7 +208,18 @@ def test_operations_agree_with_a_count_of_them(shape: str, stride: int) -> None:
         distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0, row_stride=stride)
     # Attention by plain matrix products is not causal but full, and the teacher's chunks run over some masked keys.
     attention = 2 * 4 * 64 * pairs(1024)
-    assert pack_flop(model, bank, run, 1024) == pytest.approx(counter.get_total_flops() - attention, rel=0.1)
+    assert pack_flop(model, bank, run, 1024, len(bank)) == pytest.approx(
+        counter.get_total_flops() - attention, rel=0.1
+    )
+
+
+def test_gates_of_anchors_are_counted_alone() -> None:
+    whole, some = (
+        make_plan(load_train_config("qwen3-8b", {"anchors": anchors}), measure=False, memory_gb=80)
+        for anchors in (None, (0, 9, 18, 27))
+    )
+    assert "36 with a gate" in whole.text() and "4 with a gate" in some.text()
+    assert some.checkpoint == pytest.approx(whole.checkpoint / 9, rel=0.01)
 
 
 def test_pairs() -> None:
@@ -224,7 +235,7 @@ def test_the_rate_of_this_machine_is_that_of_a_step_of_one_layer(monkeypatch) ->
     run, readings = load_train_config("qwen3-8b", {"max_length": 2048}), iter((0.0, 9.0, 10.0, 14.0, 20.0, 22.0))
     model = random_model(SHAPES["wide attention"])
     monkeypatch.setattr(estimate, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
-    of_two_layers = pack_flop(model, GateBank.for_model(model, gate_config(run, model)), run, 2048)
+    of_two_layers = pack_flop(model, GateBank.for_model(model, gate_config(run, model)), run, 2048, 2)
     assert measured_tflops(model, run, CPU) == pytest.approx(of_two_layers / 2 / 2.0 / 1e12)
     monkeypatch.setattr(estimate, "measured_tflops", lambda *_: 7.0)
     assert make_plan(run, device="cpu").rates == {"at the rate of one layer here": 7.0}
