@@ -117,7 +117,7 @@ def tests_of(coverage_file: Path) -> dict[tuple[str, int], list[str]]:
     for file in data.measured_files():
         name = os.path.relpath(file, ROOT)
         for line, contexts in data.contexts_by_lineno(file).items():
-            tests_by_line[name, line] = sorted({context.split("|")[0] for context in contexts if context})
+            tests_by_line[name, line] = sorted({context.rpartition("|")[0] for context in contexts if context})
     return tests_by_line
 
 
