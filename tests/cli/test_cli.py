@@ -361,3 +361,8 @@ def test_a_report_without_findings_says_so(capsys):
     say_report(Report(Path("report.md"), Path("report.html")))
     output = capsys.readouterr().out
     assert "no dense run" in output and "What the report shows" not in output
+
+
+def test_only_train_lists_its_many_options_unless_asked(seergate):
+    listed = {name: "--learning-rate" in seergate(name, "--help").stdout for name in ("train", "plan", "prepare")}
+    assert listed == {"train": True, "plan": False, "prepare": False}

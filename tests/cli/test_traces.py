@@ -46,6 +46,7 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path: Path, m
     command = ["traces", "--prompts", "chain_sum", "--limit", "2", "--method", method, "--out", str(out)]
     first = run_seergate(*command)
     assert first.returncode == 0, first.stderr
+    assert ("gates: " in first.stdout) == (method != "dense")
     assert "2 questions, 0 answered already" in first.stdout and f"2 answers in {out}\n" in first.stdout
     made = rows(out)
     assert [row["row"] for row in made] == [0, 1]

@@ -88,6 +88,7 @@ def test_results(bank, tmp_path):
     }
     again, card = GateBank.from_pretrained(gates), ModelCard.load(gates / "README.md")
     assert again.results == RESULTS and again.licence == bank.licence
+    assert {entry["task"].get("name") for entry in facts["model-index"][0]["results"]} == {None}
     assert len(card.data.eval_results) == 4 and card.data.model_name == "gates"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
-from seergate.hub import hub_call, offline
+from seergate.hub import hub_call, offline, unanswered
 from seergate.models.loading import base_config, download_weights, load_base
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.gates.conftest import CONFIG, WEIGHTS, metadata, run_example, same
@@ -307,3 +308,10 @@ def test_save_pretrained_pushes(hub, bank, tmp_path, monkeypatch):
     wrong = "the gates could not be pushed to new-gates: .*token is needed"
     refused(wrong, bank.save_pretrained, tmp_path / "new-gates", push_to_hub=True, token=False)
     assert [*hub.repos] == ["writer/my-gates", REPO]
+
+
+@pytest.mark.parametrize(("status", "silent"), [(404, False), (499, False), (500, True), (503, True)])
+def test_a_server_error_is_no_answer(status, silent):
+    error = Exception("from the server")
+    error.response = SimpleNamespace(status_code=status)
+    assert unanswered(error) == silent

@@ -98,7 +98,7 @@ def drawn(count: int, seed: int) -> list[Mutation]:
     parts: dict[str, list[Mutation]] = defaultdict(list)
     for path in sorted(path for path in (ROOT / "seergate").rglob("*.py")):
         folders = path.relative_to(ROOT).parts[:-1]
-        if "triton_impl" not in folders and "vllm" not in folders:
+        if "triton_impl" not in folders and "vllm" not in folders and "kernels" not in path.stem:
             parts["/".join(folders[:2])].extend(mutations(path))
     chance, names, chosen = random.Random(seed), sorted(parts), []
     while len(chosen) < count:
