@@ -488,7 +488,8 @@ class Paged(Storage):
 
     def row_bytes(self, resident: list[int]) -> np.ndarray:
         """Bytes of each row's pages: a page repeated in a row counts once, a page shared with other rows in full."""
-        used = np.array([len(row.table) - row.repeats for row in self.pages.rows])
+        pages = (-(-tokens // self.pages.block_size) for tokens in resident)
+        used = np.array([min(n, len(row.table)) - row.repeats for n, row in zip(pages, self.pages.rows, strict=True)])
         return used * self._page_bytes()
 
     def _page_bytes(self) -> int:

@@ -280,7 +280,10 @@ def results_of(runs: Path, gates: str) -> list[dict[str, Any]]:
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
     others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
     if others and gates not in others:
-        raise SeergateError(f"{runs} has results of other gates ({', '.join(sorted(map(str, others)))}) than {gates}")
+        raise SeergateError(
+            f"{runs} has results of other gates ({', '.join(sorted(map(str, others)))}) than {gates}, or of these in "
+            "another dtype"
+        )
     return [
         {
             "task": str(setting.config["task"]["name"]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,34 +68,29 @@ def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
     if config.anchors:
         bank = bank.with_anchors(config.anchors)
     if config.init == "model":
-        modules = dict(full_attention_modules(model))
-        unlike = [layer for layer, gate in bank if not _begin_as_model(gate, model, layer, modules[layer])]
-        if unlike:
-            warnings.warn(
-                f"the gates of layers {unlike} are initialised at random: init 'model' needs RoPE over the whole "
-                "head, in the rotate-half form, after any norm of queries and keys",
-                stacklevel=2,
-            )
+        for layer, attention in full_attention_modules(model):
+            if layer in bank.geometry.layers:
+                _begin_as_model(bank.gate(layer), model, layer, attention)
     return bank
 
 
-def _begin_as_model(gate: Scorer, model: PreTrainedModel, layer: int, attention: nn.Module) -> bool:
-    """Initialise a gate with the layer's own product; return False, and change nothing, if it rotates otherwise."""
-    config, width = text_config(model), head_dim_of(model)
+def _begin_as_model(gate: Scorer, model: PreTrainedModel, layer: int, attention: nn.Module) -> None:
+    """Initialise a gate with the layer's own product. If the layer rotates a part of its channels, or none, or norms
+    them after RoPE, this is only near to it.
+    """
+    config, width, order = text_config(model), head_dim_of(model), None
     kind = rope_kind(config, attention)
-    rotary = Rotary(decoder_of(model), attention, layer_type(config, layer), kind)
-    if kind == "other":
-        return False
-    units = torch.eye(width)[None, None]
-    home = rotary.frequencies().device  # meta if only shapes are asked for
-    for position in (1, 100) if gate.config.gate_dim == width and home.type != "meta" else ():
-        at = torch.full((1, width), position)
-        turned = units if gate.inv_freq is None else rotate(units, at, gate.inv_freq.cpu(), gate.attention_scaling)
-        if not torch.allclose(turned, rotary.rotate(units.to(home), at.to(home)).cpu(), atol=1e-3):
-            return False
+    if kind == "plain" and gate.inv_freq is not None and gate.config.gate_dim == width:
+        rotary = Rotary(decoder_of(model), attention, layer_type(config, layer), kind)
+        home = rotary.frequencies().device  # meta if only shapes are asked for
+        units, at = torch.eye(width, device="cpu")[None, None], torch.full((1, width), 1, device="cpu")
+        interleaved = torch.arange(width, device="cpu").view(-1, 2).T.flatten()
+        ours = rotate(units[..., interleaved], at, gate.inv_freq.cpu(), gate.attention_scaling)
+        if home.type != "meta":
+            theirs = rotary.rotate(units.to(home), at.to(home)).cpu()
+            order = interleaved if torch.allclose(ours, theirs[..., interleaved], atol=1e-3) else None
     scale = float(getattr(attention, "scaling", width**-0.5)) * width**0.5
-    gate.begin_as_model(1.0 if math.isclose(scale, 1.0) else scale)
-    return True
+    gate.begin_as_model(1.0 if math.isclose(scale, 1.0) else scale, order)
 
 
 def given_gates(config: TrainConfig, fresh: GateBank) -> GateBank | None:

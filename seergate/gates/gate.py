@@ -46,15 +46,17 @@ class AttnGate(Scorer):
             self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
 
     @torch.no_grad()
-    def begin_as_model(self, scale: float = 1.0) -> None:
+    def begin_as_model(self, scale: float = 1.0, order: Tensor | None = None) -> None:
         """Add weights that score with the model's own product: the mean of a group's queries, or each query, times
         the block's poolings weighted by `POOLING_SHARES`. The random initial weights remain as noise. E must equal D.
-        ``scale`` is the model's factor on ``q . k`` times the root of D.
+        ``scale`` is the model's factor on ``q . k`` times the root of D; ``order [D]`` puts the channels that its RoPE
+        rotates together where a gate's RoPE has them.
         """
         width = self.config.gate_dim
         if width != self.head_dim:
             raise ValueError(f"gate_dim is {width}; with init 'model' it must be the head dimension ({self.head_dim})")
         one = torch.eye(width, device=self.k_proj.weight.device)
+        one = one if order is None else one[:, order.to(one.device)]
         if self.config.q_pooling != "avg":
             self.q_proj.weight.add_(one / (self.group_size if self.config.q_pooling == "proj" else 1))
         shares = torch.tensor([POOLING_SHARES[kind] for kind in self.config.k_pooling], device=one.device)

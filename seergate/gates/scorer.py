@@ -88,7 +88,7 @@ class Scorer(nn.Module, ABC):
             self.inv_freq = exact.to(self.inv_freq.device)
         return self
 
-    def begin_as_model(self, scale: float = 1.0) -> None:
+    def begin_as_model(self, scale: float = 1.0, order: Tensor | None = None) -> None:
         """Initialise weights so that scores are the model's own ``q . k``; refused by scorers that cannot."""
         raise ValueError(f"init is 'model'; with scorer {self.config.scorer!r} it must be 'random'")
 

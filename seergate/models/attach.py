@@ -150,14 +150,12 @@ class Handle(Attachment):
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, *args: Any, **options: Any
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
         """Save the model, and its gates in ``gates/``; replaces ``model.save_pretrained`` while gates are attached.
 
         Args:
             save_directory: directory of the model; ``seergate.load(save_directory + "/gates")`` loads both.
-            is_main_process, *args, **options: arguments of the model's own ``save_pretrained``.
+            *args, **options: arguments of the model's own ``save_pretrained``.
 
         Raises:
             SeergateError: with ``push_to_hub``, which would upload the model without its gates.
@@ -165,9 +163,9 @@ class Handle(Attachment):
         if options.get("push_to_hub"):
             raise SeergateError("save_pretrained uploads the model without its gates; use model.push_to_hub(...)")
         gates: GateBank = self.method.bank  # type: ignore[attr-defined]
-        if is_main_process:
+        if options.get("is_main_process", True):
             gates.save_pretrained(os.path.join(save_directory, "gates"))
-        type(self._saved).save_pretrained(self._saved, save_directory, is_main_process, *args, **options)
+        type(self._saved).save_pretrained(self._saved, save_directory, *args, **options)
 
     @contextmanager
     def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.config import DecodeConfig, Rectify
 from seergate.errors import SeergateError
+from seergate.gates.files import read_json
 from seergate.models.attach import attach
 from seergate.models.families import gate_geometry
 from seergate.models.gate_bank import GateBank
@@ -79,9 +80,8 @@ def load(
         gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub
     )
     method = method_of(bank, config, **given)
-    place = Path(gates, subfolder or "").absolute()
-    if base_model is None and place.name == "gates" and (place.parent / "config.json").is_file():
-        base_model = place.parent
+    if base_model is None:
+        base_model = _beside(Path(gates, subfolder or "").absolute(), bank)
     base, pinned = _base_of(bank, gates, base_model)
     of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
     check_decode_options(options, decode_options(bank), of_model)
@@ -97,6 +97,18 @@ def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> 
     problems = bank.geometry.mismatches(gate_geometry(skeleton(base_config(name, **options)), bank.config))
     if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
+
+
+def _beside(gates: Path, bank: GateBank) -> Path | None:
+    """The directory of a model that was saved with its gates in ``gates/`` (`Handle.save_pretrained`)."""
+    model = gates.parent
+    if gates.name != "gates" or not gates.is_dir() or not any(model.glob("model*.safetensors")):
+        return None
+    if not (model / "config.json").is_file():
+        return None
+    config = read_json(model / "config.json")
+    is_like = isinstance(config, dict) and config.get("model_type") == bank.geometry.model_type
+    return model if is_like else None
 
 
 def _base_of(

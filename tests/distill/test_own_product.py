@@ -12,6 +12,8 @@ from seergate import GateBank, GateConfig
 from seergate.distill import TrainConfig, load_train_config, run_distillation
 from seergate.distill.base_model import check_model, fresh_gates
 from seergate.gates.scorer import INIT_STD
+from seergate.models import families
+from seergate.models.rope import Rotary
 from seergate.ops.gate_math import rotate
 from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
 from tests.support.models import tiny_model
@@ -45,14 +47,29 @@ def test_the_factor_of_the_models_product_is_its_own():
     torch.testing.assert_close(gate.k_proj.weight, 0.4 * torch.eye(16).expand(2, 16, 16), atol=0.1, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["glm4", "ernie4_5", "cohere2"])
-def test_layers_that_rotate_otherwise_begin_at_random(family):
-    """Partly, interleaved, or not at all; without the noise, nothing is left of their gates."""
+@pytest.mark.parametrize("family", ["llama", "ernie4_5", "cohere2", "smollm3"])
+def test_the_product_is_that_of_the_models_rope(family):
+    """Of halves, or interleaved; only near to it in a layer without RoPE (Cohere 2's full attention)."""
     model = tiny_model(family)
-    settings = TrainConfig(model="x", block_size=SIZE, gate_dim=16, init="model", qk_norm=False)
-    with pytest.warns(UserWarning, match=r"the gates of layers \[.*\] are initialised at random: init 'model' needs"):
-        bank = fresh_gates(settings, model)
-    assert any(gate.q_proj.weight.abs().max() < 10 * INIT_STD for _, gate in bank)
+    dim = families.head_dim_of(model)
+    settings = TrainConfig(model="x", block_size=SIZE, gate_dim=dim, init="model", qk_norm=False, q_pooling="none")
+    bank = fresh_gates(settings, model)
+    layer, attention = families.full_attention_modules(model)[-1]
+    text, gate = families.text_config(model), bank.gate(layer)
+    kind = families.rope_kind(text, attention)
+    rotary = Rotary(families.decoder_of(model), attention, families.layer_type(text, layer), kind)
+    for parameter in gate.parameters():
+        parameter.data[parameter.abs() < 6 * INIT_STD] = 0  # the noise
+        parameter.data[parameter.abs() >= 6 * INIT_STD] = 1
+    q, k = torch.randn(1, gate.num_kv_heads, 9, dim), torch.randn(1, gate.num_kv_heads, 9, dim)
+    at = torch.arange(9)[None] * 3
+    turned = [rotary.rotate(x, at) for x in (q, k)]
+    products = turned[0] @ turned[1].transpose(-1, -2)
+    weight = gate.q_proj.weight[0, 0]
+    own = [rotate(x @ weight, at, gate.inv_freq, gate.attention_scaling) for x in (q, k)]
+    scores = own[0] @ own[1].transpose(-1, -2)
+    near = torch.corrcoef(torch.stack((products.flatten(), scores.flatten())))[0, 1]
+    assert (near > 0.999) == (kind == "plain"), near
 
 
 def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F811

@@ -17,18 +17,21 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from seergate import GateConfig
 from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.losses import teacher_forward
+from seergate.distill.losses.distill_loss import DistillOutput
 from seergate.distill.sources import open_source
-from seergate.distill.trainer import NON_FINITE_LIMIT, Stopped, prepare_run, scheduled_rate
+from seergate.distill.trainer import NON_FINITE_LIMIT, Averages, Stopped, prepare_run, scheduled_rate
 from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.models.gate_bank import GateBank
 from seergate.yaml_file import read_yaml
 from tests.distill.conftest import PLAIN, byte_tokenizer
+from tests.support.models import tiny_model
 from tests.support.running import run_seergate
 
 
@@ -535,6 +538,7 @@ def test_a_run_records_the_rate_that_it_used(config: TrainConfig) -> None:
         ({"zero_optimization": {"stage": 3}}, "ZeRO stage 3"),
         ({}, "ZeRO stage 0"),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}, "switches bf16 on"),
+        ({"zero_optimization": {"stage": 2}, "bfloat16": {"enabled": True}}, "switches bfloat16 on"),
         ({"zero_optimization": {"stage": 2}, "optimizer": {"type": "SGD"}}, "sets the optimizer"),
         ({"zero_optimization": {"stage": 2}, "gradient_clipping": 5.0}, "sets gradient_clipping to 5.0"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "sets reduce_bucket_size to 'big'"),
@@ -555,3 +559,21 @@ def test_the_shipped_deepspeed_files_fit_every_world(config: TrainConfig, name: 
     values = deepspeed_config(replace(config, deepspeed=str(file), packs_per_step=16), 8)
     assert values["gradient_accumulation_steps"] == 2 and values["train_batch_size"] == 16
     assert values["gradient_clipping"] == 1.0
+
+
+def test_averages_are_over_rows_and_not_over_packs():
+    """A pack of which no row counts is no pack with a KL of zero."""
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    world = SimpleNamespace(device=torch.device("cpu"), sum=lambda sums: sums)
+    run = SimpleNamespace(bank=bank, config=SimpleNamespace(recall_budgets=(16,)), world=world)
+
+    def pack(loss, kl, recall, rows):
+        return DistillOutput(
+            torch.tensor(loss), torch.tensor([kl, 2 * kl]), torch.full((1, 2, 2), recall), 100, torch.tensor(rows)
+        )
+
+    packs = [pack(1.0, 3.0, 0.5, 10), pack(2.0, 1.0, 0.1, 30), pack(0.0, 0.0, 0.0, 0), pack(math.nan, 9.0, 0.9, 10)]
+    means = Averages.over(run, packs, 4)
+    assert means.kl_per_layer == pytest.approx([1.5, 3.0]) and means.recall[16][0] == pytest.approx([0.2, 0.2])
+    assert (means.loss, means.tokens, means.non_finite) == (1.0, 300, 1)
+    assert math.isnan(Averages.over(run, packs[2:3], 1).kl_per_layer[0])

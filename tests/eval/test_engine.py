@@ -22,6 +22,7 @@ from seergate.eval.generation.engine import (
     Request,
     common_prefix,
     shares_prefix,
+    text_of,
 )
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import beginning, encode, prompt_text
@@ -450,3 +451,5 @@ def test_the_space_at_the_beginning_of_an_answer_is_kept():
     assert tokenizer.decode(tokens[:-1]) == body[1:]
     answer = Generation.of(Request("k", prompt, tuple(given)), tokens, {tokenizer.eos_token_id}, tokenizer, 0.0, {})
     assert answer.completion == body
+    pieces = [tokenizer.convert_tokens_to_ids(piece) for piece in ("▁▁", "▁▁", "r", "e")]
+    assert tokenizer.decode(pieces) == "   re" and text_of(pieces, tokenizer) == "    re"

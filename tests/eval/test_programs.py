@@ -122,7 +122,13 @@ def test_what_of_an_answer_is_run():
     block = "```python\ndef f():\n    return 1\n```"
     assert answered_program("    return 1\n```\n", GOLD) == "    return 1\n```\n"  # a completion, as it is
     assert answered_program(f"```\n0\n```\nno:\n{block}\n```python\ncut", CHAT) == "\ndef f():\n    return 1"
-    for more in ("```python\nprint(f())\n```", "Output:\n```\n1\n```", "```bash\npython f.py\n```"):
+    for more in (
+        "```python\nprint(f())\n```",
+        "Output:\n```\n1\n```",
+        "```bash\npython f.py\n```",
+        "```\n  1\n```",
+        "2. so:\n   ```\n   print(f())\n   ```",
+    ):
         assert answered_program(f"{block}\n{more}\n", CHAT) == "\ndef f():\n    return 1"
     stub = "```python\ndef f():\n    ...\n```"
     assert answered_program(f"{stub}\nThe body:\n```python\n    return 1\n```", CHAT) == "\n    return 1"

@@ -104,3 +104,7 @@ def test_a_model_is_saved_with_its_gates(tmp_path, compiled):
         assert torch.equal(loaded.model.layers[0].self_attn.v_proj.weight, weight)
     named = seergate.load(tmp_path / "saved" / "gates", base_model=tmp_path / "base")
     assert not torch.equal(named.model.layers[0].self_attn.v_proj.weight, weight)
+    for config in ('{"port": 80}', '{"model_type": "llama"}'):  # of something else than the gates' model
+        (tmp_path / "saved" / "config.json").write_text(config)
+        other = seergate.load(tmp_path / "saved" / "gates")
+        assert not torch.equal(other.model.layers[0].self_attn.v_proj.weight, weight)

@@ -41,6 +41,9 @@ _FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
 _LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # after a sentence
 
 
+_BODY = re.compile(r"[ \t].*\b(?:return|yield)\b", re.DOTALL)  # of a function, without its definition
+
+
 def fenced_blocks(completion: str) -> list[str]:
     """The contents of the closed fenced blocks.
 
@@ -103,7 +106,7 @@ def answered_program(completion: str, gold: str) -> str | None:
     if not record.get("chat"):
         return completion
     blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}("
-    functions = [block for block in blocks if definition in block or block[:1].isspace()]  # or the body of it
+    functions = [block for block in blocks if definition in block or _BODY.match(block)]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program
     return f"\n{program}" if program.strip() else None
