@@ -36,6 +36,13 @@ READER = """<script nonce="reader">
     document.body.getBoundingClientRect();  // lays out what was changed
     seen.times.push(performance.now() - began);
   }
+  const errors = seen.errors = [];
+  addEventListener("error", event => errors.push(event.message));
+  dispatchEvent(new Event("resize"));  // a window may be resized, and anything clicked, before a step is unpacked
+  document.dispatchEvent(new KeyboardEvent("keydown", {key: "Escape"}));
+  document.querySelector("#grid button").click();
+  document.querySelector("#grid button").click();
+  document.querySelector("#chart").click();
   await pause(500);
   seen.first = {shown: +document.body.dataset.shown, ...state()};
   await point(POINTED);
@@ -102,6 +109,7 @@ def test_what_is_pointed_at_is_shown(tmp_path):
     assert seen["held"]["token"] == seen["cell"]["token"], "a token that is held stays"
     assert "there is no step" in seen["dense"]["said"] and seen["dense"]["read"] == []
 
+    assert seen["errors"] == []
     messages, picture = opened(page, tmp_path / "second")
     assert messages == [] and picture.stat().st_size > 20_000
 
