@@ -85,6 +85,10 @@ class GateOnEvictorState(EvictingState):
         output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, 1, **step.softmax_options)
         return AttentionOutput(output, counts_BK.double().mean(1).tolist())
 
+    @property
+    def compresses_once(self) -> bool:
+        return self.evicting.compresses_once
+
     def max_resident(self) -> int:
         return self.evicting.max_resident()
 

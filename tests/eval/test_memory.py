@@ -15,6 +15,7 @@ from seergate.eval.tasks.prompts import encode
 from seergate.models.attach import attached
 from tests.eval.test_engine import LONG, PROMPTS, requests_for, run, tokens
 from tests.support import evaluation as support
+from tests.support import naive_views
 
 
 def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
@@ -124,6 +125,17 @@ def test_a_sample_holds_what_its_method_lets_it(name):
         estimate = sample_bytes(model, prompt, len(prompt) + 200)
     assert generation.n_tokens == 200
     assert 1 <= estimate / generation.costs["own_bytes_peak"] < 1.35, estimate / generation.costs["own_bytes_peak"]
+
+
+def test_an_answer_that_stays_is_counted_under_a_gate_too():
+    """A prompt that is compressed once, and 2000 tokens that all stay."""
+    model, prompt, options = support.model(), [5] * 20, {"token_budget": 64, "compress": "prompt"}
+    gates = {"bank": naive_views.gate_for(model), "read_budget": 64}
+    held = []
+    for method, more in (("snapkv", {}), ("snapkv+gate", gates)):
+        with attached(model, method, **options, **more):
+            held.append(sample_bytes(model, prompt, 2000))
+    assert held[1] > held[0] > 2000 * 512
 
 
 def test_methods_that_evict_get_the_rows_that_they_have_room_for(monkeypatch):
