@@ -75,19 +75,11 @@ class Gates(nn.Module):
             if isinstance(gate, Scorer) and gate.inv_freq is not None:
                 gate.inv_freq = shared.setdefault(gate.inv_freq.device, gate.inv_freq)
 
-    def gate(self, layer: int) -> Scorer:
-        """The gate of a layer of the model."""
-        gate = self.layers[str(layer)]
-        assert isinstance(gate, Scorer)
-        return gate
+    def gate(self, layer: int) -> Any:
+        """The gate of a layer of the model: a `Scorer`, or a `RetentionGate` if ``config.retention``."""
+        return self.layers[str(layer)]
 
-    def retention_gate(self, layer: int) -> RetentionGate:
-        """The retention gate of a layer of the model; only if ``config.retention``."""
-        gate = self.layers[str(layer)]
-        assert isinstance(gate, RetentionGate)
-        return gate
-
-    def __iter__(self) -> Iterator[tuple[int, Scorer]]:
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Pairs of layer index and gate, by ascending layer."""
         return ((layer, self.gate(layer)) for layer in self.geometry.layers)
 

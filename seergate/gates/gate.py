@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seergate import ops
 from seergate.config import GateConfig
 from seergate.gates.geometry import ModelGeometry
-from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, Scorer
+from seergate.gates.scorer import HeadwiseLinear, Scorer
 from seergate.ops.gate_math import block_scores, branch_end, compressed_keys, projected_queries
 from seergate.ops.rows import RowLengths
 
@@ -43,7 +43,8 @@ class AttnGate(Scorer):
             self.q_proj = HeadwiseLinear(kv_heads, head_dim, width)
         self.k_proj = HeadwiseLinear(kv_heads, len(config.k_pooling) * head_dim, width)
         if config.qk_norm:
-            self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
+            self.q_norm = nn.RMSNorm(width, dtype=torch.float32)
+            self.k_norm = nn.RMSNorm(width, dtype=torch.float32)
 
     @torch.no_grad()
     def begin_as_model(self, scale: float = 1.0, order: Tensor | None = None) -> None:

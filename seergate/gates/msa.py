@@ -13,11 +13,12 @@ Shape suffixes: see `seergate.gates.scorer`.
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from seergate.config import GateConfig
 from seergate.gates.geometry import ModelGeometry
-from seergate.gates.scorer import GateRMSNorm, HeadwiseLinear, TokenScorer
+from seergate.gates.scorer import HeadwiseLinear, TokenScorer
 from seergate.ops.gate_math import branch_end, projected_queries
 
 
@@ -28,14 +29,12 @@ class MSA(TokenScorer):
         super().__init__(config, geometry)
         self.q_proj = HeadwiseLinear(self.num_kv_heads, self.group_size, self.head_dim, config.gate_dim)
         if config.qk_norm:
-            self.q_norm, self.k_norm = GateRMSNorm(config.gate_dim), GateRMSNorm(config.gate_dim)
+            self.q_norm = nn.RMSNorm(config.gate_dim, dtype=torch.float32)
+            self.k_norm = nn.RMSNorm(config.gate_dim, dtype=torch.float32)
 
     def queries(self, q_BHSD: Tensor, positions: Tensor) -> Tensor:
         """One index query per token and group, ``[B, K, S, E]``."""
         return branch_end(projected_queries(q_BHSD, self.q_proj.weight), positions, *self._norm_and_rope("q_norm"))
-
-    def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
-        return branch_end(keys_B1TE, positions, *self._norm_and_rope("k_norm"))
 
     def token_scores(self, queries_BKSE: Tensor, keys_B1TE: Tensor) -> Tensor:
         return self.products(queries_BKSE, keys_B1TE)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from seergate.config import GateConfig
 from seergate.gates.geometry import ModelGeometry
-from seergate.gates.scorer import INIT_STD, GateRMSNorm, group_size
+from seergate.gates.scorer import INIT_STD, group_size
 from seergate.ops.gate_math import rms_norm
 
 BASE_KEYS = 16
@@ -70,7 +70,8 @@ class FastKVzipGate(RetentionGate):
         heads, width = self.num_kv_heads, config.gate_dim
         self.q_proj = linear(self.hidden_size, heads * self.group_size * width, bias=True)
         self.k_proj = linear(self.hidden_size, heads * width, bias=False)
-        self.q_norm, self.k_norm = GateRMSNorm(width), GateRMSNorm(width)
+        self.q_norm = nn.RMSNorm(width, dtype=torch.float32)
+        self.k_norm = nn.RMSNorm(width, dtype=torch.float32)
         self.base_keys = nn.Parameter(torch.zeros(heads, BASE_KEYS, width, dtype=torch.float32))
         self.bias = nn.Parameter(torch.zeros(heads, self.group_size, dtype=torch.float32))
 

@@ -18,18 +18,10 @@ from torch.nn import functional as F
 
 from seergate.config import GateConfig
 from seergate.gates.geometry import ModelGeometry
-from seergate.ops.gate_math import Branch, block_scores
+from seergate.ops.gate_math import Branch, block_scores, branch_end
 from seergate.ops.rows import RowLengths
 
 INIT_STD = 0.02
-
-
-class GateRMSNorm(nn.Module):
-    """Weight for `seergate.ops.gate_math.rms_norm`, one vector shared by all heads."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim, dtype=torch.float32))
 
 
 class HeadwiseLinear(nn.Module):
@@ -177,9 +169,9 @@ class TokenScorer(Scorer):
         weight = self.k_proj.weight
         return self.key_end(pooled_B1TP.to(weight.dtype) @ weight, positions)
 
-    @abstractmethod
     def key_end(self, keys_B1TE: Tensor, positions: Tensor) -> Tensor:
         """Apply norm (if ``config.qk_norm``) and RoPE (if ``config.rope``) to the output of the linear map."""
+        return branch_end(keys_B1TE, positions, *self._norm_and_rope("k_norm"))
 
     @abstractmethod
     def token_scores(self, queries_BISE: Tensor, keys_B1TE: Tensor) -> Tensor:

@@ -57,7 +57,7 @@ def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
             torch.cat([getattr(call, name)[0].transpose(0, 1) for call in parts])
             for name in ("query_BHSD", "key_BKSD")
         )
-        scores = torch.cat([bank.retention_gate(layer)(call.hidden_BSW)[0].T for call in parts])
+        scores = torch.cat([bank.gate(layer)(call.hidden_BSW)[0].T for call in parts])
         loss, stats = reference.retention_kl(
             q, k, scores, borders_of(*lengths), SIZE, row_start=0.25, recall_budgets=(16,)
         )
@@ -75,7 +75,7 @@ def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
 def test_trim_kv_learns_from_the_whole_model(model):
     """Loss and gradients are those of autograd through a model whose attention is the reference's."""
     model, bank = model.double(), retention_for(model, "trim_kv").double()
-    for _, gate in ((layer, bank.retention_gate(layer)) for layer in bank.geometry.layers):
+    for _, gate in bank:
         gate.linear2.bias.data += 2.0  # ages of up to 40 leave something
     lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
     out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
@@ -87,7 +87,7 @@ def test_trim_kv_learns_from_the_whole_model(model):
 
     def attend(call):
         q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        log_beta = bank.retention_gate(call.layer)(call.hidden_BSW)[0].T
+        log_beta = bank.gate(call.layer)(call.hidden_BSW)[0].T
         output, weight_sums = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
         excess.append((weight_sums - room).clamp(min=0).mean())
         return output[None]
@@ -130,7 +130,7 @@ def fading(model, betas, dtype=torch.float32):
     bank = GateBank.for_model(model, GateConfig(SIZE, scorer="trim_kv"))
     for parameter in bank.parameters():
         parameter.data.zero_()
-    gate = bank.retention_gate(0)
+    gate = bank.gate(0)
     gate.linear1.weight.data[0, 0] = 1
     gate.linear2.weight.data[:, 0] = 1
     gate.linear2.bias.data.fill_(-20)
@@ -188,7 +188,7 @@ def test_base_keys_stay_equal(model):
         distill_step(bank, model, prompt(40, seed)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    keys_KNE = bank.retention_gate(0).base_keys
+    keys_KNE = bank.gate(0).base_keys
     assert keys_KNE.abs().max() > 0.01
     torch.testing.assert_close(keys_KNE, keys_KNE[:, :1].expand_as(keys_KNE))
 
@@ -197,11 +197,11 @@ def test_gates_that_keep_everything_are_the_plain_model(model):
     """Fresh gates of TRIM-KV begin near it, and with beta of 1 they are it."""
     bank = GateBank.for_model(model, GateConfig(scorer="trim_kv"))
     hidden = torch.randn(1, 5, model.config.hidden_size)
-    assert bank.retention_gate(0)(hidden).exp().min() > 0.9999
+    assert bank.gate(0)(hidden).exp().min() > 0.9999
     for parameter in bank.parameters():
         parameter.data.zero_()
     for layer in bank.geometry.layers:
-        bank.retention_gate(layer).linear2.bias.data.fill_(100.0)
+        bank.gate(layer).linear2.bias.data.fill_(100.0)
     ids = prompt(40, 3)
     labels, logits = ids[0, 21:], model(input_ids=ids).logits[0, 20:-1]
     expected = torch.nn.functional.cross_entropy(logits, labels).item()

@@ -32,7 +32,7 @@ class ImportanceLoss(DistillLoss):
     """Fast KVzip's loss: `ops.retention_kl`, with the gates' ``block_size`` as the distance."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
-        gate = self.bank.retention_gate(call.layer)
+        gate = self.bank.gate(call.layer)
         parameters = self.trainable(gate)
         with torch.set_grad_enabled(bool(parameters)):
             loss, stats = compared(gate(call.hidden_BSW), call, lse_TH, self)
@@ -74,7 +74,7 @@ class StudentLoss(DistillLoss):
         """Measure the layer's recall; the loss is computed from the model's output."""
         if self.spec.recall_budgets:
             with torch.no_grad():
-                beta_BKS = self.bank.retention_gate(call.layer)(call.hidden_BSW).exp()
+                beta_BKS = self.bank.gate(call.layer)(call.hidden_BSW).exp()
                 self.stats.append(compared(beta_BKS, call, lse_TH, self)[1])
 
     def compare(self, ids_1T: Tensor, positions_1T: Tensor, logits_RV: Tensor) -> None:
@@ -100,9 +100,7 @@ class StudentLoss(DistillLoss):
         def attend(call: TeacherCall) -> Tensor:
             q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
             has_gate = call.layer in self.gate_of
-            log_beta_TK = (
-                self.bank.retention_gate(call.layer)(call.hidden_BSW)[0].T if has_gate else k.new_zeros(k.shape[:2])
-            )
+            log_beta_TK = self.bank.gate(call.layer)(call.hidden_BSW)[0].T if has_gate else k.new_zeros(k.shape[:2])
             out = ops.retained_attention(
                 q, k, v, log_beta_TK, self.cu_seqlens, call.sm_scale,
                 window=call.window, sinks=call.sinks, softcap=call.softcap,
