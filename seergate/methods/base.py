@@ -244,16 +244,16 @@ class LayerState:
         """True if a row of ``seen`` tokens reads all of its blocks, even in a batch with longer rows that select."""
         return any(part.reads_all(seen) for part in self.parts)
 
-    def grown(self, name: str, blocks: int, fill: float = 0.0, limit: int | None = None) -> Tensor:
-        """Return ``rows[name] [B, K, N, ...]`` with at least ``blocks`` entries along N, the new ones ``fill``. Spare
-        room does not exceed ``limit`` entries, unless ``blocks`` does.
+    def grown(self, name: str, blocks: int, limit: int | None = None) -> Tensor:
+        """Return ``rows[name] [B, K, N, ...]`` with at least ``blocks`` entries along N, the new ones zero. Spare room
+        does not exceed ``limit`` entries, unless ``blocks`` does.
         """
         tensor = self.rows[name]
         if tensor.shape[2] < blocks:
             extra = max(blocks - tensor.shape[2], tensor.shape[2] // 8, 8)
             if limit is not None and blocks <= limit:
                 extra = min(extra, limit - tensor.shape[2])
-            room = tensor.new_full((*tensor.shape[:2], extra, *tensor.shape[3:]), fill)
+            room = tensor.new_zeros(*tensor.shape[:2], extra, *tensor.shape[3:])
             tensor = self.rows[name] = torch.cat((tensor, room), dim=2)
         return tensor
 
@@ -287,8 +287,6 @@ class Method:
     """Role in a comparison: a ``"control"`` chooses at random, a ``"bound"`` knows what no real method can know."""
     plot_style: ClassVar[tuple[str, str] | None] = None
     """Colour and marker in plots; an unused pair if ``None``."""
-    cautions: ClassVar[Mapping[str, str]] = {}
-    """dtype of the model's cache -> a sentence that reports on runs with this dtype include."""
     evaluation_options: ClassVar[Mapping[str, Any]] = {}
     """Options that an evaluation sets by default, so that its results are reproducible."""
 

@@ -104,7 +104,6 @@ def answering(theirs):
         budget_option: ClassVar[str] = "share"
         role: ClassVar[str] = "control"
         plot_style: ClassVar[tuple[str, str]] = ("#123456", "|")
-        cautions: ClassVar[dict[str, str]] = {"float32": "answering is asked."}
         calibrates: ClassVar[dict[str, str]] = {"recent_tokens": f"{__name__}:RecentTokens"}
         serving_scores: ClassVar[str] = "seergate.serving.common.scoring:QuestScores"
         share: int = 1
@@ -149,8 +148,6 @@ def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
     assert json.loads(Path("runs/calibration/recent.txt").read_text())["value"] == FRESH
     directory = next(Path("runs").glob("answering-*"))
     assert yaml.safe_load((directory / "config.yaml").read_text())["method"]["recent_tokens"] == FRESH
-    page = Path("runs/report.md").read_text()
-    assert "answering is asked." in page
     assert style("answering")["color"] == "#123456"
     assert main(["calibrate", "answering", "--problems", "1", "--max-new-tokens", "9", "--out", "mine.txt"]) == 0
     assert "measured" in capsys.readouterr().out and json.loads(Path("mine.txt").read_text())["value"] == 1

@@ -282,8 +282,6 @@ def cautions(sweep: Sweep) -> list[str]:
         for s in sweep.settings
         if s.metrics["amsr"] == 0
     ]
-    dtype = sweep.config["model"].get("dtype")
-    lines += dict.fromkeys(s.kind.cautions[dtype] for s in sweep.settings if dtype in s.kind.cautions)
     sizes = {s.block_size for s in sweep.settings if s.block_size is not None}
     if len(sizes) > 1:
         lines.append(f"block sizes differ between methods ({', '.join(map(str, sorted(sizes)))} tokens).")
