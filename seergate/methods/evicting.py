@@ -39,17 +39,17 @@ class EvictingMethod(CompressingMethod):
 
     _has_warned = False  # no annotation, so not an option
 
-    @property
-    def own_attention(self) -> bool:
-        """True if the state's `attend` replaces ordinary attention to all residents at some steps."""
-        return False
-
-    def warn_of_prompt(self, tokens: int, budget: int, done: str) -> None:
-        """Warn, once per method object, that a prompt exceeds the budget; ``done`` says how it is treated."""
-        if not self._has_warned:
+    def warn_of_prompt(self, tokens: int) -> None:
+        """Warn, once per method object, of a prompt that exceeds ``token_budget``, if the method has one."""
+        budget = getattr(self, "token_budget", None)
+        if budget is not None and tokens > budget and not self._has_warned:
             self._has_warned = True
-            warning = f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; {done}"
-            warnings.warn(warning, LongPromptWarning, stacklevel=2)
+            warnings.warn(
+                f"{self.name}: a prompt has {tokens} tokens and token_budget is {budget}; docs/which_method.md says "
+                "what becomes of it",
+                LongPromptWarning,
+                stacklevel=2,
+            )
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,8 @@ class CompressingState(LayerState, ABC):
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             if start == 0:
                 self.prompts[row] = count
-                self.saw_prompt(count)
             else:
                 self.decoded[row] += count
-
-    def saw_prompt(self, tokens: int) -> None:
-        """Called once with the length of a prompt; override it to warn of a prompt that does not fit the budget."""
 
     def total_tokens(self, row: int) -> int:
         """Tokens of a row so far, evicted ones included."""
@@ -165,12 +161,16 @@ class CompressingState(LayerState, ABC):
 class EvictingState(CompressingState):
     """State of an `EvictingMethod`. Entries of its growing tensors are evicted with their residents."""
 
+    method: EvictingMethod
     per_token: tuple[str, ...] = ()  # names given to `add_per_token`
 
     def append(self, step: Step) -> None:
         super().append(step)
+        for start, count in zip(step.starts, step.counts, strict=True):
+            if start == 0:
+                self.method.warn_of_prompt(count)
         for name in self.per_token:
-            self.room(name, step.max_length)
+            self.grown(name, step.max_length, limit=self.max_resident())
 
     def on_evict(self, eviction: Eviction, capacity: int) -> None:
         for name, size in self.tokens_per_entry.items():
@@ -183,10 +183,6 @@ class EvictingState(CompressingState):
         self.per_token = (*self.per_token, name)
         spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
-
-    def room(self, name: str, tokens: int) -> Tensor:
-        """The per-token tensor ``rows[name]``, with at least this many entries; new ones are zero."""
-        return self.grown(name, tokens, limit=self.max_resident())
 
     def add_places(self, name: str, step: Step) -> None:
         """Store in ``rows[name]`` the index of each new token within its row; call it after `append`."""
@@ -273,25 +269,11 @@ class BudgetedMethod(EvictingMethod):
             return prompt_tokens + self.token_budget
         return max(self.token_budget, prompt_tokens + max(self.interval, self.recent))
 
-    def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        """Describe the treatment of a prompt that exceeds the budget; ``None`` if it fits."""
-        capacity = self.kept(prompt_tokens)
-        if prompt_tokens <= self.token_budget and (self.prompt != "pinned" or capacity == self.token_budget):
-            return None
-        if self.prompt == "evictable":
-            return f"{capacity} of its tokens stay, the others leave at once"
-        return f"it stays, and {capacity - prompt_tokens} generated tokens beside it, {capacity} in all"
-
 
 class BudgetedState(EvictingState):
     """State of a `BudgetedMethod`; a subclass scores residents by `importance`."""
 
     method: BudgetedMethod
-
-    def saw_prompt(self, tokens: int) -> None:
-        done = self.method.on_long_prompt(tokens)
-        if done is not None:
-            self.method.warn_of_prompt(tokens, self.method.token_budget, done)
 
     @abstractmethod
     def importance(self, step: Step, row: int) -> Tensor:

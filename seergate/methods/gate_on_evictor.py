@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 SUFFIX = "+gate"
 """``snapkv+gate`` is SnapKV with the gate on what remains."""
-OWN_ATTENTION = "the gate's attention would replace that method's own"
 
 
 class GateOnEvictorState(EvictingState):
@@ -59,9 +58,6 @@ class GateOnEvictorState(EvictingState):
 
     @without_gradients
     def attend(self, step: Step) -> AttentionOutput | None:
-        if self.evicting.attend(step) is not None:
-            name = self.method.evictor.name
-            raise SeergateError(f"gate selection cannot be combined with {name!r}: {OWN_ATTENTION}")
         gate, whole, resident = self.method.gate, self._whole(step), step.max_length
         dense = self.spec.layer in gate.dense_layers or whole.max_length <= gate.covered_tokens
         if dense or not isinstance(self.gating, GateState):
@@ -112,7 +108,7 @@ class GateOnEvictor(EvictingMethod):
     their keys are read for it and counted.
 
     Attributes:
-        evictor: the method that decides which tokens stay; it may neither re-position them nor read only a part.
+        evictor: the method that decides which tokens stay; its states must have ordinary attention.
         gate: the method that decides which of them are read.
 
     Raises:
@@ -130,8 +126,8 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named}: it evicts nothing")
         if isinstance(self.evictor, GateOnEvictor):
             raise ValueError(f"{named}: it has a gate already; give the evictor itself")
-        if self.evictor.own_attention:
-            raise ValueError(f"{named}: it attends to a part of its tokens, or moves them; {OWN_ATTENTION}")
+        if getattr(getattr(self.evictor, "state", None), "attend", None) is not EvictingState.attend:
+            raise ValueError(f"{named}: the gate's attention would replace that method's own")
         if self.gate.compat is not None:
             raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
         if self.gate.anchors:
@@ -143,10 +139,6 @@ class GateOnEvictor(EvictingMethod):
     def bank(self) -> Gates:
         """The gates."""
         return self.gate.bank
-
-    @property
-    def own_attention(self) -> bool:
-        return True
 
     @property
     def nominal(self) -> str:

@@ -107,12 +107,6 @@ class LazyEviction(BudgetedMethod):
     def recent(self) -> int:
         return self.window
 
-    def on_long_prompt(self, prompt_tokens: int) -> str | None:
-        notice = super().on_long_prompt(prompt_tokens)
-        if notice is None or self.prompt != "evictable":
-            return notice
-        return f"it stays until {self.window} tokens are generated, and then {self.token_budget} of all tokens stay"
-
 
 def recurrence_score(elapsed: Tensor, mri: Tensor, use_h2: bool = True, h1: str | None = "capped") -> Tensor:
     """H1 + H2 of LazyEviction for ``elapsed`` steps since the last activation and maximum recurrence intervals

@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
-from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction, best
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageState
 
 
@@ -46,17 +45,6 @@ class RaaSState(PageState, EvictingState):
         rows = range(len(self.prompts))
         return max(self._pinned(row) + self._room(row) for row in rows) * self.method.block_size + 1
 
-    def saw_prompt(self, tokens: int) -> None:
-        budget, size = self.method.token_budget, self.method.block_size
-        done = {
-            "extra": f"it stays beside the budget, {tokens + budget} tokens in all",
-            "pinned": f"it stays, and the page of {size} generated tokens that is being filled beside it",
-            "evictable": f"it stays until a token is generated, and then at most {budget} of all tokens stay",
-        }
-        pages = -(-tokens // size)
-        if pages >= budget // size if self.method.prompt == "pinned" else tokens > budget:
-            self.method.warn_of_prompt(tokens, budget, done[self.method.prompt])
-
     def append(self, step: Step) -> None:
         super().append(step)
         self.grown("used", self.rows["high"].shape[2])
@@ -87,38 +75,6 @@ class RaaSState(PageState, EvictingState):
             hit = (bounds * step.sm_scale).softmax(-1) >= self.method.threshold
             used[:, :, :total] = torch.where(hit, now, used[:, :, :total])
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
-
-    def attend(self, step: Step) -> AttentionOutput | None:
-        """Read only a part of the prompt if ``prompt_budget`` is set."""
-        if self.method.prompt_budget is None:
-            return None
-        size, pages = self.method.block_size, self._page_counts(step)
-        skipped = [self._closed(row, n) - self._prompt_pages_read(row, n) for row, n in enumerate(pages)]
-        cache, indices = (step.keys_BKCD, step.values_BKCD), self._read(self.bounds(step).clone(), pages)
-        output = ops.sparse_decode(step.q_BHSD[:, :, 0], *cache, indices, step.lengths, size, **step.softmax_options)
-        return AttentionOutput(output, [end - size * n for end, n in zip(step.ends, skipped, strict=True)])
-
-    def _closed(self, row: int, pages: int) -> int:
-        """Number of full pages of the prompt; an open page is always read."""
-        return min(self._pinned(row), pages - 1)
-
-    def _prompt_pages_read(self, row: int, pages: int) -> int:
-        """Number of the prompt's full pages that are read."""
-        limit, closed = self.method.prompt_budget, self._closed(row, pages)
-        return closed if limit is None else min(closed, limit // self.method.block_size)
-
-    def _read(self, scores: Tensor, pages: list[int]) -> Tensor:
-        """The pages to read, ``[B, K, N]``, padded with -1; ``scores`` are their bounds, which are overwritten."""
-        counts = []
-        for row, count in enumerate(pages):
-            closed = self._closed(row, count)
-            scores[row, :, closed:count] = torch.inf
-            counts.append(count - closed + self._prompt_pages_read(row, count))
-        index = best(scores, counts)
-        padding = (
-            torch.arange(index.shape[2], device=index.device) >= torch.tensor(counts, device=index.device)[:, None]
-        )
-        return index.masked_fill(padding[:, None], -1)
 
     @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
@@ -165,9 +121,6 @@ class RaaS(EvictingMethod):
             not count, so that the whole budget is for generated tokens; ``"evictable"``: they count and are evicted
             like all others. Such a prompt stays whole until the first generated token, and pages not used then count
             as never used.
-        prompt_budget: maximum prompt tokens that are read per step, in the pages with the highest bounds: Quest for
-            the prompt, RaaS for the rest, which the paper advises for long prompts. ``None`` reads the whole prompt.
-            Not for an ``"evictable"`` prompt.
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
     """
 
@@ -180,7 +133,6 @@ class RaaS(EvictingMethod):
     share_of: str = "resident"
     threshold: float | None = None
     prompt: str = "pinned"
-    prompt_budget: int | None = None
     group_reduction: str = "max"
 
     def __post_init__(self) -> None:
@@ -191,17 +143,6 @@ class RaaS(EvictingMethod):
         check_choice(self, group_reduction=("max", "mean"))
         if self.threshold is not None:
             check_share(self, "threshold")
-        if self.prompt_budget is not None:
-            check_counts(self, prompt_budget=self.block_size)
-            if self.prompt == "evictable":
-                raise ValueError(
-                    f"prompt is 'evictable' and prompt_budget is {self.prompt_budget}; only a prompt that stays can "
-                    "be read in part, so prompt must be 'pinned' or 'extra'"
-                )
-
-    @property
-    def own_attention(self) -> bool:
-        return self.prompt_budget is not None
 
 
 def recency(used_RKN: Tensor, bounds_RKN: Tensor) -> Tensor:

@@ -21,12 +21,6 @@ class StreamingState(EvictingState):
 
     method: StreamingLLM
 
-    def saw_prompt(self, tokens: int) -> None:
-        budget, sinks = self.method.token_budget, self.method.sink_tokens
-        if tokens > budget:
-            done = f"generated tokens see its first {sinks} tokens and the newest {budget - sinks} of all"
-            self.method.warn_of_prompt(tokens, budget, done)
-
     @without_gradients
     def attend(self, step: Step) -> AttentionOutput:
         budget, (_, heads, _, dim) = self.method.token_budget, step.keys_BKCD.shape
@@ -106,10 +100,6 @@ class StreamingLLM(EvictingMethod):
     @property
     def stores_pre_rope(self) -> bool:
         return self.positions == "cache"
-
-    @property
-    def own_attention(self) -> bool:
-        return True
 
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, sink_tokens=0, interval=1)

@@ -32,8 +32,8 @@ EACH = list({kind: name for name, kind in reversed(KINDS.items())}.values())
 """The first row of each method; its variants keep the same tensors."""
 
 
-FEW = [*EACH, "streaming_llm original", "raas and quest"]
-"""These, and the variants with attention of their own."""
+FEW = [*EACH, "streaming_llm original"]
+"""These, and the variant with attention of its own."""
 
 
 def spread(values, names=NAMES):

@@ -16,7 +16,7 @@ from seergate.methods.raas import RaaSState, recency
 from seergate.methods.scoring import pooled
 from tests.methods.test_methods import spec, step
 from tests.support.evictors import attention, model_of
-from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.models import prompt, tiny_model
 
 
 def logits_for(rows):
@@ -205,23 +205,6 @@ def test_how_many_pages_raas_stamps(share, monkeypatch):
     ) as handle:
         handle.model.generate(input_ids=prompt(6), max_new_tokens=40)
     assert checked == 2 * 39
-
-
-def test_raas_reads_part_of_a_long_prompt():
-    """With room for all of the prompt nothing changes; with less, less is read, and the same alone and in a batch."""
-    model = model_of(4)
-    rows = [prompt(length, length) for length in (50, 7, 21)]
-    outputs, density = {}, {}
-    for budget in (None, 64, 8):
-        method = methods.RaaS(token_budget=16, block_size=4, prompt="extra", prompt_budget=budget)
-        with seergate.attached(model, method) as handle:
-            outputs[budget] = model.generate(**left_padded(rows), max_new_tokens=40)
-            density[budget] = handle.stats()["density"]
-            for i, row in enumerate(rows if budget == 8 else ()):
-                alone = model.generate(input_ids=row, max_new_tokens=40)
-                assert torch.equal(alone[0, row.shape[1] :], outputs[budget][i, 50:])
-    assert torch.equal(outputs[64], outputs[None]) and not torch.equal(outputs[8], outputs[None])
-    assert density[8] < density[64] == density[None]
 
 
 # -------------------------------------------------------------------------------------------------------------- random

@@ -1,4 +1,4 @@
-"""A prompt that the budget has no room for: one warning that describes what happens to it, and the same happens."""
+"""A prompt that the budget has no room for: one warning, and what docs/which_method.md says happens."""
 
 import warnings
 
@@ -14,26 +14,22 @@ from tests.support import evaluation as support
 from tests.support.evictors import EVICTORS, C, model_of
 from tests.support.models import left_padded, prompt
 
-AT_ONCE = f"{C} of its tokens stay, the others leave at once"
+LENGTH = 40
+"""Tokens of the prompt."""
 CASES = {
-    # row of the table: tokens of the prompt, what is said, and residents after so many generated tokens
-    "h2o": (40, AT_ONCE, {0: C, 9: C}),
-    "tova": (40, AT_ONCE, {0: C, 9: C}),
-    "snapkv": (40, AT_ONCE, {0: C, 7: C + 7, 8: C}),
-    "r_kv": (40, AT_ONCE, {0: C, 7: C + 7, 8: C}),
-    "h2o and gate": (40, AT_ONCE, {0: C, 9: C}),
-    "streaming_llm": (40, "generated tokens see its first 3 tokens and the newest 21 of all", {0: C - 1, 8: C - 1}),
-    "lazy_eviction": (40, f"it stays until 7 tokens are generated, and then {C} of all", {0: 40, 6: 46, 7: C}),
-    "random_evict": (40, "it stays, and 6 generated tokens beside it, 46 in all", {0: 40, 11: 51, 12: 46}),
-    "tri_attention": (40, "it stays, and 6 generated tokens beside it, 46 in all", {0: 40, 11: 51, 12: 46}),
-    "random_evict reservoir": (20, "it stays, and 6 generated tokens beside it, 26 in all", {0: 20, 12: 26}),
-    "raas evictable": (
-        40,
-        f"it stays until a token is generated, and then at most {C} of all tokens",
-        {0: 40, 1: C - 3},
-    ),
-    "raas extra": (40, f"it stays beside the budget, {40 + C} tokens in all", {0: 40, 24: 64, 25: 61}),
-    "raas": (40, "it stays, and the page of 4 generated tokens that is being filled beside it", {0: 40, 8: 44, 9: 41}),
+    # row of the table -> residents after so many generated tokens
+    "h2o": {0: C, 9: C},
+    "tova": {0: C, 9: C},
+    "snapkv": {0: C, 7: C + 7, 8: C},
+    "r_kv": {0: C, 7: C + 7, 8: C},
+    "h2o and gate": {0: C, 9: C},
+    "streaming_llm": {0: C - 1, 8: C - 1},
+    "lazy_eviction": {0: LENGTH, 6: LENGTH + 6, 7: C},
+    "random_evict": {0: LENGTH, 11: LENGTH + 11, 12: LENGTH + 6},
+    "tri_attention": {0: LENGTH, 11: LENGTH + 11, 12: LENGTH + 6},
+    "raas evictable": {0: LENGTH, 1: C - 3},
+    "raas extra": {0: LENGTH, 24: LENGTH + 24, 25: LENGTH + 21},
+    "raas": {0: LENGTH, 8: LENGTH + 4, 9: LENGTH + 1},
 }
 
 
@@ -50,35 +46,33 @@ def residents(model, method, length, steps):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_said_once_what_is_done_and_it_is_done(name):
-    length, sentence, expected = CASES[name]
-    model = model_of(4)
+def test_a_long_prompt_is_said_once_and_treated_as_documented(name):
+    expected, model = CASES[name], model_of(4)
     method = EVICTORS[name].method(model)
-    named = name.split(" ")[0]
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
-        counts = residents(model, method, length, max(expected))
-        residents(model, method, length + 1, 1)  # another prompt under the same method
-    messages = [str(warning.message) for warning in records if warning.category is LongPromptWarning]
-    assert len(messages) == 1 and sentence in messages[0]
-    assert messages[0].startswith(f"{named}: a prompt has {length} tokens and token_budget is {C}; ")
+        counts = residents(model, method, LENGTH, max(expected))
+        residents(model, method, LENGTH + 1, 1)  # another prompt under the same method
+    (message,) = (str(warning.message) for warning in records if warning.category is LongPromptWarning)
+    told = f"{name.split(' ')[0]}: a prompt has {LENGTH} tokens and token_budget is {C}; docs/which_method.md says"
+    assert message.startswith(told)
     assert {step: counts[step] for step in expected} == expected
 
 
 def test_a_prompt_may_stay_beside_any_budget():
     model = model_of(4)
     method = methods.TOVA(token_budget=C, prompt="extra")
-    with pytest.warns(LongPromptWarning, match=f"it stays, and {C} generated tokens beside it, {30 + C} in all"):
+    with pytest.warns(LongPromptWarning, match="tova: a prompt has 30 tokens"):
         assert residents(model, method, 30, C + 5)[-1] == 30 + C
 
 
 @pytest.mark.parametrize("name", EVICTORS)
 def test_nothing_is_said_if_there_is_room(name):
-    """Methods without a budget never warn; nor do methods that keep the prompt if generated tokens have their room."""
+    """Methods without a budget never warn."""
     model = model_of(4)
     with warnings.catch_warnings():
         warnings.simplefilter("error", LongPromptWarning)
-        residents(model, EVICTORS[name].method(model), 18, 1)
+        residents(model, EVICTORS[name].method(model), C, 1)
         if name in ("rpc", "kv4bit"):
             residents(model, EVICTORS[name].method(model), 60, 1)
 

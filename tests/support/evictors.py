@@ -115,15 +115,12 @@ def _lazy(simulated: dict[str, Any], **options: Any) -> Evictor:
     )
 
 
-def _raas(
-    bound: Callable[[int, int], int], kind: Any = naive.RaaS, share_of: str = "resident", **options: Any
-) -> Evictor:
+def _raas(bound: Callable[[int, int], int], share_of: str = "resident", **options: Any) -> Evictor:
     return Evictor(
         lambda m: methods.RaaS(token_budget=C, block_size=4, share_of=share_of, **options),
-        lambda m: kind(C, 4, of_budget=share_of == "budget", **options),
+        lambda m: naive.RaaS(C, 4, of_budget=share_of == "budget", **options),
         bound,
         pins_prompt=options.get("prompt") != "evictable",
-        covering={"token_budget": 4096} | ({"prompt_budget": 4096} if "prompt_budget" in options else {}),
     )
 
 
@@ -201,7 +198,6 @@ EVICTORS = {
     "raas threshold": _raas(_beside, prompt="extra", threshold=0.05),
     "raas of the budget": _raas(_beside, prompt="extra", share_of="budget"),
     "raas evictable": _raas(lambda n, t: max(n, C) + 1 if t <= 1 else C + 1, prompt="evictable"),
-    "raas and quest": _raas(_beside, kind=naive_views.RaaSAndQuest, prompt="extra", prompt_budget=8),
     "rpc": _rpc({}),
     "rpc per head": _rpc({"layer_wide": False}, scope="kv_head"),
     "rpc newest twice": _rpc({"newest_twice": True}, selector="newest_twice"),

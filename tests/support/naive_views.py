@@ -160,23 +160,6 @@ class Gated:
         return placed_k @ turned(normed(qg, gate.q_norm)[None], [now], w)[0]
 
 
-class RaaSAndQuest(naive.RaaS):
-    """RaaS, of whose prompt a query sees only the pages with the highest bounds, and a page that is still open."""
-
-    def __init__(self, *args, prompt_budget, **options):
-        super().__init__(*args, **options)
-        self.prompt_pages = prompt_budget // self.page
-
-    def view(self, past, head, keys, values):
-        if past.seen <= past.prompt:
-            return past.living(head)[past.living(head) < past.seen], keys, values
-        pages, bounds = self.bounded(past, head)
-        closed = [page for page in pages[:-1] if page[0] < past.prompt]
-        closed.sort(key=lambda page: bounds[page[0]], reverse=True)
-        unseen = {page[0] for page in closed[self.prompt_pages :]}
-        return np.concatenate([page for page in pages if page[0] not in unseen]), keys, values
-
-
 class Quest:
     """Each query head reads the newest page and those of the whole text whose bounds for its query are highest."""
 
