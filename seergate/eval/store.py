@@ -42,7 +42,12 @@ NOT_COMPARED = (
 
 
 RETIRED: dict[str, dict[str, Any]] = {
+    "h2o": {"normalise": "sum"},
+    "kv4bit": {"key_groups": "channel"},
+    "r_kv": {"spare_first": False},
     "raas": {"prompt_budget": None},
+    "random_evict": {"law": "redraw", "scope": "kv_head"},
+    "tri_attention": {"offset_reduction": "mean"},
 }
 """Method -> options that it no longer has, with their defaults. A run with these equals one without them."""
 

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from seergate.checks import check, check_choice, check_counts, is_int
+from seergate.checks import check, check_counts, is_int
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -62,12 +62,10 @@ class RandomState(SelectingState):
     method: Random
 
     def scores(self, step: Step) -> Tensor:
-        device = step.lengths.device
-        heads = torch.arange(self.spec.num_kv_heads, device=device)[None, :, None]
-        blocks = torch.arange(-(-step.max_length // self.block_size), device=device)[None, None]
-        mixed = mix(mix(torch.tensor(self.method.seed * 1_000_003 + self.spec.layer, device=device)) + step.lengths)
-        hashed = mix(mix(mixed[:, None, None] + heads) + blocks)
-        return (hashed >> 40).float()  # 24 bits: exact in fp32
+        blocks_N = torch.arange(-(-step.max_length // self.block_size), device=step.lengths.device)
+        blocks_KN = blocks_N.expand(self.spec.num_kv_heads, -1)
+        bits_BKN = random_bits(blocks_KN, self.method.seed, self.spec.layer, step.lengths[:, None, None])
+        return (bits_BKN >> 40).float()  # 24 bits: exact in fp32
 
 
 @dataclass(kw_only=True)
@@ -117,26 +115,21 @@ class RandomEvictState(BudgetedState):
 
     def importance(self, step: Step, row: int) -> Tensor:
         index_KT = self.rows["index"][row, :, : step.ends[row]].long()
-        if self.method.scope == "layer":
-            index_KT = index_KT[:1]
-        event = self.decoded[row] if self.method.law == "redraw" else 0
-        return random_numbers(index_KT, self.method.seed, self.spec.layer, event)
+        bits_KT = random_bits(index_KT, self.method.seed, self.spec.layer, self.decoded[row])
+        return (bits_KT >> 11).double()  # 53 bits: exact in fp64
 
 
 @dataclass(kw_only=True)
 class RandomEvict(BudgetedMethod):
     """Keep the prompt and a uniformly random subset of the generated tokens, drawn for each layer and KV head.
 
-    Only the abstract of "Random Attention" was available, so budget, interval and law are not the authors'. The draw
-    is a hash of (seed, layer, head, position and, for ``"redraw"``, the number of decoded tokens): it is reproducible
-    and independent of the batch. Samples of the same prompt share their draws.
+    Only the abstract of "Random Attention" was available, so budget, interval and law are not the authors'. New
+    numbers are drawn at every eviction, so a token's chance to survive falls geometrically with age. The draw is a
+    hash of (seed, layer, head, position, number of decoded tokens): it is reproducible and independent of the batch.
+    Samples of the same prompt share their draws.
 
     Attributes:
         recent_tokens: number of newest tokens that always stay.
-        law: ``"redraw"`` draws new numbers at every eviction, so a token's chance to survive falls geometrically with
-            age; ``"reservoir"`` draws one number per token, so the kept tokens are spread evenly over the answer.
-        scope: ``"kv_head"``: one draw per KV head; ``"layer"``: one draw for all heads, so that no head keeps a token
-            that another has evicted.
         seed: seed of the hash.
     """
 
@@ -148,14 +141,11 @@ class RandomEvict(BudgetedMethod):
     interval: int = 128
     prompt: str = "pinned"
     recent_tokens: int = 0
-    law: str = "redraw"
-    scope: str = "kv_head"
     seed: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, recent_tokens=0)
-        check_choice(self, law=("redraw", "reservoir"), scope=("kv_head", "layer"))
         check("seed", self.seed, is_int(self.seed), "an integer")
         self.check_recent("recent_tokens")
 
@@ -164,8 +154,10 @@ class RandomEvict(BudgetedMethod):
         return self.recent_tokens
 
 
-def random_numbers(index_KT: Tensor, seed: int, layer: int, event: int) -> Tensor:
-    """Hash each entry together with its row (head): float64 ``[K, T]``, uniform over 2^53 values."""
+def random_bits(index_KT: Tensor, seed: int, layer: int, event: Tensor | int) -> Tensor:
+    """Hash each entry together with its row (head) and ``event``: int64 ``[K, T]``, or what that and ``event``
+    broadcast to.
+    """
     heads = torch.arange(len(index_KT), device=index_KT.device)[:, None]
     base = mix(mix(torch.tensor(seed * 1_000_003 + layer, device=index_KT.device)) + event)
-    return (mix(mix(base + heads) + index_KT) >> 11).double()
+    return mix(mix(base + heads) + index_KT)

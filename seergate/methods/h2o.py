@@ -16,16 +16,15 @@ from seergate.methods.scoring import prompt_probabilities, reduced
 
 
 class H2OState(BudgetedState):
-    """``mass [B, K, T]``: attention probability received by each resident; ``queries``: from how many queries."""
+    """``mass [B, K, T]``: attention probability received by each resident."""
 
     method: H2O
     reads_all_keys = True
 
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec, method)
-        for name in ("mass", "queries") if method.normalise == "mean" else ("mass",):
-            # half precision would lose small increments
-            self.add_per_token(name, torch.promote_types(spec.dtype, torch.float32))
+        # half precision would lose small increments
+        self.add_per_token("mass", torch.promote_types(spec.dtype, torch.float32))
 
     @without_gradients
     def append(self, step: Step) -> None:
@@ -34,10 +33,7 @@ class H2OState(BudgetedState):
             return  # `observe_attention` counts it
         for row, count in enumerate(step.counts):
             for p_KGWT in prompt_probabilities(step, row):
-                given = reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
-                self.rows["mass"][row, :, :count] += given
-            if "queries" in self.rows:
-                self.rows["queries"][row, :, :count] = torch.arange(count, 0, -1, device=given.device)
+                self.rows["mass"][row, :, :count] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
 
     def observe_attention(self, step: Step) -> None:
         p_BKGT = step.p_BKGT
@@ -50,16 +46,13 @@ class H2OState(BudgetedState):
 
         fresh = step.rows.once("fresh", slots)  # such a slot may hold the value of an evicted token
         given = reduced(p_BKGT, self.method.group_reduction, 2)
-        for name, added in (("mass", given), ("queries", 1)):
-            if name in self.rows:
-                self.rows[name][:, :, :size].masked_fill_(fresh, 0).add_(added)
+        self.rows["mass"][:, :, :size].masked_fill_(fresh, 0).add_(given)
 
     def importance(self, step: Step, row: int) -> Tensor:
         return self.importances(step, [row])[0, :, : step.ends[row]]
 
     def importances(self, step: Step, rows: list[int]) -> Tensor:
-        mass, *queries = (self.of_rows(x, step, rows) for x in self.rows.values())
-        return mass / queries[0] if queries else mass
+        return self.of_rows(self.rows["mass"], step, rows)
 
 
 @dataclass(kw_only=True)
@@ -72,8 +65,6 @@ class H2O(BudgetedMethod):
     Attributes:
         token_budget: heavy hitters and recent tokens together; 1024 + 1024 in the authors' scripts.
         recent_tokens: number of newest tokens within the budget; half of it if ``None``.
-        normalise: ``"sum"``, as in the paper; ``"mean"`` divides by the number of queries that have seen the key,
-            which removes the advantage of old tokens.
         group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.
     """
 
@@ -82,13 +73,12 @@ class H2O(BudgetedMethod):
     plot_style: ClassVar[tuple[str, str] | None] = ("#E69F00", "D")
     token_budget: int = 2048
     recent_tokens: int | None = None
-    normalise: str = "sum"
     group_reduction: str = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, optional=True, recent_tokens=0)
-        check_choice(self, normalise=("sum", "mean"), group_reduction=("mean", "max"))
+        check_choice(self, group_reduction=("mean", "max"))
         self.check_recent("recent_tokens")
 
     @property

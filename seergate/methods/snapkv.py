@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.checks import check, check_choice, check_counts, check_flags, check_share
+from seergate.checks import check, check_choice, check_counts, check_share
 from seergate.methods.base import Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import TILE, WindowState, causal_softmax, logits, pooled, reduced
@@ -111,7 +111,7 @@ class RKVState(SnapKVState):
     def importance(self, step: Step, row: int) -> Tensor:
         method, attention = self.method, super().importance(step, row)
         keys_KTD = step.keys_BKCD[row, :, : step.ends[row]]
-        repeated = redundancy(keys_KTD, method.similarity_threshold, method.spared, method.spare_first)
+        repeated = redundancy(keys_KTD, method.similarity_threshold, method.spared)
         return method.importance_weight * attention - (1 - method.importance_weight) * repeated
 
 
@@ -124,7 +124,7 @@ class RKV(SnapKV):
     ``similarity_threshold``) counts as zero, so that of equal tokens the newest survives.
 
     Paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07. The code spares one
-    look-alike, or index 0 if there is none; here none is spared then, unless ``spare_first``. Indices are sorted here,
+    look-alike, or index 0 if there is none; here none is spared then. Indices are sorted here,
     but not in the code's first version, where neighbours and "newest" lose their meaning after the first eviction. The
     paper evicts after every ``interval`` generated tokens, the code by the length of the whole text (``trigger``).
 
@@ -135,8 +135,6 @@ class RKV(SnapKV):
         importance_weight: weight of the attention against redundancy, the paper's lambda.
         similarity_threshold: cosine similarity above which two keys are look-alikes.
         spared: number of a key's newest look-alikes whose similarity counts as zero, the paper's beta.
-        spare_first: as in the authors' code, the similarity of a resident without look-alikes to the first resident
-            counts as zero, which makes the redundancy of the first resident too low.
     """
 
     name: ClassVar[str] = "r_kv"
@@ -147,18 +145,16 @@ class RKV(SnapKV):
     importance_weight: float = 0.1
     similarity_threshold: float = 0.5
     spared: int = 1
-    spare_first: bool = False
     trigger: str = "generated"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self, "importance_weight", "similarity_threshold")
         check_counts(self, spared=0)
-        check_flags(self, "spare_first")
         check_choice(self, trigger=("generated", "length"))
 
 
-def redundancy(keys_KTD: Tensor, threshold: float, spared: int, spare_first: bool = False) -> Tensor:
+def redundancy(keys_KTD: Tensor, threshold: float, spared: int) -> Tensor:
     """R-KV's redundancy of each key, ``[K, T]``, summing to 1 over T; tiled over rows of the similarity matrix."""
     keys = F.normalize(keys_KTD.to(torch.promote_types(keys_KTD.dtype, torch.float32)), dim=-1)
     total = keys.shape[1]
@@ -168,8 +164,5 @@ def redundancy(keys_KTD: Tensor, threshold: float, spared: int, spare_first: boo
         similarity_KWT.diagonal(offset=first, dim1=1, dim2=2).zero_()
         alike = similarity_KWT > threshold
         newer_alike = alike.flip(-1).cumsum(-1).flip(-1)  # itself included
-        let_go = alike & (newer_alike <= spared)
-        if spare_first:
-            let_go[..., 0] |= ~alike.any(-1)
-        sums += similarity_KWT.masked_fill_(let_go, 0).sum(1)
+        sums += similarity_KWT.masked_fill_(alike & (newer_alike <= spared), 0).sum(1)
     return (sums / total).softmax(-1)

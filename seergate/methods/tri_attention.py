@@ -115,8 +115,7 @@ class TriAttentionState(BudgetedState):
         wide = torch.promote_types(spec.dtype, torch.float32)
         mean, modulus = mean.to(spec.device, wide), modulus.to(spec.device, wide)
         offsets = 2 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
-        turned_HOD = self.pairs.turn(mean, offsets)
-        self.ahead_HOD = turned_HOD.mean(1, keepdim=True) if method.offset_reduction == "mean" else turned_HOD
+        self.ahead_HOD = self.pairs.turn(mean, offsets).mean(1, keepdim=True)
         self.spread_HM = modulus - self.pairs.modulus(mean)
 
     @without_gradients
@@ -152,7 +151,6 @@ class TriAttention(BudgetedMethod):
         recent_tokens: number of newest tokens that always stay; none in the authors' runner, 128 in their server
             plugin.
         offsets: distances into the future are 1, 2, 4, ... up to this.
-        offset_reduction: ``"mean"`` or ``"max"`` over the distances.
         group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
     """
 
@@ -166,13 +164,12 @@ class TriAttention(BudgetedMethod):
     prompt: str = "pinned"
     recent_tokens: int = 0
     offsets: int = 65536
-    offset_reduction: str = "mean"
     group_reduction: str = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_counts(self, recent_tokens=0, offsets=1)
-        check_choice(self, offset_reduction=("mean", "max"), group_reduction=("max", "mean"))
+        check_choice(self, group_reduction=("max", "mean"))
         self.check_recent("recent_tokens")
         if not isinstance(self.centres, (Centres, str, os.PathLike)):
             raise ValueError(

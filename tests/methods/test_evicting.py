@@ -67,7 +67,7 @@ def test_against_a_simulation_that_keeps_everything(name, group):
     against_simulation(name, group, 50)
 
 
-@pytest.mark.parametrize("name", ["h2o", "h2o mean, in batches", "r_kv"])
+@pytest.mark.parametrize("name", ["h2o", "h2o in batches", "r_kv"])
 def test_a_prompt_of_several_tiles_against_a_simulation(name):
     """A prompt is compared with itself `TILE` rows at a time: here in two tiles and a part, in one, and in two."""
     against_simulation(name, 4, 6, (2 * TILE + 44, TILE, TILE + 1))

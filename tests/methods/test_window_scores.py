@@ -64,16 +64,14 @@ def test_redundancy_by_hand():
 
 
 def test_redundancy_without_look_alikes_by_hand():
-    """The same keys, none alike above .9: all similarities count; in the authors' code none with key 0 does."""
+    """The same keys, none alike above .9: all similarities count."""
     keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
-    for spare_first, means in ((False, [0.8, 1.4, 0.6]), (True, [0.0, 1.4, 0.6])):
-        expected = (torch.tensor([means]) / 3).softmax(-1)
-        torch.testing.assert_close(redundancy(keys, 0.9, 1, spare_first), expected)
+    expected = (torch.tensor([[0.8, 1.4, 0.6]]) / 3).softmax(-1)
+    torch.testing.assert_close(redundancy(keys, 0.9, 1), expected)
 
 
-@pytest.mark.parametrize("spare_first", [False, True])
 @pytest.mark.parametrize("spared", [0, 1, 2])
-def test_redundancy_against_loops(spared, spare_first):
+def test_redundancy_against_loops(spared):
     """More keys than a tile has rows."""
     keys = torch.randn(1, 150, 6, dtype=torch.float64)
     similarity = torch.nn.functional.cosine_similarity(keys[0][:, None], keys[0][None], dim=-1)
@@ -84,7 +82,5 @@ def test_redundancy_against_loops(spared, spare_first):
         alone += not alike
         for j in alike[len(alike) - min(spared, len(alike)) :]:
             similarity[i, j] = 0
-        if spare_first and not alike:
-            similarity[i, 0] = 0
     assert 10 < alone < 140
-    torch.testing.assert_close(redundancy(keys, 0.8, spared, spare_first)[0], similarity.mean(0).softmax(0))
+    torch.testing.assert_close(redundancy(keys, 0.8, spared)[0], similarity.mean(0).softmax(0))

@@ -155,9 +155,9 @@ EVICTORS = {
         lambda m: naive.H2O(C, recent=10),
         lambda n, t: C + 1,
     ),
-    "h2o mean, in batches": Evictor(
-        lambda m: methods.H2O(token_budget=C, normalise="mean", interval=5),
-        lambda m: naive.MeanH2O(C, interval=5, recent=C // 2),
+    "h2o in batches": Evictor(
+        lambda m: methods.H2O(token_budget=C, interval=5),
+        lambda m: naive.H2O(C, interval=5, recent=C // 2),
         lambda n, t: C + 5,
     ),
     "tova": Evictor(
@@ -207,9 +207,9 @@ EVICTORS = {
         lambda n, t: max(C, n + 6) + 6,
         pins_prompt=True,
     ),
-    "random_evict reservoir": Evictor(
-        lambda m: methods.RandomEvict(token_budget=C, interval=6, law="reservoir", recent_tokens=3, seed=5),
-        lambda m: _variant(naive.Random(C, interval=6, recent=3, pinned=True), seed=5, redraw=False),
+    "random_evict recent": Evictor(
+        lambda m: methods.RandomEvict(token_budget=C, interval=6, recent_tokens=3, seed=5),
+        lambda m: _variant(naive.Random(C, interval=6, recent=3, pinned=True), seed=5),
         lambda n, t: max(C, n + 6) + 6,
         pins_prompt=True,
     ),
@@ -219,9 +219,9 @@ EVICTORS = {
         lambda n, t: max(C, n + 6) + 6,
         pins_prompt=True,
     ),
-    "tri_attention max": Evictor(
-        lambda m: _tri(m, token_budget=C, interval=6, offset_reduction="max", prompt="evictable", recent_tokens=2),
-        lambda m: _variant(_naive_tri(m, C, interval=6, recent=2), reduce="max"),
+    "tri_attention evictable": Evictor(
+        lambda m: _tri(m, token_budget=C, interval=6, prompt="evictable", recent_tokens=2),
+        lambda m: _naive_tri(m, C, interval=6, recent=2),
         lambda n, t: C + 6,
     ),
     "fast_kvzip": Evictor(

@@ -90,18 +90,11 @@ class Budgeted:
 
 
 class H2O(Budgeted):
-    mean = False
-
     def scores(self, past, head):
-        total, counts = np.zeros(past.seen), np.zeros(past.seen)
+        total = np.zeros(past.seen)
         for p in past.given:
             total[: p.shape[1]] += p[past.group(head)].mean(0)
-            counts[: p.shape[1]] += 1
-        return total / counts if self.mean else total
-
-
-class MeanH2O(H2O):
-    mean = True
+        return total
 
 
 class TOVA(Budgeted):
@@ -175,11 +168,10 @@ class RKV(SnapKV):
 
 
 class Random(Budgeted):
-    seed, redraw = 0, True
+    seed = 0
 
     def scores(self, past, head):
-        event = past.decoded if self.redraw else 0
-        return [number(self.seed, past.layer, head, j, event) for j in range(past.seen)]
+        return [number(self.seed, past.layer, head, j, past.decoded) for j in range(past.seen)]
 
 
 def number(seed, layer, head, token, event):
@@ -199,7 +191,7 @@ def number(seed, layer, head, token, event):
 class Tri(Budgeted):
     """The sum of cosines over un-rotated keys; `mean` and `modulus` [L][H, .] and the model's RoPE are given."""
 
-    biggest, reduce = 65536, "mean"
+    biggest = 65536
 
     def __init__(self, *args, mean, modulus, frequencies, factor, **options):
         super().__init__(*args, **options)
@@ -221,8 +213,7 @@ class Tri(Budgeted):
             for offset in offsets:
                 phase = w * (past.seen + offset - competing[:, None]) + np.angle(mu * np.conj(k))
                 ahead.append((abs(mu) * abs(k) * np.cos(phase)).sum(1))
-            total = np.mean(ahead, 0) if self.reduce == "mean" else np.max(ahead, 0)
-            total = self.factor**2 * (total + (spread * abs(k)).sum(1))
+            total = self.factor**2 * (np.mean(ahead, 0) + (spread * abs(k)).sum(1))
             best = np.maximum(best, (total - total.mean()) / max(total.std(), 1e-6))
         scores = np.zeros(past.seen)
         scores[competing] = best

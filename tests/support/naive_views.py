@@ -14,8 +14,8 @@ from tests.support import naive
 class KV4Bit:
     """Tokens older than `residual` are rounded in whole groups, counted from the first token of the row."""
 
-    def __init__(self, group, residual, by_token=False):
-        self.group, self.residual, self.by_token = group, residual, by_token
+    def __init__(self, group, residual):
+        self.group, self.residual = group, residual
 
     def __call__(self, past):
         past.alive[:, : self.old(past.seen)] = False  # of the cache they are gone
@@ -28,11 +28,8 @@ class KV4Bit:
         if past.seen > past.prompt:  # a prompt is read before it is rounded
             for first in range(0, self.old(past.seen - 1), self.group):
                 tokens = range(first, first + self.group)
-                if self.by_token:
-                    rows_in_groups(keys, tokens, self.group)
-                else:
-                    for channel in range(keys.shape[1]):
-                        keys[tokens, channel] = rounded(keys[tokens, channel])
+                for channel in range(keys.shape[1]):
+                    keys[tokens, channel] = rounded(keys[tokens, channel])
                 rows_in_groups(values, tokens, self.group)
         return np.arange(len(keys)), keys, values
 
