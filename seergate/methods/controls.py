@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from seergate.checks import check, check_counts, is_int
+from seergate.checks import check, is_int
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -137,6 +137,7 @@ class RandomEvict(BudgetedMethod):
     state = RandomEvictState
     plot_style: ClassVar[tuple[str, str] | None] = ("#A6A6A6", "1")
     role: ClassVar[Literal["method", "control", "bound"]] = "control"
+    recent_option: ClassVar[str | None] = "recent_tokens"
     token_budget: int = 2048
     interval: int = 128
     prompt: str = "pinned"
@@ -145,13 +146,7 @@ class RandomEvict(BudgetedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, recent_tokens=0)
         check("seed", self.seed, is_int(self.seed), "an integer")
-        self.check_recent("recent_tokens")
-
-    @property
-    def recent(self) -> int:
-        return self.recent_tokens
 
 
 def random_bits(index_KT: Tensor, seed: int, layer: int, event: Tensor | int) -> Tensor:

@@ -248,18 +248,21 @@ class BudgetedMethod(EvictingMethod):
     """True if evictions happen at decode steps that are multiples of ``interval``, rather than once ``interval``
     tokens exceed the budget."""
 
+    recent_option: ClassVar[str | None] = None
+    """The option that is the number of the newest tokens that always stay; it must fit into the budget."""
+
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, interval=1)
         check_choice(self, prompt=PROMPT)
+        if option := self.recent_option:
+            check_counts(self, optional=self.__dataclass_fields__[option].default is None, **{option: 0})
+            fits = self.token_budget >= self.recent
+            check("token_budget", self.token_budget, fits, f"at least {option} ({self.recent})")
 
     @property
     def recent(self) -> int:
         """Number of the newest tokens that always stay."""
-        return 0
-
-    def check_recent(self, name: str) -> None:
-        """Raise `ValueError` if the recent tokens, option ``name``, do not fit into the budget."""
-        check("token_budget", self.token_budget, self.token_budget >= self.recent, f"at least {name} ({self.recent})")
+        return int(getattr(self, self.recent_option)) if self.recent_option else 0
 
     def kept(self, prompt_tokens: int) -> int:
         """Residents of a row after an eviction."""

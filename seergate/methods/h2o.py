@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from seergate.checks import check_choice, check_counts
+from seergate.checks import check_choice
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
@@ -71,15 +71,14 @@ class H2O(BudgetedMethod):
     name: ClassVar[str] = "h2o"
     state = H2OState
     plot_style: ClassVar[tuple[str, str] | None] = ("#E69F00", "D")
+    recent_option: ClassVar[str | None] = "recent_tokens"
     token_budget: int = 2048
     recent_tokens: int | None = None
     group_reduction: str = "mean"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, optional=True, recent_tokens=0)
         check_choice(self, group_reduction=("mean", "max"))
-        self.check_recent("recent_tokens")
 
     @property
     def recent(self) -> int:

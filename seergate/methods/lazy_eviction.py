@@ -83,6 +83,7 @@ class LazyEviction(BudgetedMethod):
     plot_style: ClassVar[tuple[str, str] | None] = ("#44AA99", "d")
     calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.calibration.recurrence:WindowCalibration"}
     periodic: ClassVar[bool] = True
+    recent_option: ClassVar[str | None] = "window"
     token_budget: int = 1492
     window: int = 175
     interval: int = field(init=False, default=1)
@@ -101,11 +102,6 @@ class LazyEviction(BudgetedMethod):
         if not (self.use_h1 or self.use_h2):
             raise ValueError("use_h1 and use_h2 are both False; without either there is nothing to rank tokens by")
         check_choice(self, h1=("capped", "full"), group_reduction=("max", "mean"))
-        self.check_recent("window")
-
-    @property
-    def recent(self) -> int:
-        return self.window
 
 
 def recurrence_score(elapsed: Tensor, mri: Tensor, use_h2: bool = True, h1: str | None = "capped") -> Tensor:

@@ -112,20 +112,17 @@ class FastKVzip(RetentionMethod):
     name: ClassVar[str] = "fast_kvzip"
     plot_style: ClassVar[tuple[str, str] | None] = ("#228833", "<")
     state = FastKVzipState
+    recent_option: ClassVar[str | None] = "window"
     token_budget: int = 4096
     window: int | None = None
     first_tokens: int = 4
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        self.check_bank()
         if self.window is None:
             self.window = self.bank.config.block_size
-        check_counts(self, window=0, first_tokens=0)
-        self.check_recent("window")
-
-    @property
-    def recent(self) -> int:
-        return self.window or 0
+        super().__post_init__()
+        check_counts(self, first_tokens=0)
 
 
 class TrimKVState(RetentionState):

@@ -66,6 +66,7 @@ class SnapKV(BudgetedMethod):
     state = SnapKVState
     plot_style: ClassVar[tuple[str, str] | None] = ("#117733", "<")
     periodic: ClassVar[bool] = True
+    recent_option: ClassVar[str | None] = "window"
     token_budget: int = 2048
     window: int = 32
     interval: int = 128
@@ -76,18 +77,13 @@ class SnapKV(BudgetedMethod):
     pooled_by: str = "query_head"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         check_counts(self, window=1, kernel=1)
+        super().__post_init__()
         check("kernel", self.kernel, self.kernel % 2 == 1, "odd")
         check_choice(self, pooling=("max", "avg"), group_reduction=("mean", "max", "max_logits"))
         check_choice(self, compress=("repeatedly", "prompt"), pooled_by=("query_head", "group"))
         if self.compress == "prompt" and self.prompt != "evictable":
             raise ValueError(f"prompt is {self.prompt!r} and compress is 'prompt'; then it must be 'evictable'")
-        self.check_recent("window")
-
-    @property
-    def recent(self) -> int:
-        return self.window
 
 
 def window_scores(q_1HWD: Tensor, keys_1KTD: Tensor, step: Step, by_logits: bool) -> Tensor:

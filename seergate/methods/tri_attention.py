@@ -158,6 +158,7 @@ class TriAttention(BudgetedMethod):
     state = TriAttentionState
     plot_style: ClassVar[tuple[str, str] | None] = ("#AA4499", "*")
     calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.calibration.recurrence:CentresCalibration"}
+    recent_option: ClassVar[str | None] = "recent_tokens"
     centres: Centres | str
     token_budget: int = 2048
     interval: int = 128
@@ -168,19 +169,14 @@ class TriAttention(BudgetedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_counts(self, recent_tokens=0, offsets=1)
+        check_counts(self, offsets=1)
         check_choice(self, group_reduction=("max", "mean"))
-        self.check_recent("recent_tokens")
         if not isinstance(self.centres, (Centres, str, os.PathLike)):
             raise ValueError(
                 f"centres is a {type(self.centres).__name__}; it must be Centres or the path of their file"
             )
         if not isinstance(self.centres, Centres):
             self.centres = Centres.load(self.centres)
-
-    @property
-    def recent(self) -> int:
-        return self.recent_tokens
 
     @property
     def found(self) -> Centres:
