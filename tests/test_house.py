@@ -164,7 +164,7 @@ print(*sys.modules)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
     heavy = {"transformers", "deepspeed", "datasets", "accelerate", "triton", "matplotlib", "tensorboard"}
-    heavy.add("seergate.methods.reason_cache")
+    heavy.add("seergate.methods.reason_cache.evaluator")
     assert not heavy & set(done.stdout.split())
 
 

@@ -5,8 +5,6 @@ Everything that a new method needs is exported here; docs/write_a_method.md show
 
 from __future__ import annotations
 
-from typing import Any
-
 from seergate.checks import check_choice, check_counts, check_flags, check_share
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.controls import Dense, Oracle, Random, RandomEvict
@@ -28,6 +26,7 @@ from seergate.methods.kv4bit import KV4Bit
 from seergate.methods.lazy_eviction import LazyEviction
 from seergate.methods.quest import Quest, ReSA
 from seergate.methods.raas import RaaS
+from seergate.methods.reason_cache.method import RandomSharing, ReasonCache
 from seergate.methods.registry import (
     METHODS,
     has_gates,
@@ -48,12 +47,9 @@ from seergate.methods.tri_attention import TriAttention
 for _method in (
     *(Dense, KV4Bit, Oracle, Gate, Quest, ReSA, Random),
     *(StreamingLLM, H2O, TOVA, SnapKV, RKV, RaaS, RPC, LazyEviction, TriAttention, FastKVzip, TrimKV, RandomEvict),
+    *(ReasonCache, RandomSharing),
 ):
     register(_method)
-
-_LAZY = {"ReasonCache": "reason_cache", "RandomSharing": "random_sharing"}
-"""Classes of the optional package `seergate.methods.reason_cache`, which is imported when one of them is used."""
-METHODS.update({name: f"seergate.methods.reason_cache.method:{kind}" for kind, name in _LAZY.items()})  # type: ignore[misc]
 
 __all__ = [
     "H2O",
@@ -108,9 +104,3 @@ __all__ = [
     "option_names",
     "register",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return METHODS[_LAZY[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

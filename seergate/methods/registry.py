@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections import UserDict
-from collections.abc import Iterable, MutableMapping
+import warnings
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from seergate.errors import SeergateError, did_you_mean
+from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.methods.base import Method
 from seergate.methods.evicting import EvictingMethod
 from seergate.methods.gate import Gate
@@ -29,20 +29,7 @@ sets it, so that worker processes know the same methods."""
 AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 
 
-class _Registry(UserDict[str, Any]):
-    """Name -> class, or "module:Class", which is imported on first access."""
-
-    def __getitem__(self, name: str) -> type[Method]:
-        method = self.data[name]
-        if isinstance(method, str):
-            module, _, attribute = method.partition(":")
-            method = getattr(importlib.import_module(module), attribute, None)
-            _check(method)
-            self.data[name] = method
-        return method  # type: ignore[no-any-return]
-
-
-METHODS: MutableMapping[str, type[Method]] = _Registry()
+METHODS: dict[str, type[Method]] = {}
 """Name -> class of every known method, in the order in which reports list them."""
 
 RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
@@ -94,7 +81,21 @@ def load_plugins(*modules: str) -> None:
                 raise  # another module is missing, which this one needs
             raise SeergateError(f"there is no module {module!r} to load as a plugin") from error
     for entry in entry_points(group=ENTRY_POINTS):
-        METHODS.setdefault(entry.name, entry.value)  # type: ignore[arg-type]
+        if entry.name not in METHODS:
+            try:
+                _register_entry(entry)
+            except SeergateError as error:  # of another package, whose other methods and seergate's stay usable
+                warnings.warn(str(error), stacklevel=2)
+
+
+def _register_entry(entry: EntryPoint) -> None:
+    """Import and register a method of an installed package. Raises `SeergateError` if that fails."""
+    try:
+        register(entry.load())
+    except Exception as error:  # importing may raise anything
+        raise SeergateError(
+            f"the method {entry.name!r} of an installed package, {entry.value}, cannot be used: {first_line(error)}"
+        ) from error
 
 
 def method_class(name: str) -> type[Method]:
@@ -119,6 +120,8 @@ def method_class(name: str) -> type[Method]:
         load_plugins(*filter(None, os.environ.get(PLUGINS, "").split(",")))
     if name in METHODS:
         return METHODS[name]
+    for entry in entry_points(group=ENTRY_POINTS, name=name):
+        _register_entry(entry)  # raises what `load_plugins` warned of
     raise SeergateError(
         f"there is no method {name!r}; {did_you_mean(name, sorted(METHODS))}; gates are named by a directory that is "
         "here, or a Hub id (org/name)"

@@ -67,7 +67,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(SCORERS, "bare", ScorerKind(Bare))
     worth = ScorerKind(Worth, "seergate.distill.losses.retention_loss:ImportanceLoss", retention=True, gate_dim=4)
     monkeypatch.setitem(SCORERS, "worth", worth)
-    monkeypatch.setattr(methods.METHODS, "data", methods.METHODS.data | {"worth": KeepWorthy})
+    monkeypatch.setitem(methods.METHODS, "worth", KeepWorthy)
 
 
 @pytest.mark.parametrize(("scorer", "kind", "method"), [("bare", Bare, "gate"), ("worth", Worth, "worth")])

@@ -42,9 +42,11 @@ def written(tmp_path, monkeypatch):
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(methods.METHODS, "data", dict(methods.METHODS.data))
     monkeypatch.setenv(registry.PLUGINS, "")
+    before = dict(methods.METHODS)
     yield tmp_path
+    methods.METHODS.clear()
+    methods.METHODS.update(before)
     sys.modules.pop("my_methods", None)
 
 

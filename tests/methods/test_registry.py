@@ -18,9 +18,12 @@ from tests.support.naive_views import retention_for
 
 
 @pytest.fixture
-def known(monkeypatch):
+def known():
     """The registry, as it was again after the test."""
-    monkeypatch.setattr(methods.METHODS, "data", dict(methods.METHODS.data))
+    before = dict(methods.METHODS)
+    yield
+    methods.METHODS.clear()
+    methods.METHODS.update(before)
 
 
 def made(name, model, bank):
@@ -155,9 +158,14 @@ def test_plugins(tmp_path, monkeypatch):
     package = tmp_path / "theirs-1.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (package / "entry_points.txt").write_text("[seergate.methods]\nmine = tests.methods.test_registry:Mine\n")
+    text = "[seergate.methods]\nbroken = broken:Theirs\nmine = tests.methods.test_registry:Mine\n"
+    (package / "entry_points.txt").write_text(text)
     sys.path.append(str(tmp_path))
-    assert methods.method_class("mine") is Mine
+    told = "the method 'broken' of an installed package, broken:Theirs, cannot be used: No module named 'not_there_at"
+    with pytest.warns(UserWarning, match=told):
+        assert methods.method_class("mine") is Mine
+    with pytest.warns(UserWarning, match=told), pytest.raises(SeergateError, match=told):
+        methods.method_class("broken")
 
 
 def test_a_method_has_one_set_of_options():
