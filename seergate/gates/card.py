@@ -19,7 +19,7 @@ from seergate.config import RULES, SCORERS, GateConfig
 from seergate.escaping import markdown_block, markdown_code, markdown_text
 from seergate.gates.bank import Gates
 from seergate.gates.record import portable_base
-from seergate.paths import directory_here, is_hub_id
+from seergate.paths import GGUF, is_hub_id
 
 CARD_FILE = "README.md"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
@@ -54,7 +54,7 @@ def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
         template_path=Path(__file__).parent / "card.jinja",
         **{"text": markdown_text, "code": markdown_code, "block": markdown_block, "percent_right": percent_right},
         **{"bank": bank, "geometry": bank.geometry, "gate": gate, "scoring": scoring(gate), "source": source},
-        **{"base": base, "has_tokenizer": base and _has_tokenizer(base)},
+        **{"base": base, "in_gguf": base and base.endswith(GGUF)},
         rule="" if RULES.keys() & bank.decode_defaults.keys() else f", token_budget={_budget(bank)}",
         settings=", ".join(f"{key}={value!r}" for key, value in bank.decode_defaults.items()),
         **{"paper": SCORERS[gate.scorer].paper, "options": _options(bank)},
@@ -136,16 +136,6 @@ def percent_right(result: dict[str, Any]) -> str:
 def _options(bank: Gates) -> dict[str, Any]:
     options = bank.training_record.get("config")
     return options if isinstance(options, dict) else {}
-
-
-def _has_tokenizer(base: str) -> bool:
-    """True if the base model's tokenizer is in its directory or in the Hub's cache; does not use the network."""
-    names, here = ("tokenizer.json", "tokenizer_config.json"), directory_here(base)
-    if here is not None:
-        return any((here / name).is_file() for name in names)
-    from huggingface_hub import try_to_load_from_cache
-
-    return is_hub_id(base) and any(isinstance(try_to_load_from_cache(base, name), str) for name in names)
 
 
 def scoring(gate: GateConfig) -> dict[str, str]:

@@ -14,6 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from seergate import GateBank, GateConfig
+from tests.support import evaluation
 from tests.support.models import tiny_model
 
 CONFIG, WEIGHTS = "gate_config.json", "gate_model.safetensors"
@@ -23,8 +24,9 @@ GONE = object()
 
 @pytest.fixture
 def bank(tmp_path: Path) -> GateBank:
-    """Gates that are not saved yet; their base model is in `base`."""
+    """Gates that are not saved yet; their base model and its tokenizer are in `base`."""
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
+    evaluation.tokenizer().save_pretrained(tmp_path / "base")
     return GateBank.for_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), GateConfig(8, 16))
 
 

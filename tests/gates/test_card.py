@@ -46,6 +46,12 @@ def test_the_example_decodes_by_the_gates_own_rule(bank, tmp_path):
     assert (method.threshold, method.token_budget, method.dense_layers) == (0.2, None, (0,))
 
 
+def test_the_example_does_not_depend_on_what_is_downloaded(bank, tmp_path):
+    for base, has_tokenizer in (("org/nowhere", True), ("/models/file.gguf", False)):
+        bank.geometry = replace(bank.geometry, base_model=base)
+        assert ("AutoTokenizer" in example(saved(bank, tmp_path / "gates"))) == has_tokenizer
+
+
 @pytest.mark.parametrize("name", ['quo"te', "back\\slash", "new\nline", "`code`", "|pipe|"])
 def test_odd_names_break_nothing(bank, tmp_path, name):
     bank.geometry = replace(bank.geometry, base_model=f"org/{name}")
