@@ -24,6 +24,8 @@ from seergate.paths import GGUF, is_hub_id
 CARD_FILE = "README.md"
 BEGIN, END = "<!-- seergate: what follows is generated -->", "<!-- seergate: end of what is generated -->"
 TAGS = ["seergate", "sparse-attention", "block-sparse", "attention-gate"]
+OF_GATES = ("model-index", "datasets", "base_model", "base_model_relation")
+"""Metadata that seergate writes and that not all gates have."""
 LICENCE = ("license", "license_name", "license_link")
 _HALF = 196.0  # times the standard error of a share: half the width of a 95 % interval in percent
 
@@ -61,8 +63,11 @@ def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
         **{"record": record, "whole_record": json.dumps(record, indent=2)},
     )
     old, before, after = _parts(existing or "")
-    merged = {**old, **card.data.to_dict()}
     owned = old["tags"] if isinstance(old.get("tags"), list) else []
+    new = card.data.to_dict()
+    if TAGS[0] in owned:  # it may have been written for other gates
+        old = {name: value for name, value in old.items() if name in new or name not in OF_GATES}
+    merged = {**old, **new}
     merged["tags"] = [*TAGS, *(str(tag) for tag in owned if str(tag) not in TAGS)]
     header = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
     # No record's text is taken for the marker. Inside of JSON and of Python strings the escape is the same character.

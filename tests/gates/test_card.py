@@ -109,6 +109,20 @@ def test_an_owners_text_stays(bank, tmp_path):
     assert "Mine, Löwe 狮." in text and text.count("## Use") == 1
 
 
+def test_metadata_of_the_gates_that_were_there_before_goes(bank, tmp_path):
+    """Results and data of other gates. What the owner wrote stays, all of it if the card was not of gates."""
+    base, card = bank.geometry, tmp_path / "gates" / "README.md"
+    card.parent.mkdir()
+    card.write_text("---\ndatasets:\n- org/own\nlanguage: de\n---\n", encoding="utf-8")
+    assert metadata(saved(bank, card.parent))["datasets"] == ["org/own"]
+    bank.results, bank.licence = RESULTS, {"license": "mit"}
+    bank.training_record, bank.geometry = {"config": {"data": "org/data"}}, replace(base, base_model="org/base")
+    assert metadata(saved(bank, card.parent)).keys() > {"model-index", "datasets", "base_model", "base_model_relation"}
+    other = GateBank(bank.config, replace(base, base_model=None))
+    facts = metadata(saved(other, card.parent))
+    assert facts.keys() == {"language", "license", "library_name", "pipeline_tag", "tags"}
+
+
 BROKEN = ["---\n: [\n---\ntext", "---\nno end", "", "---\n---\n", "---\ndate: 2026-99-99\n---\ntext", "text", b"\xff"]
 
 
