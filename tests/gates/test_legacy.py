@@ -15,13 +15,14 @@ import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, methods
 from seergate.fingerprint import fingerprint
 from seergate.methods import Gate
-from seergate.methods.base import LayerSpec, Step
+from seergate.methods.base import LayerSpec
 from seergate.models.published import export_published
 from tests.gates.conftest import GONE, set_entries
 from tests.gates.test_adapter_safety import Bomb
 from tests.support.models import prompt, tiny_model
 from tests.support.published import RELEASES, PublishedGate, Release
 from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.steps import step
 
 SMALL = Release("small", "qwen3", 2, 4, 2, 64, 96, 128, 0.0, head_dim=128)
 CONFIG, WEIGHTS = "config.json", "attn_gate_weights.pth"
@@ -69,16 +70,12 @@ def compare_scores(bank, tensors, layer, release, prompt_length, steps):
     q = torch.randn(heads, prompt_length + steps, dim)
     k = torch.randn(kv_heads, prompt_length + steps, dim)
 
-    def step(start, end):
-        part, empty = (q[None, :, start:end], k[None, :, start:end]), k.new_zeros(1, kv_heads, 0, dim)
-        return Step(*part, *part, [start], [end - start], empty, empty, torch.tensor([end]), 1.0)
-
     for state in states:
-        state.append(step(0, prompt_length))
+        state.append(step(q[None, :, :prompt_length], k[None, :, :prompt_length], new=prompt_length))
     theirs.prefill(k[:, :prompt_length])
     assert (prompt_length + steps) // 64 > prompt_length // 64, "no block closes while decoding"
     for t in range(prompt_length, prompt_length + steps):
-        now, expected, whole = step(t, t + 1), theirs.decode(q[:, t], k[:, t]), (t + 1) // 64
+        now, expected, whole = step(q[None, :, t], k[None, :, : t + 1]), theirs.decode(q[:, t], k[:, t]), (t + 1) // 64
         for decoder, state, rule in zip(decoders, states, rules, strict=True):
             state.append(now)
             scores = state.scores(now)[0, :, :whole].double()  # the open block's logit is 0 there, and set in `select`

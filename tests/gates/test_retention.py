@@ -15,13 +15,13 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.losses.distill_loss import DistillSpec
 from seergate.distill.losses.teacher_forward import distill_step, distill_steps
 from seergate.fingerprint import fingerprint
-from seergate.methods import LayerSpec, Step
 from seergate.models import families
 from seergate.models.packed_forward import intercepted_attention
 from seergate.ops import reference
 from tests.support.models import prompt, tiny_model
 from tests.support.naive_views import retention_for
 from tests.support.running import output_of, refused
+from tests.support.steps import spec, step
 
 SIZE = 8
 KINDS = ["fast_kvzip", "trim_kv"]
@@ -137,13 +137,11 @@ def fading(model, betas, dtype=torch.float32):
     hidden = torch.zeros(1, len(betas), model.config.hidden_size)
     hidden[0, :, 0] = 20 + torch.tensor(betas).logit()  # so that SiLU leaves it as it is
     method = seergate.methods.TrimKV(bank=bank, token_budget=2)
-    state = method.new_state(LayerSpec(0, 1, 4, 2, 16, dtype, torch.device("cpu"), None))
     q, k = torch.zeros(1, 4, len(betas), 16, dtype=dtype), torch.zeros(1, 2, len(betas), 16, dtype=dtype)
-    lengths = torch.tensor([len(betas)])
-    step = Step(q, k, q, k, [0], [len(betas)], k, k, lengths, sm_scale=0.25, hidden=lambda: hidden)
+    state, last = method.new_state(spec(k, 4)), step(q, k, new=len(betas), hidden=lambda: hidden)
     with pytest.warns(seergate.methods.LongPromptWarning):
-        state.append(step)
-    return state, step
+        state.append(last)
+    return state, last
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,8 +173,8 @@ def test_logits_are_made_for_the_rows_that_count(model):
     specs = [DistillSpec(bank, start, target_budget=4) for start in (0.5, 0.75)]
     together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
     assert made == [30, 30, 15]
-    for spec, outcome in zip(specs, together, strict=True):
-        (alone,) = distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))
+    for each, outcome in zip(specs, together, strict=True):
+        (alone,) = distill_steps([each], model, prompt(60, 5), borders_of(40, 20))
         torch.testing.assert_close(outcome.loss, alone.loss)
 
 

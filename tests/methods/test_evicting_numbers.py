@@ -11,8 +11,8 @@ from seergate.methods.evicting import best
 from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.raas import recency
 from seergate.methods.scoring import pooled
-from tests.methods.test_methods import spec, step
 from tests.support.evictors import attention
+from tests.support.steps import prompted, spec, step
 
 
 def logits_for(rows):
@@ -26,18 +26,6 @@ def logits_for(rows):
         for i, row in enumerate(queries):
             q[0, head, i, : len(row)] = torch.tensor(row).log()
     return q, keys
-
-
-def prompted(method, q, keys):
-    """A state that has seen keys as a prompt, and the step; a single query stands for all."""
-    q = q.expand(-1, -1, keys.shape[2], -1)
-    state = method.new_state(spec(keys, q.shape[1]))
-    last = step(q[:, :, -1], keys)
-    last.q_BHSD = last.q_pre_BHSD = q
-    last.k_BKSD = last.k_pre_BKSD = keys
-    last.starts, last.counts = [0], [keys.shape[2]]
-    state.append(last)
-    return state, last
 
 
 def test_best_keeps_the_newer_of_equals_in_order():

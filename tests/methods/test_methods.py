@@ -7,48 +7,12 @@ import torch
 
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, methods, ops
-from seergate.methods.base import LayerSpec, Step
+from seergate.methods.base import LayerSpec
 from seergate.methods.gate import published_selection
 from seergate.models import families
 from seergate.models.rope import Rotary
 from tests.support.models import tiny_model
-
-
-def step(q, keys, values=None, lengths=None, **options):
-    """A decode step; q ``[B, H, D]``, keys ``[B, K, T, D]``."""
-    ends = lengths or [keys.shape[2]] * len(keys)
-    return Step(
-        q_pre_BHSD=q[:, :, None],
-        k_pre_BKSD=keys[:, :, -1:],
-        q_BHSD=q[:, :, None],
-        k_BKSD=keys[:, :, -1:],
-        starts=[end - 1 for end in ends],
-        counts=[1] * len(ends),
-        keys_BKCD=keys,
-        values_BKCD=keys if values is None else values,
-        lengths=torch.tensor(ends),
-        sm_scale=1.0,
-        **options,
-    )
-
-
-def spec(keys, heads):
-    return LayerSpec(0, len(keys), heads, keys.shape[1], keys.shape[3], keys.dtype, keys.device, rotary=None)
-
-
-def fed(method, q, keys, chunks):
-    """A state that has seen ``keys`` in chunks of these sizes, and the last step."""
-    state = method.new_state(spec(keys, q.shape[1]))
-    at = 0
-    for size in chunks:
-        part = keys[:, :, : at + size]
-        last = step(q, part)
-        last.starts, last.counts = [at] * len(keys), [size] * len(keys)
-        last.k_BKSD = last.k_pre_BKSD = keys[:, :, at : at + size]
-        state.append(last)
-        at += size
-    return state, last
-
+from tests.support.steps import fed, spec, step
 
 # --------------------------------------------------------------------------------------------------------------- Quest
 

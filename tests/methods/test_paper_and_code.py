@@ -14,11 +14,11 @@ from seergate.methods.lazy_eviction import recurrence_score
 from seergate.methods.quest import union
 from seergate.ops import Selection
 from tests.methods.test_evicting import PROMPTS, against_simulation
-from tests.methods.test_methods import fed, spec, step
 from tests.support import naive, naive_views
 from tests.support.decoding import forced_run
 from tests.support.evictors import EVICTORS, C, Evictor, attention, model_of
 from tests.support.models import prompt
+from tests.support.steps import fed, spec, step
 
 
 @pytest.mark.parametrize(
@@ -92,9 +92,6 @@ def test_what_query_heads_that_choose_apart_read():
     assert sum(recall["separate"]) > sum(recall["max"]), "each head reads what it rates highest"
 
 
-# -------------------------------------------------------------------------------------------------------- StreamingLLM
-
-
 # -------------------------------------------------------------------------------------------------------- LazyEviction
 
 
@@ -140,10 +137,7 @@ def test_the_newest_selector_twice_by_hand(selector, kept):
 def raas_step(method, prompt_tokens, given):
     """A state after a prompt and one more token, whose query has these bounds for the pages, of one token each."""
     keys = torch.eye(len(given))[None, None]
-    state = method.new_state(spec(keys, 1))
-    first = step(torch.zeros(1, 1, len(given)), keys[:, :, :prompt_tokens])
-    first.starts, first.counts, first.k_BKSD = [0], [prompt_tokens], keys[:, :, :prompt_tokens]
-    state.append(first)
+    state, first = fed(method, torch.zeros(1, 1, len(given)), keys[:, :, :prompt_tokens], [prompt_tokens])
     assert state.select_kept(first) is None
     last = step(torch.tensor(given)[None, None], keys)
     state.append(last)

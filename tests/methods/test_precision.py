@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from seergate import methods
-from seergate.methods.base import LayerSpec, Step
 from seergate.models import families
 from seergate.models.rope import Rotary
 from tests.support.evictors import EVICTORS, attention, model_of
+from tests.support.steps import spec, step
 
 UNSCORED = ("streaming_llm", "random_evict", "kv4bit", "fast_kvzip", "trim_kv")
 """Kinds that go by age, by chance, or by something other than attention."""
@@ -18,19 +18,17 @@ def evicting(method, q_BHSD, k_BKSD, prompt, rotary=None):
     """The state when these queries and keys have passed, the first ``prompt`` of them at once, and the tokens
     ``[K, T]`` that each eviction has left. The cache does what the state wants.
     """
-    heads, kv_heads, width = q_BHSD.shape[1], k_BKSD.shape[1], k_BKSD.shape[3]
-    state = method.new_state(LayerSpec(0, 1, heads, kv_heads, width, k_BKSD.dtype, k_BKSD.device, rotary))
+    kv_heads, width = k_BKSD.shape[1], k_BKSD.shape[3]
+    state = method.new_state(spec(k_BKSD, q_BHSD.shape[1], rotary))
     keys, tokens_KT, left = k_BKSD[:, :, :0], torch.zeros(kv_heads, 0, dtype=torch.long), []
     for first, last in [(0, prompt), *((i, i + 1) for i in range(prompt, k_BKSD.shape[2]))]:
-        start, new = keys.shape[2], (q_BHSD[:, :, first:last], k_BKSD[:, :, first:last])
-        keys = torch.cat((keys, new[1]), 2)
+        keys = torch.cat((keys, k_BKSD[:, :, first:last]), 2)
         tokens_KT = torch.cat((tokens_KT, torch.arange(first, last).expand(kv_heads, -1)), 1)
-        lengths = torch.tensor([keys.shape[2]])
-        step = Step(*new, *new, [start], [last - first], keys, keys, lengths, sm_scale=width**-0.5)
-        state.append(step)
+        now = step(q_BHSD[:, :, first:last], keys, new=last - first, sm_scale=width**-0.5)
+        state.append(now)
         if last - first == 1:
-            attention(state, step)
-        eviction = state.select_kept(step)
+            attention(state, now)
+        eviction = state.select_kept(now)
         if eviction is not None:
             index_KT = eviction.index[0, :, : eviction.lengths[0]]
             tokens_KT = tokens_KT.gather(1, index_KT)

@@ -8,8 +8,8 @@ import torch
 
 import seergate
 from seergate import methods
-from tests.methods.test_methods import fed
 from tests.support.models import left_padded, prompt
+from tests.support.steps import fed
 
 
 def test_the_bound_for_the_mean_query_by_hand():

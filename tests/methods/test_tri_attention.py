@@ -19,10 +19,10 @@ from seergate.methods.scoring import reduced
 from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
 from seergate.models import families
 from seergate.models.rope import Rotary
-from tests.methods.test_methods import spec, step
 from tests.support import naive_views
 from tests.support.evictors import model_of
 from tests.support.models import prompt, tiny_model
+from tests.support.steps import spec, step
 
 
 class TwoPairs:

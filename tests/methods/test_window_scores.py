@@ -7,8 +7,7 @@ from torch.nn.functional import pad
 from seergate import methods
 from seergate.methods.scoring import reduced
 from seergate.methods.snapkv import redundancy, window_scores
-from tests.methods.test_evicting_numbers import prompted
-from tests.methods.test_methods import step
+from tests.support.steps import prompted, step
 
 
 def unseen_window(keys, queries):
