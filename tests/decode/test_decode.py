@@ -7,22 +7,15 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
+from seergate import DecodeConfig, SeergateError, methods
 from seergate.cache.layer import GatedLayer
 from seergate.models import families
 from tests.support.decoding import Decoding
 from tests.support.evictors import GROUPS, model_of
-from tests.support.models import FAMILIES, left_padded, prompt, tiny_model
+from tests.support.models import FAMILIES, gates, left_padded, prompt, tiny_model
 from tests.support.reasoning import Words
 
 BLOCK = 8
-
-
-def gates(model, block_size=BLOCK, **options):
-    bank = GateBank.for_model(model, GateConfig(block_size, options.pop("gate_dim", 16), **options))
-    for parameter in bank.parameters():  # wide enough that selections differ from one another
-        parameter.data.normal_()
-    return bank
 
 
 def selector(model, name, budget=2 * BLOCK, block_size=BLOCK, **options):

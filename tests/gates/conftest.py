@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from seergate import GateBank, GateConfig
 from tests.support import evaluation
@@ -28,14 +28,6 @@ def bank(tmp_path: Path) -> GateBank:
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     evaluation.tokenizer().save_pretrained(tmp_path / "base")
     return GateBank.for_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), GateConfig(8, 16))
-
-
-def distinct_gates(model: PreTrainedModel, **options: Any) -> GateBank:
-    """Gates that tell blocks of 8 tokens apart."""
-    gates = GateBank.for_model(model, GateConfig(8, 16, **options))
-    for parameter in gates.parameters():
-        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
-    return gates
 
 
 def set_entries(file: Path, changes: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch
 
 from seergate import GateConfig, ops
 from seergate.gates.gate import AttnGate
+from tests.gates.test_scorers import rms, rotated
 from tests.support.models import geometry
 
 
@@ -37,23 +38,6 @@ def naive(gate: AttnGate, q, k, block_size):
     """Scores ``[H_kv, S, N]`` straight from equations 1a-1c, head by head, in float64."""
     config, length = gate.config, q.shape[1]
     kv_heads, group, width = gate.num_kv_heads, gate.group_size, config.gate_dim
-
-    def norm(x, weight):
-        return x / math.sqrt(sum(v * v for v in x) / len(x) + 1e-6) * weight
-
-    def rotated(x, position):
-        if not config.rope:
-            return x
-        out = x.clone()
-        for i in range(width // 2):
-            angle = position * gate.inv_freq[i].double().item()
-            a, b = x[i], x[i + width // 2]
-            out[i], out[i + width // 2] = (
-                a * math.cos(angle) - b * math.sin(angle),
-                b * math.cos(angle) + a * math.sin(angle),
-            )
-        return out
-
     blocks = length // block_size
     scores = torch.zeros(kv_heads, length, blocks, dtype=torch.float64)
     for g in range(kv_heads):
@@ -62,7 +46,7 @@ def naive(gate: AttnGate, q, k, block_size):
             chunk = k[g, n * block_size : (n + 1) * block_size]
             pooled = {"max": chunk.amax(0), "min": chunk.amin(0), "avg": chunk.mean(0)}
             x = torch.cat([pooled[kind] for kind in config.k_pooling]) @ gate.k_proj.weight[g]
-            kg.append(rotated(norm(x, gate.k_norm.weight) if config.qk_norm else x, n * block_size))
+            kg.append(rotated(rms(x, gate.k_norm.weight) if config.qk_norm else x, n * block_size, gate))
         for t in range(length):
             members = [q[g * group + i, t] for i in range(group)]
             if config.q_pooling in ("proj", "none"):
@@ -71,7 +55,7 @@ def naive(gate: AttnGate, q, k, block_size):
             else:
                 x = sum(members) / group
                 queries = [x @ gate.q_proj.weight[g] if config.q_pooling == "avgproj" else x]
-            queries = [rotated(norm(x, gate.q_norm.weight) if config.qk_norm else x, t) for x in queries]
+            queries = [rotated(rms(x, gate.q_norm.weight) if config.qk_norm else x, t, gate) for x in queries]
             for n in range(blocks):
                 scores[g, t, n] = max(x @ kg[n] for x in queries) / math.sqrt(width)
     return scores

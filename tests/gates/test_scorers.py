@@ -17,8 +17,7 @@ from seergate.models import families
 from seergate.models.hooks import QKHook
 from seergate.models.published import export_published
 from seergate.ops import reference
-from tests.gates.conftest import distinct_gates as gates
-from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.models import gates, left_padded, prompt, tiny_model
 from tests.support.running import refused
 
 SIZE = 8
@@ -95,12 +94,12 @@ def test_an_indexer_tells_blocks_apart_for_every_kv_head(model):
 
 @BY_TOKEN
 def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
-    ids, keys = prompt(3 * SIZE + 5), []
+    ids, bank, keys = prompt(3 * SIZE + 5), gates(model, scorer=scorer), []
     for first in (1, 2 * SIZE, ids.shape[1]):
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        with seergate.attached(model, gates(model, scorer=scorer), token_budget=512):
+        with seergate.attached(model, bank, token_budget=512):
             rest = ids[:, first:].split(1, 1) if first < ids.shape[1] else ()
             for part in (ids[:, :first], *rest):
                 model(input_ids=part, past_key_values=cache)

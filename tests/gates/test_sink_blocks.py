@@ -11,8 +11,7 @@ from seergate.methods import Gate, Quest, make_method
 from seergate.models.published import export_published
 from seergate.models.resolving import method_of
 from seergate.serving.common.settings import Settings
-from tests.gates.conftest import distinct_gates as gates
-from tests.support.models import prompt, tiny_model
+from tests.support.models import gates, prompt, tiny_model
 from tests.support.running import output_of, refused
 
 SIZE = 8

@@ -281,34 +281,6 @@ def test_memory_is_flat_and_stays_where_it_is(name):
     assert layer_bytes[0] >= layer.keys[..., :100, :].nbytes * 2
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.plain_empty
-@pytest.mark.parametrize("name", EACH)
-def test_memory_is_flat_for_8192_tokens(name):
-    """The first row of each method: its variants hold the same tensors, which the test above compares."""
-    model = model_of(1, num_hidden_layers=1, hidden_size=16, intermediate_size=16, max_position_embeddings=16384)
-    ids, cache, peak = prompt(16), DynamicCache(), {}
-    with seergate.attached(model, EVICTORS[name].method(model)) as handle, torch.inference_mode():
-        model(input_ids=ids, past_key_values=cache)
-        for step in range(1, 8192):  # the forward passes of `generate`, without what it does between them
-            places = torch.tensor([[15 + step]])
-            model.model(input_ids=ids[:, step % 16, None], position_ids=places, past_key_values=cache)
-            if step in (511, 8191):
-                peak[step + 1] = handle.stats()["resident_bytes_peak"]
-        assert handle.stats()["steps"] == 8191
-    per_token = 2 * 16 * 4 * 2
-    added = (peak[8192] - peak[512]) / (8192 - 512) / per_token
-    if name.startswith("rpc"):
-        assert added == pytest.approx(1 / 4, abs=0.002)
-    elif name == "kv4bit":  # keeps everything, in groups with a scale and an offset each
-        assert 1 / 8 < added < 0.4
-    elif name.endswith("and gate"):  # the compressed keys of blocks that have been evicted stay: one vector per block
-        assert 0 < added < 0.07
-    else:
-        assert peak[8192] == peak[512]
-
-
 def test_a_decoded_token_that_is_masked_is_refused():
     """Methods remember every decoded token's query; a padding one would be taken for the row's."""
     model = model_of(4)

@@ -8,7 +8,6 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.cache.layer import GatedLayer
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.generation.engine import Batch
 from seergate.methods.evicting import AttentionOutput
@@ -71,20 +70,6 @@ def test_bytes_held_and_read_are_those_of_the_tensors():
         read += 2 * ((total - old) * per_token + old * packed) / (new - 1)
     assert ours["bytes_read_per_step"] == pytest.approx(read, rel=1e-6)
     assert ours["resident_bytes_mean"] < 0.45 * theirs["resident_bytes_mean"]
-
-
-def test_nothing_leaves_before_a_group_is_old(monkeypatch):
-    """Of 10 tokens 5 are old, a group is 6: the first decoded token makes one, and every sixth after it."""
-    model, layers, evict = model_of(4), [], GatedLayer.evict
-
-    def counted(layer, eviction):
-        layers.append(layer.layer)
-        evict(layer, eviction)
-
-    monkeypatch.setattr(GatedLayer, "evict", counted)
-    with seergate.attached(model, methods.KV4Bit(group=6, residual=5)):
-        model.generate(prompt(10), max_new_tokens=9, min_new_tokens=9)
-    assert layers == [0, 1] * 2
 
 
 def test_what_the_gate_cannot_work_on():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from seergate import GateBank, GateConfig
 from seergate.gates.geometry import ModelGeometry
 
 VOCABULARY = 128
@@ -117,6 +118,14 @@ def geometry(
     """The geometry of a model with one layer, for a gate of its own."""
     frequencies = tuple(inv_freq.tolist() if isinstance(inv_freq, torch.Tensor) else inv_freq)
     return ModelGeometry("qwen3", num_heads, num_kv_heads, head_dim, (0,), frequencies, attention_scaling)
+
+
+def gates(model: PreTrainedModel, block_size: int = 8, gate_dim: int = 16, **options: Any) -> GateBank:
+    """Gates with random weights, wide enough that selections differ from one another."""
+    bank = GateBank.for_model(model, GateConfig(block_size, gate_dim, **options))
+    for parameter in bank.parameters():
+        parameter.data.normal_()
+    return bank
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
