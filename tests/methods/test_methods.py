@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import seergate
-from seergate import DecodeConfig, GateBank, GateConfig, methods, ops
+from seergate import DecodeConfig, methods, ops
 from seergate.methods.base import LayerSpec
 from seergate.methods.gate import published_selection
 from seergate.models import families
@@ -164,33 +163,3 @@ def test_published_selection_breaks_ties_alike_in_any_batch():
     padded = torch.zeros(2, 1, 9)
     together = published_selection(padded, torch.tensor([30, 70]), 8, rule)
     assert alone.indices[0, 0].tolist() == [i for i in together.indices[0, 0].tolist() if i >= 0] == [0, 1, 3]
-
-
-# ---------------------------------------------------------------------------------------------------------------- gate
-
-
-def test_refusals():
-    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
-    for attempt, message in (
-        (lambda: methods.Quest(token_budget=15, block_size=16), "token_budget is 15; with block_size 16"),
-        (lambda: methods.Quest(token_budget=31, block_size=16), "token_budget is 31; .* at least 32, as one"),
-        (lambda: methods.Oracle(token_budget=64, sink_blocks=1), "1 sink blocks it must be at least 192"),
-        (lambda: methods.Gate(bank=bank, token_budget=15), "token_budget is 15; with block_size 8 .* at least 16"),
-        (lambda: methods.StreamingLLM(token_budget=4), "token_budget is 4; it must be greater than sink_tokens"),
-        (lambda: methods.make_method("snap_kv"), "there is no method 'snap_kv'"),
-        (lambda: seergate.attach(tiny_model("qwen3"), "my-gates"), "'my-gates'; .*; gates are named by a directory"),
-        (lambda: seergate.attach(tiny_model("qwen3"), bank, block_size=16), "gates have the block size that"),
-        (lambda: methods.Gate(bank=None), "bank is a NoneType; it must be a GateBank"),
-        (lambda: methods.Gate(bank=bank, block_size=64), "block_size is 64.*blocks of 8"),
-        (lambda: DecodeConfig(dense_layers=3), "dense_layers is 3"),
-        (lambda: DecodeConfig(top_p=0.9, compat="published"), "neither budget_share nor top_p.*or pass compat=None"),
-        (lambda: DecodeConfig(compat="publishd"), "compat is 'publishd'"),
-        (lambda: GateConfig(k_pooling=None), "k_pooling is None"),
-        (lambda: GateConfig(k_pooling=[["max"]]), "k_pooling is"),
-        (lambda: seergate.attach(tiny_model("qwen3"), "oracle", dense_layers=(99,)), r"dense_layers names \[99\]"),
-        (lambda: seergate.attach(tiny_model("qwen3"), "quest", DecodeConfig()), "goes with gates"),
-        (lambda: DecodeConfig(dense_below=-1), "dense_below is -1; it must be a whole number, 0 or greater"),
-        (lambda: DecodeConfig(dense_below=8, compat="published"), "nor dense_below"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            attempt()

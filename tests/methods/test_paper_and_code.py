@@ -1,4 +1,4 @@
-"""Where a paper and its code differ, the option that does as the other: by hand, against simulations, refusals."""
+"""Where a paper and its code differ, the option that does as the other: by hand, against simulations."""
 
 import re
 from dataclasses import replace
@@ -195,20 +195,7 @@ def test_snapkv_of_the_prompt_only(group, monkeypatch):
     assert key_buffers[0].shape[2] < 400, "the room for the prompt is given back"
 
 
-# -------------------------------------------------------------------------------------------------- refusals, document
-
-
-@pytest.mark.parametrize(
-    ("attempt", "message"),
-    [
-        (lambda: methods.Quest(min_pages=3, threshold=0.1), "min_pages is 3 without a token budget"),
-        (lambda: methods.LazyEviction(use_h1=False, use_h2=False), "use_h1 and use_h2 are both False"),
-        (lambda: methods.SnapKV(compress="prompt", prompt="pinned"), "then it must be 'evictable'"),
-    ],
-)
-def test_refusals(attempt, message):
-    with pytest.raises(ValueError, match=message):
-        attempt()
+# ------------------------------------------------------------------------------------------------------------ document
 
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reproduce.md"

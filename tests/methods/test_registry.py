@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from seergate import GateBank, GateConfig, SeergateError, methods
+import seergate
+from seergate import DecodeConfig, GateBank, GateConfig, SeergateError, methods
 from seergate.config import SCORERS, is_retention
 from seergate.methods import LayerSpec, registry
 from tests.support.evictors import centres
@@ -67,6 +68,53 @@ def test_every_option_is_checked(model):
                     )
                     with pytest.raises(ValueError, match=message):
                         replace(method, **{**other, option.name: value})
+
+
+def test_refusals():
+    bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
+    for attempt, message in (
+        (lambda: methods.Quest(token_budget=15, block_size=16), "token_budget is 15; with block_size 16"),
+        (lambda: methods.Quest(token_budget=31, block_size=16), "token_budget is 31; .* at least 32, as one"),
+        (lambda: methods.Oracle(token_budget=64, sink_blocks=1), "1 sink blocks it must be at least 192"),
+        (lambda: methods.Gate(bank=bank, token_budget=15), "token_budget is 15; with block_size 8 .* at least 16"),
+        (lambda: methods.StreamingLLM(token_budget=4), "token_budget is 4; it must be greater than sink_tokens"),
+        (lambda: methods.make_method("snap_kv"), "there is no method 'snap_kv'"),
+        (lambda: seergate.attach(tiny_model("qwen3"), "my-gates"), "'my-gates'; .*; gates are named by a directory"),
+        (lambda: seergate.attach(tiny_model("qwen3"), bank, block_size=16), "gates have the block size that"),
+        (lambda: methods.Gate(bank=None), "bank is a NoneType; it must be a GateBank"),
+        (lambda: methods.Gate(bank=bank, block_size=64), "block_size is 64.*blocks of 8"),
+        (lambda: DecodeConfig(dense_layers=3), "dense_layers is 3"),
+        (lambda: DecodeConfig(top_p=0.9, compat="published"), "neither budget_share nor top_p.*or pass compat=None"),
+        (lambda: DecodeConfig(compat="publishd"), "compat is 'publishd'"),
+        (lambda: GateConfig(k_pooling=None), "k_pooling is None"),
+        (lambda: GateConfig(k_pooling=[["max"]]), "k_pooling is"),
+        (lambda: seergate.attach(tiny_model("qwen3"), "oracle", dense_layers=(99,)), r"dense_layers names \[99\]"),
+        (lambda: seergate.attach(tiny_model("qwen3"), "quest", DecodeConfig()), "goes with gates"),
+        (lambda: DecodeConfig(dense_below=-1), "dense_below is -1; it must be a whole number, 0 or greater"),
+        (lambda: DecodeConfig(dense_below=8, compat="published"), "nor dense_below"),
+        (lambda: methods.H2O(token_budget=8, recent_tokens=9), "token_budget is 8; it must be at least recent_tokens"),
+        (lambda: methods.KV4Bit(group=1), "group is 1; it must be a whole number, 2 or greater"),
+        (
+            lambda: methods.LazyEviction(token_budget=100, window=101),
+            "token_budget is 100; it must be at least window",
+        ),
+        (lambda: methods.LazyEviction(alpha=2), "alpha is 2"),
+        (lambda: methods.make_method("lazy_eviction", interval=3), "no option 'interval'"),
+        (lambda: methods.SnapKV(token_budget=16), r"at least window \(32\)"),
+        (lambda: methods.SnapKV(kernel=4), "kernel is 4; it must be odd"),
+        (lambda: methods.RKV(importance_weight=1.5), "importance_weight is 1.5"),
+        (lambda: methods.RPC(interval=2), "interval is 2; it must be at least ratio"),
+        (lambda: methods.RaaS(token_budget=15), "token_budget is 15; it must be a whole number, 16 or greater"),
+        (lambda: methods.TriAttention(centres=3), "centres is a int"),
+        (lambda: methods.make_method("tri_attention"), "needs centres="),
+        (lambda: methods.Quest(min_pages=3, threshold=0.1), "min_pages is 3 without a token budget"),
+        (lambda: methods.LazyEviction(use_h1=False, use_h2=False), "use_h1 and use_h2 are both False"),
+        (lambda: methods.SnapKV(compress="prompt", prompt="pinned"), "then it must be 'evictable'"),
+        (lambda: methods.ReSA(share=1.5), "share is 1.5; it must be a number in 0..1"),
+        (lambda: methods.ReSA(threshold=0.1), "it has no other rule"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attempt()
 
 
 def test_gates_are_equal_if_their_weights_are(model):

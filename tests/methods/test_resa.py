@@ -52,12 +52,3 @@ def test_resa_decodes_and_rectifies(model):
     assert stats["rectification"] == {"every": 6, "passes": 3, "tokens": 36}
     assert stats["method"] == "resa" and stats["density"] < 0.6
     assert methods.ReSA().nominal == "256 or 10 %" and methods.ReSA().rectify_every == 32
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"share": 1.5}, "share is 1.5; it must be a number in 0..1"), ({"threshold": 0.1}, "it has no other rule")],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        methods.ReSA(**options)
