@@ -120,9 +120,9 @@ class RKV(SnapKV):
     ``similarity_threshold``) counts as zero, so that of equal tokens the newest survives.
 
     Paper and code differ: the paper weighs I with 0.1, the code's class default is 0.07. The code spares one
-    look-alike, or index 0 if there is none; here none is spared then. Indices are sorted here,
-    but not in the code's first version, where neighbours and "newest" lose their meaning after the first eviction. The
-    paper evicts after every ``interval`` generated tokens, the code by the length of the whole text (``trigger``).
+    look-alike, or index 0 if there is none; here none is spared then. Indices are sorted here, but not in the code's
+    first version, where neighbours and "newest" lose their meaning after the first eviction. The paper evicts after
+    every ``interval`` generated tokens, the code by the length of the whole text (``trigger``).
 
     Attributes:
         window, interval, kernel, pooling, group_reduction, pooled_by: see `SnapKV`.
