@@ -2,8 +2,8 @@
 
 `BlockStore` is the block table and has no tensors. A page is allocated empty, filled by its one user, and sealed when
 it is full. A sealed page is read-only until it is freed, so several users may share it: forks of a row (beam search),
-rows with the same prompt, and later blocks of a row with similar contents (ReasonCache). It is freed when its last
-user releases it. `CachePages` are the pages of a cache, `Paged` is the storage of one layer.
+and later blocks of a row with similar contents (ReasonCache). It is freed when its last user releases it.
+`CachePages` are the pages of a cache, `Paged` is the storage of one layer.
 
 Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of a row.
 """
@@ -205,17 +205,19 @@ class BlockStore:
             self.rows.append(moved)
         return list(homes.items())
 
-    def remap(self, position: int, block: int, physical: int) -> None:
-        """Map a row's logical block to another physical one, without moving data. Both must be sealed."""
+    def remap(self, position: int, newer: int, older: int) -> None:
+        """Map a row's logical block ``newer`` to the physical one of its block ``older``, without moving data. Both
+        must be sealed.
+        """
         row = self.rows[position]
-        old = row.table[block]
+        old, physical = row.table[newer], row.table[older]
         for what, number in (("replaced", old), ("shared", physical)):
             if not self.sealed[number]:
                 raise SeergateError(f"physical block {number} is to be {what} and is not full; only full ones may be")
         if old == physical:
             return
         self.references[physical] += 1
-        row.table[block] = physical
+        row.table[newer] = physical
         self._release(old)
         row.repeats = len(row.table) - len(set(row.table))
         self.stale.add(position)
@@ -368,17 +370,13 @@ class CachePages(BlockStore):
             self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
         return self._newest[device]
 
-    def remap(self, position: int, block: int, physical: int, like: int | None = None) -> None:
-        """Map a row's logical ``block`` to another physical one. The method states copy the entries of ``like``, the
-        logical block of the row whose contents it now has; ``None`` if the contents are unchanged.
-        """
-        super().remap(position, block, physical)
-        if like is None:
-            return
+    def remap(self, position: int, newer: int, older: int) -> None:
+        """Map a row's logical block to the physical one of another; the method states copy the entries as well."""
+        super().remap(position, newer, older)
         for layer in self.layers:
             parts = self.block_size // layer.block_size
-            newer, older = (slice(i * parts, (i + 1) * parts) for i in (block, like))
-            layer.state.block_shared(position, newer, older)
+            entries = (slice(block * parts, (block + 1) * parts) for block in (newer, older))
+            layer.state.block_shared(position, *entries)
 
 
 class Paged(Storage):

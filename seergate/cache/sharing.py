@@ -1,4 +1,5 @@
-"""Applies block sharing: between two forward passes a cache reports its events and applies decisions.
+"""Applies the block sharing of `ReasonCache`: between two forward passes a cache reports its events and applies
+decisions.
 
 `BlockSharing` belongs to a handle, `SharedPages` to one cache under it. Nothing in here waits for a decision.
 """
@@ -13,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -26,22 +26,17 @@ from seergate.methods.reason_cache.method import ReasonCache
 from seergate.methods.reason_cache.worker import Worker
 from seergate.pretrained import load_tokenizer
 
-Prompt = tuple[tuple[int, ...], list[list[int]]]
-"""Uids of the rows, and the tokens of each row."""
-
 
 class BlockSharing:
-    """State shared by the caches of one handle: token ids of the forward pass, counters, the evaluator (``None``
-    without ``reason``), and the worker that calls it.
+    """State shared by the caches of one handle: token ids of the forward pass, counters, the evaluator, and the worker
+    that calls it.
     """
 
-    def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
-        self.prefixes, self.gone = prefixes, deque[int]()
-        self.evaluator: Evaluator | None = None
-        self.worker = Worker(reason is not None and reason.asynchronous)
-        if reason is not None:
-            tokenizer = _tokenizer(model, reason)
-            self.evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)))
+    def __init__(self, model: PreTrainedModel, reason: ReasonCache) -> None:
+        self.gone = deque[int]()
+        self.worker = Worker(reason.asynchronous)
+        tokenizer = _tokenizer(model, reason)
+        self.evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)))
         self._ids: Tensor | None = None
         self._warned = False
         self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see, with_kwargs=True)
@@ -57,10 +52,10 @@ class BlockSharing:
             raise SeergateError("sharing of blocks compares token ids; give the model input_ids, not inputs_embeds")
         return ids
 
-    def put(self, evaluator: Evaluator, calls: list[Callable[[], None]]) -> None:
+    def put(self, calls: list[Callable[[], None]]) -> None:
         """Submit calls of the evaluator to the worker, and warn once if the worker has failed."""
         if gone := [self.gone.popleft() for _ in range(len(self.gone))]:
-            calls = [partial(evaluator.rows_gone, gone), *calls]
+            calls = [partial(self.evaluator.rows_gone, gone), *calls]
         if calls:
             self.worker.put(calls)
         if self.worker.error is not None and not self._warned:
@@ -72,10 +67,9 @@ class BlockSharing:
     def reset(self) -> None:
         """Reset the counters."""
         self.passes, self.savings, self.apply_seconds, self.dropped = 0, 0.0, 0.0, 0
-        self.shared, self.prefix_blocks = Counter[str](), 0
+        self.shared = Counter[str]()
         self.physical_peak = self.logical_peak = 0
-        if self.evaluator is not None:
-            self.evaluator.reset()
+        self.evaluator.reset()
 
     def stats(self) -> dict[str, Any]:
         """Return the figures so far.
@@ -84,25 +78,20 @@ class BlockSharing:
             ``"method"``, and under ``"sharing"``: ``amsr`` (the paper's average memory saving ratio: one minus
             physical over logical blocks of the rows, each by itself, mean over forward passes); ``physical_peak`` and
             ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks`` by kind of repeat;
-            ``prefix_blocks`` (shared between rows); ``dropped`` (decisions about blocks that were gone); the
-            evaluator's counts; ``seconds`` by stage, of which only ``apply`` delays decoding if the worker has its own
-            thread; ``error`` of the worker.
+            ``dropped`` (decisions about blocks that were gone); the evaluator's counts; ``seconds`` by stage, of which
+            only ``apply`` delays decoding if the worker has its own thread; ``error`` of the worker.
         """
+        reason, error = self.evaluator.method, self.worker.error
         figures = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
             "physical_peak": self.physical_peak,
             "logical_peak": self.logical_peak,
             "shared_blocks": dict(self.shared),
-            "prefix_blocks": self.prefix_blocks,
             "dropped": self.dropped,
-            "seconds": {"apply": self.apply_seconds},
+            **self.evaluator.counts,
+            "seconds": {**self.evaluator.seconds, "apply": self.apply_seconds},
+            "error": None if error is None else first_line(error),
         }
-        if self.evaluator is None:
-            return {"sharing": figures}
-        reason, error = self.evaluator.method, self.worker.error
-        figures |= dict(self.evaluator.counts)
-        figures["seconds"] = {**self.evaluator.seconds, "apply": self.apply_seconds}
-        figures["error"] = None if error is None else first_line(error)
         reads = f"+{reason.reads.name}" if reason.reads is not None else ""
         return {"method": reason.name + reads, "sharing": figures}
 
@@ -123,50 +112,29 @@ class SharedPages(CachePages):
         self._reference = weakref.ref(self)
         self._calls: list[Callable[[], None]] = []  # of the current forward pass, and what followed it
         self._reported: dict[int, int] = {}  # row -> number of first blocks that were reported as sealed
-        self._join(sharing)
-
-    def _join(self, sharing: BlockSharing | None) -> None:
-        self.sharing = sharing  # None under a handle that shares nothing
-        self._prompt: Prompt | None = None
-        if sharing is not None and sharing.evaluator is not None:
-            weakref.finalize(self, sharing.gone.extend, self._reported)
-
-    @property
-    def evaluator(self) -> Evaluator | None:
-        """The handle's evaluator, if it has one."""
-        return None if self.sharing is None else self.sharing.evaluator
+        self.sharing, self.evaluator = sharing, sharing.evaluator
+        weakref.finalize(self, sharing.gone.extend, self._reported)
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
         """Make room for new tokens, and record their ids."""
         copies = super().advance(counts, context)
-        if self.sharing is None or context.q_pre is None:  # then the plain model runs
+        if context.q_pre is None:  # then the plain model runs
             return copies
         rows = tuple(row.uid for row in self.rows)
         ids = self.sharing.take_ids().to(self.layers[0].device)
         compact_ids = context.compact(ids[:, None, :, None])[:, 0, :, 0]
-        if self.sharing.prefixes:
-            if all(row.length == count for row, count in zip(self.rows, counts, strict=True)):
-                self._prompt = rows, [[] for _ in rows]
-            elif context.mode.decoded or (self._prompt is not None and self._prompt[0] != rows):
-                self._prompt = None
-            if self._prompt is not None:  # of a prompt in chunks, the tokens so far
-                for tokens, line, count in zip(self._prompt[1], compact_ids.tolist(), counts, strict=True):
-                    tokens += line[:count]
-        if self.evaluator is not None:
-            self._follow(rows)
-            self._calls.append(partial(self.evaluator.tokens_came, rows, compact_ids, tuple(counts)))
+        self._follow(rows)
+        self._calls.append(partial(self.evaluator.tokens_came, rows, compact_ids, tuple(counts)))
         return copies
 
     def between_passes(self) -> None:
         """Report events to the worker, apply decisions, and update the counters."""
         super().between_passes()
-        if self.sharing is None:
-            return
         began = time.perf_counter()
-        self._catch_up(self.sharing)
+        self._catch_up()
         positions = {row.uid: position for position, row in enumerate(self.rows)} if self.decisions else {}
         for _ in range(len(self.decisions)):
-            self._carry_out(self.decisions.popleft(), positions, self.sharing)
+            self._carry_out(self.decisions.popleft(), positions)
         if logical := self.logical:
             self.sharing.passes += 1
             self.sharing.savings += sum(row.repeats for row in self.rows) / logical
@@ -176,9 +144,6 @@ class SharedPages(CachePages):
 
     def crop(self, lengths: Sequence[int]) -> None:
         super().crop(lengths)
-        self._prompt = None
-        if self.evaluator is None:
-            return
         for row, length in zip(self.rows, lengths, strict=True):
             blocks = length // self.block_size
             self._reported[row.uid] = min(self._reported.get(row.uid, 0), blocks)
@@ -186,9 +151,6 @@ class SharedPages(CachePages):
 
     def select(self, index: Sequence[int]) -> dict[int, int]:
         forks = super().select(index)
-        self._prompt = None
-        if self.evaluator is None:
-            return forks
         self._calls += [partial(self.evaluator.row_forked, row, fork) for fork, row in forks.items()]
         there = [row.uid for row in self.rows]
         if gone := tuple(self._reported.keys() - there):
@@ -200,62 +162,51 @@ class SharedPages(CachePages):
 
     def adopt(self, other: BlockStore) -> Copies:
         """Append another store's rows, and report them to this handle's evaluator."""
-        if not isinstance(other, SharedPages) or other.sharing is None:
+        if not isinstance(other, SharedPages):
             return super().adopt(other)
         other.seal()
-        other._catch_up(other.sharing, at_once=True)
+        other._catch_up(at_once=True)
         first = len(self.rows)
         copies = super().adopt(other)
-        if self.evaluator is not None:
-            self._calls += [self._report(self.evaluator, row, 0) for row in self.rows[first:]]
-            other._reported.clear()
+        self._calls += [self._report(row, 0) for row in self.rows[first:]]
+        other._reported.clear()
         return copies
 
     def resumed(self, backend: KVBackend) -> None:
-        """Attach the cache to another handle. Raises `SeergateError` if its own handle has an evaluator, which alone
-        knows what blocks were compared with.
-        """
-        sharing = getattr(backend, "sharing", None)
-        if sharing is self.sharing:
-            return
-        if self.evaluator is not None:
+        """Raise `SeergateError` if this is another handle: only the own one knows what blocks were compared with."""
+        if getattr(backend, "sharing", None) is not self.sharing:
             raise SeergateError(
                 f"another handle of {self.evaluator.method.name!r} has shared blocks of this cache, and knows what "
                 "they were compared with; start a new cache"
             )
-        self._join(sharing)
 
     def _follow(self, rows: Sequence[int]) -> None:
         for uid in rows:
             self._reported.setdefault(uid, 0)
 
-    def _report(self, evaluator: Evaluator, row: Row, first: int) -> Callable[[], None]:
+    def _report(self, row: Row, first: int) -> Callable[[], None]:
         """Return a call that tells the evaluator which blocks of a row are sealed, from ``first`` on."""
         sealed_blocks = tuple((block, self.serials[block]) for block in row.table[first : row.sealed])
         self._reported[row.uid] = first + len(sealed_blocks)
-        return partial(evaluator.blocks_sealed, row.uid, self._reference, first, sealed_blocks)
+        return partial(self.evaluator.blocks_sealed, row.uid, self._reference, first, sealed_blocks)
 
-    def _catch_up(self, sharing: BlockSharing, at_once: bool = False) -> None:
-        """Share the pages of a prompt after prefill. Report to the evaluator sealed blocks, then events, as a step is
-        examined only if its blocks are known; then the blocks again, as events may have dropped them.
+    def _catch_up(self, at_once: bool = False) -> None:
+        """Report to the evaluator sealed blocks, then events, as a step is examined only if its blocks are known; then
+        the blocks again, as events may have dropped them.
 
         A worker with a thread gets reports only when a block has been sealed, as waking the thread delays decoding.
         """
-        if self._prompt is not None:
-            sharing.prefix_blocks += self._share_prefixes(*self._prompt)
-        if sharing.evaluator is None:
-            return
         sealed = [row for row in self.rows if row.sealed > self._reported.get(row.uid, 0)]
-        if sharing.worker.threaded and not sealed and not at_once:
+        if self.sharing.worker.threaded and not sealed and not at_once:
             return
-        reports = [self._report(sharing.evaluator, row, self._reported.get(row.uid, 0)) for row in sealed]
+        reports = [self._report(row, self._reported.get(row.uid, 0)) for row in sealed]
         happened, self._calls = self._calls, []
-        sharing.put(sharing.evaluator, [*reports, *happened, *reports])
+        self.sharing.put([*reports, *happened, *reports])
 
-    def _carry_out(self, decision: Decision, positions: dict[int, int], sharing: BlockSharing) -> None:
+    def _carry_out(self, decision: Decision, positions: dict[int, int]) -> None:
         position = positions.get(decision.row)
         if position is None:
-            sharing.dropped += 1
+            self.sharing.dropped += 1
             return
         row = self.rows[position]
         # report the outcome: the evaluator counts the decision as applied
@@ -265,35 +216,10 @@ class SharedPages(CachePages):
             or self.serials[row.table[decision.newer]] != decision.newer_serial
             or self.serials[row.table[decision.older]] != decision.older_serial
         ):
-            sharing.dropped += 1
+            self.sharing.dropped += 1
             return
-        self.remap(position, decision.newer, row.table[decision.older], like=decision.older)
-        sharing.shared[decision.kind] += 1
-
-    def _share_prefixes(self, rows: tuple[int, ...], prompts: list[list[int]]) -> int:
-        """Map each full page to that of the first row with the same tokens up to the page's end.
-
-        `num_return_sequences` and repeated sampling put the same prompt into several rows. Pages are shared only if
-        they are equal to the last bit, so no output changes: the same row computed at another place of the batch may
-        round differently. Returns the number of pages freed.
-        """
-        if tuple(row.uid for row in self.rows) != rows:
-            return 0
-        size = self.block_size
-        page_of: dict[tuple[int, ...], int] = {}  # (previous page, tokens) -> page: identifies the whole prefix
-        shared = 0
-        for position, tokens in enumerate(prompts):
-            row, physical = self.rows[position], -1
-            for block in range(min(len(tokens) // size, row.sealed)):
-                own = row.table[block]
-                physical = page_of.setdefault((physical, *tokens[block * size : (block + 1) * size]), own)
-                if physical == own:
-                    continue
-                if not all(torch.equal(x[own], x[physical]) for layer in self.buffers() for x in layer):
-                    break
-                self.remap(position, block, physical)
-                shared += 1
-        return shared
+        self.remap(position, decision.newer, decision.older)
+        self.sharing.shared[decision.kind] += 1
 
 
 def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:

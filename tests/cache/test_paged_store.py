@@ -81,7 +81,7 @@ class Contents(RuleBasedStateMachine):
             newer, older = newer % full, older % full
             before = self.store.physical
             physical = self.store.rows[position].table[older]
-            self.store.remap(position, newer, physical)
+            self.store.remap(position, newer, older)
             assert self.store.physical <= before, "sharing never takes a block"
             self.rows[position][newer * SIZE : (newer + 1) * SIZE] = self.written[physical]
 
@@ -181,7 +181,7 @@ def test_refusals():
     assert issubclass(OutOfBlocks, MemoryError) and issubclass(OutOfBlocks, SeergateError)
     store.extend([0, 3])
     with pytest.raises(SeergateError, match="is to be replaced and is not full"):
-        store.remap(0, 0, store.rows[1].table[0])
+        store.remap(1, 1, 0)
     with pytest.raises(SeergateError, match="a row of 8 tokens cannot be cropped to 9"):
         store.crop([4, 9])
     for wrong in (0, -1, 2.5, True):

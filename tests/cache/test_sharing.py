@@ -353,7 +353,7 @@ def test_benchmark_of_admission(tmp_path):
 def test_refusals(model):
     for method, paging, message in (
         (methods.ReasonCache(), None, "needs the model's tokenizer, and none could be loaded from ''"),
-        (reason(), Paging(8), "give block_size and max_blocks to 'reason_cache' itself"),
+        (reason(), Paging(8), "'reason_cache' makes its own pages; give block_size and max_blocks to the"),
         (reason(reads=methods.Quest(token_budget=64)), None, "pages of 4 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):
