@@ -25,7 +25,6 @@ from torch import Tensor
 from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import KVBackend, Storage, token_bytes
-from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
@@ -75,9 +74,6 @@ class BlockStore:
     """
 
     def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
-        for name, value in (("block_size", block_size), ("limit", limit)):
-            if value is not None and not (is_int(value) and value >= 1):
-                raise SeergateError(f"{name} of a paged cache is {value!r}; it must be a positive number")
         self.block_size, self.limit = block_size, limit
         self.numbers = count() if numbers is None else numbers
         self.references: list[int] = []

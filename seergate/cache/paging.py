@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from seergate.cache.pages import BlockStore, CachePages, Paged
+from seergate.cache.pages import CachePages, Paged
 from seergate.cache.sharing import BlockSharing, SharedPages
 from seergate.cache.storage import KVBackend, Storage
+from seergate.checks import check_counts
 from seergate.errors import SeergateError
 from seergate.methods.base import Method
 from seergate.methods.reason_cache.method import ReasonCache
@@ -28,6 +29,9 @@ class Paging(KVBackend):
         max_blocks: maximum number of pages of a cache, all rows together; ``None`` for no limit. Reaching it raises
             `OutOfBlocks`.
         reason: the method that shares similar pages of a row; `ReasonCache` sets it itself.
+
+    Raises:
+        ValueError: for an option out of range.
     """
 
     tag: ClassVar[str] = "paged"
@@ -39,13 +43,15 @@ class Paging(KVBackend):
     numbers: Iterator[int] = field(init=False, repr=False, compare=False)  # of blocks and rows; set by `bind`
     sharing: BlockSharing | None = field(init=False, repr=False, compare=False)  # set by `bind`
 
+    def __post_init__(self) -> None:
+        check_counts(self, optional=True, block_size=1, max_blocks=1)
+
     @property
     def lossy(self) -> bool:
         return self.reason is not None
 
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
         bound, page = copy.copy(self), page_tokens(method, self.block_size)
-        BlockStore(page, self.max_blocks)  # checks the limit
         sharing = None if self.reason is None else BlockSharing(model, self.reason)
         vars(bound).update(page=page, numbers=count(), sharing=sharing)
         return bound

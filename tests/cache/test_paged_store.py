@@ -9,7 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from seergate import SeergateError
 from seergate.cache.pages import BlockStore, OutOfBlocks
-from seergate.methods import Dense, Gate, Quest
+from seergate.cache.paging import Paging
+from seergate.methods import Dense, Gate
 from seergate.methods.selecting import page_tokens
 from tests.decode.test_decode import gates
 from tests.support.models import tiny_model
@@ -184,9 +185,10 @@ def test_refusals():
         store.remap(1, 1, 0)
     with pytest.raises(SeergateError, match="a row of 8 tokens cannot be cropped to 9"):
         store.crop([4, 9])
-    for wrong in (0, -1, 2.5, True):
-        with pytest.raises(SeergateError, match="block_size of a paged cache is"):
-            BlockStore(wrong)
+    for option in ("block_size", "max_blocks"):
+        for wrong in (0, -1, 2.5, True):
+            with pytest.raises(ValueError, match=f"{option} is {wrong}; it must be a whole number, 1 or greater"):
+                Paging(**{option: wrong})
 
 
 def test_pages_hold_whole_blocks_of_the_method():
@@ -194,5 +196,3 @@ def test_pages_hold_whole_blocks_of_the_method():
     assert page_tokens(gate, None) == 8 and page_tokens(gate, 24) == 24 and page_tokens(Dense(), None) == 16
     with pytest.raises(SeergateError, match="pages of 12 tokens would cut the blocks of 8 that 'gate' selects"):
         page_tokens(gate, 12)
-    with pytest.raises(SeergateError, match="limit of a paged cache is 0"):
-        BlockStore(page_tokens(Quest(), None), limit=0)
