@@ -6,10 +6,9 @@ decisions.
 
 from __future__ import annotations
 
-import time
 import warnings
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -66,8 +65,7 @@ class BlockSharing:
 
     def reset(self) -> None:
         """Reset the counters."""
-        self.passes, self.savings, self.apply_seconds, self.dropped = 0, 0.0, 0.0, 0
-        self.shared = Counter[str]()
+        self.passes, self.savings, self.shared, self.dropped = 0, 0.0, 0, 0
         self.physical_peak = self.logical_peak = 0
         self.evaluator.reset()
 
@@ -77,19 +75,17 @@ class BlockSharing:
         Returns:
             ``"method"``, and under ``"sharing"``: ``amsr`` (the paper's average memory saving ratio: one minus
             physical over logical blocks of the rows, each by itself, mean over forward passes); ``physical_peak`` and
-            ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks`` by kind of repeat;
-            ``dropped`` (decisions about blocks that were gone); the evaluator's counts; ``seconds`` by stage, of which
-            only ``apply`` delays decoding if the worker has its own thread; ``error`` of the worker.
+            ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks``; ``dropped`` (decisions about
+            blocks that were gone); the evaluator's counts; ``error`` of the worker.
         """
         reason, error = self.evaluator.method, self.worker.error
         figures = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
             "physical_peak": self.physical_peak,
             "logical_peak": self.logical_peak,
-            "shared_blocks": dict(self.shared),
+            "shared_blocks": self.shared,
             "dropped": self.dropped,
             **self.evaluator.counts,
-            "seconds": {**self.evaluator.seconds, "apply": self.apply_seconds},
             "error": None if error is None else first_line(error),
         }
         reads = f"+{reason.reads.name}" if reason.reads is not None else ""
@@ -130,7 +126,6 @@ class SharedPages(CachePages):
     def between_passes(self) -> None:
         """Report events to the worker, apply decisions, and update the counters."""
         super().between_passes()
-        began = time.perf_counter()
         self._catch_up()
         positions = {row.uid: position for position, row in enumerate(self.rows)} if self.decisions else {}
         for _ in range(len(self.decisions)):
@@ -140,7 +135,6 @@ class SharedPages(CachePages):
             self.sharing.savings += sum(row.repeats for row in self.rows) / logical
             self.sharing.logical_peak = max(self.sharing.logical_peak, logical)
             self.sharing.physical_peak = max(self.sharing.physical_peak, self.physical)
-        self.sharing.apply_seconds += time.perf_counter() - began
 
     def crop(self, lengths: Sequence[int]) -> None:
         super().crop(lengths)
@@ -219,7 +213,7 @@ class SharedPages(CachePages):
             self.sharing.dropped += 1
             return
         self.remap(position, decision.newer, decision.older)
-        self.sharing.shared[decision.kind] += 1
+        self.sharing.shared += 1
 
 
 def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:

@@ -41,6 +41,13 @@ NOT_COMPARED = (
 (which are fingerprinted), and descriptions of other parts in words."""
 
 
+RETIRED: dict[str, dict[str, Any]] = {
+    "random_sharing": {"pairing": "ordinal", "percentile_of": "request"},
+    "reason_cache": {"pairing": "ordinal", "percentile_of": "request"},
+}
+"""Method -> options that it no longer has, with their defaults. A run with these equals one without them."""
+
+
 def run_directories(root: Path) -> list[Path]:
     """``root`` itself if it is a run directory, else the run directories in it; a `SeergateError` if there is none."""
     if not root.is_dir():
@@ -209,11 +216,15 @@ def write_yaml(path: Path, config: dict[str, Any]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The pinned configuration."""
+    """The pinned configuration, without `RETIRED` options that have their defaults."""
     path = directory / CONFIG
     if not path.is_file():
         raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory")
-    return read_yaml(path)
+    config = read_yaml(path)
+    if isinstance(method := config.get("method"), dict):
+        retired = RETIRED.get(str(method.get("name")).partition("+")[0], {}).items()
+        config["method"] = {option: value for option, value in method.items() if (option, value) not in retired}
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

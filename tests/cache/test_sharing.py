@@ -65,13 +65,12 @@ def test_repeats_share_blocks_and_other_rows_do_not_notice(model):
     first = next(i for i, pair in enumerate(zip(plain[0], shared[0], strict=True)) if not torch.equal(*pair))
     assert first > 2 * 12, "nothing before the first repeat"
     assert all(len(set(pages)) == len(pages) for _, pages in tables), "nor is anything of it shared"
-    saved = sum(counts["shared_blocks"].values())
+    saved = counts["shared_blocks"]
     assert saved == counts["decisions"] >= 4
     assert store.logical - store.physical == saved == store.rows[0].repeats
     assert counts["logical_peak"] == sum(-(-(len(p[0]) + 83) // PAGE) for p in PROMPTS)
     assert 0 < counts["amsr"] < saved / counts["logical_peak"]
-    assert set(counts["shared_blocks"]) <= {"loop", "revisitation"}
-    assert stats["method"] == "reason_cache" and set(counts["seconds"]) >= {"text", "lexical", "distance", "apply"}
+    assert stats["method"] == "reason_cache"
     per_block = 2 * PAGE * 16 * 4 * 2
     assert all(layer.nbytes == store.physical * per_block for layer in cache.layers)
     for i in range(store.rows[0].length // PAGE):
@@ -94,7 +93,7 @@ def test_what_is_known_of_a_block_follows_it():
         _, cache, stats = forced_run(model, reason(reads=reads, block_size=16, warm_up=0), PROMPTS[:1], text)
         table = cache.layers[0].storage.pages.rows[0].table
         copies = [(i, table.index(block)) for i, block in enumerate(table) if table.index(block) != i]
-        assert len(copies) == sum(stats["sharing"]["shared_blocks"].values()) >= 2
+        assert len(copies) == stats["sharing"]["shared_blocks"] >= 2
         assert stats["method"] == f"reason_cache+{reads.name}" and stats["density"] < 0.6
         for layer in cache.layers:
             for name in names:
@@ -107,7 +106,7 @@ def test_selecting_everything_of_shared_blocks_is_reading_all_of_them(model):
     gate, text = methods.Gate(bank=gates(model, 8), threshold=1e-30), looping(2, 20)
     selecting, _, stats = forced_run(model, reason(reads=gate, block_size=8), PROMPTS, text)
     dense, _, _ = forced_run(model, reason(block_size=8), PROMPTS, text)
-    assert stats["density"] == 1 and sum(stats["sharing"]["shared_blocks"].values()) > 3
+    assert stats["density"] == 1 and stats["sharing"]["shared_blocks"] > 3
     torch.testing.assert_close(selecting, dense, rtol=1e-4, atol=1e-4)
 
 
@@ -123,7 +122,7 @@ def test_stock_ways_of_generating(model):
             out = model.generate(input_ids=text, max_new_tokens=24, pad_token_id=0, **options)
             counts = handle.stats()["sharing"]
         assert out.shape[1] == text.shape[1] + 24
-        assert counts["error"] is None and sum(counts["shared_blocks"].values()) >= 3
+        assert counts["error"] is None and counts["shared_blocks"] >= 3
 
 
 @pytest.mark.parametrize("reads", [None, "quest"])
@@ -158,8 +157,8 @@ def test_rows_that_come_and_go(model, reads):
         counts = handle.stats()["sharing"]
     for (expected, _, _), logits in zip(alone, logits_by_row, strict=True):
         torch.testing.assert_close(torch.stack(logits), expected[0], rtol=1e-4, atol=1e-4)
-    shared = [sum(stats["sharing"]["shared_blocks"].values()) for _, _, stats in alone]
-    assert min(shared) >= 4 and sum(counts["shared_blocks"].values()) == sum(shared)
+    shared = [stats["sharing"]["shared_blocks"] for _, _, stats in alone]
+    assert min(shared) >= 4 and counts["shared_blocks"] == sum(shared)
     assert counts["error"] is None
     assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
 
@@ -184,7 +183,7 @@ def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
         for ids in torch.cat((text[:, 24:], other), 1).expand(2, -1).split(1, 1):
             model(input_ids=ids, past_key_values=cache)
         counts = handle.stats()["sharing"]
-        assert counts["decisions"] == sum(counts["shared_blocks"].values()) >= 3 and counts["dropped"] == 0
+        assert counts["decisions"] == counts["shared_blocks"] >= 3 and counts["dropped"] == 0
         assert_same_blocks(cache, handle.storage.sharing)
 
 
@@ -265,7 +264,7 @@ def test_a_worker_that_fails_late_leaves_what_it_decided(model, monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         logits, _, stats = forced_run(model, reason(), PROMPTS, looping())
-    assert sum(stats["sharing"]["shared_blocks"].values()) > 0
+    assert stats["sharing"]["shared_blocks"] > 0
     same = [torch.equal(a, b) for a, b in zip(logits[0], whole[0], strict=True)]
     assert not all(same) and same == sorted(same, reverse=True), "equal up to where it failed"
     assert torch.equal(logits[1], whole[1])
@@ -309,8 +308,8 @@ def test_a_thread_decides_what_is_decided_in_between():
     assert threading.active_count() == before, "detaching ends the thread"
     _, cache, control = forced_run(model, reason(methods.RandomSharing), PROMPTS, looping())
     drawn, store = control["sharing"]["shared_blocks"], cache.layers[0].storage.pages
-    assert drawn == {"random": store.logical - store.physical}, "the control saves as much"
-    assert drawn["random"] == pytest.approx(sum(inline["sharing"]["shared_blocks"].values()), rel=0.35)
+    assert drawn == store.logical - store.physical, "the control saves as much"
+    assert drawn == pytest.approx(inline["sharing"]["shared_blocks"], rel=0.35)
 
 
 # ---------------------------------------------------------------------------------------------------- memory, control

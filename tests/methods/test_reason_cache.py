@@ -15,7 +15,6 @@ from seergate.methods.reason_cache.steps import (
     ReasoningStep,
     Segmenter,
     adaptive_threshold,
-    kind_of_repeat,
     similarity,
 )
 from seergate.methods.reason_cache.structure import OPERAND, PLAIN, formal_content
@@ -81,16 +80,6 @@ def test_whole_blocks_of_a_step():
     assert list(ReasoningStep(3, [0] * 10, "").whole_blocks(4)) == [1, 2]
     assert list(ReasoningStep(4, [0] * 8, "").whole_blocks(4)) == [1, 2]
     assert list(ReasoningStep(5, [0] * 6, "").whole_blocks(4)) == []
-
-
-def test_kinds_of_repeats():
-    def steps(*repeats, text="so it is"):
-        return [ReasoningStep(i, [1], text, repeats=r) for i, r in enumerate(repeats)]
-
-    assert kind_of_repeat(steps(None, None, 0, 1, 2), 4) == "loop"
-    assert kind_of_repeat(steps(None, None, None, 0, 2), 4) == "revisitation"
-    assert kind_of_repeat(steps(None, 0), 1) == "revisitation"
-    assert kind_of_repeat(steps(None, 0, text="Wait, let me see"), 1) == "self_verification"
 
 
 # --------------------------------------------------------------------------------------------------- structural check
@@ -226,18 +215,6 @@ def test_the_evaluator_pairs_whole_blocks_of_similar_steps():
         (9, 3, 1009, 1003),
     ]
     assert run.counts == Counter(steps=3, similar_steps=1, same_structure=1, measured_blocks=3, decisions=3)
-    assert set(run.seconds) == {"text", "lexical", "structural", "distance"}
-
-
-def test_pairing_by_the_nearest_block():
-    """The second step begins one block later within itself: block i of one is not block i of the other."""
-    first, second = [5, 5, *STEP], [*STEP[:4], 5, 5, 4, 8]
-    decisions = {}
-    for pairing in ("ordinal", "nearest"):
-        run, cache = evaluator(pairing=pairing, include_prompt=True), Cache([*first, *second])
-        feed(run, cache, 1, [*first, *second], 0)
-        decisions[pairing] = {d.newer: d.older for d in cache.decisions}
-    assert decisions == {"ordinal": {4: 0, 5: 1, 6: 2, 7: 3}, "nearest": {4: 1, 5: 2, 6: 0, 7: 3}}
 
 
 def test_forks_crops_and_rows_that_go():

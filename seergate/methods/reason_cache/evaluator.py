@@ -10,8 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,13 +18,7 @@ from torch import Tensor
 
 from seergate.methods.reason_cache.distance import Block, PercentileThreshold, block_distances
 from seergate.methods.reason_cache.method import RandomSharing, ReasonCache
-from seergate.methods.reason_cache.steps import (
-    ReasoningStep,
-    Segmenter,
-    adaptive_threshold,
-    kind_of_repeat,
-    similarity,
-)
+from seergate.methods.reason_cache.steps import ReasoningStep, Segmenter, adaptive_threshold, similarity
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,6 @@ class Decision:
     Attributes:
         row: uid of the row.
         newer_serial, older_serial: serial numbers of the physical blocks that were compared.
-        kind: kind of the repeat (`kind_of_repeat`), or ``"random"``.
     """
 
     row: int
@@ -43,7 +35,6 @@ class Decision:
     older: int
     newer_serial: int
     older_serial: int
-    kind: str
 
 
 @dataclass
@@ -65,26 +56,16 @@ class Evaluator:
     Attributes:
         counts: ``steps``, ``similar_steps`` (pairs above the threshold), ``same_structure`` (those with equal formal
             content), ``measured_blocks`` (pairs of blocks), ``decisions``.
-        seconds: per stage: ``text``, ``lexical``, ``structural``, ``distance``.
     """
 
     def __init__(self, method: ReasonCache, decode: Callable[[list[int]], str]) -> None:
         self.method, self._decode = method, decode
         self._rows: dict[int, _Row] = {}
-        self._common = PercentileThreshold(method.percentile, method.warm_up)
         self.reset()
 
     def reset(self) -> None:
         """Reset the counters."""
-        self.counts, self.seconds = Counter[str](), dict[str, float]()
-
-    @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
-        seconds, began = self.seconds, time.perf_counter()  # of before a `reset` by another thread
-        try:
-            yield
-        finally:
-            seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
+        self.counts = Counter[str]()
 
     def tokens_came(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
         """Process new tokens of rows, given by uid: ``ids [B, S]``, of which the first ``counts[b]`` are row b's."""
@@ -93,8 +74,7 @@ class Evaluator:
             if row.segmenter is None:
                 first = 0 if self.method.include_prompt else count
                 row.segmenter = Segmenter(self._decode, self.method.border, first)
-            with self._timed("text"):
-                ended = row.segmenter.feed(tokens[first:count])
+            ended = row.segmenter.feed(tokens[first:count])
             for index in range(len(row.segmenter.steps) - len(ended), len(row.segmenter.steps)):
                 self._look_back(uid, row, row.segmenter.steps, index)
                 self._give_way()
@@ -108,9 +88,7 @@ class Evaluator:
     def row_forked(self, uid: int, fork: int) -> None:
         """Copy the state of a row for its fork."""
         row = self._row(uid)
-        threshold = row.threshold
-        if threshold is not self._common:
-            threshold = replace(threshold, seen=list(threshold.seen))
+        threshold = replace(row.threshold, seen=list(row.threshold.seen))
         segmenter = None if row.segmenter is None else row.segmenter.copy()
         self._rows[fork] = replace(row, threshold=threshold, segmenter=segmenter, blocks=list(row.blocks))
 
@@ -128,9 +106,7 @@ class Evaluator:
 
     def _row(self, uid: int) -> _Row:
         if uid not in self._rows:
-            method, common = self.method, self.method.percentile_of == "all"
-            threshold = self._common if common else PercentileThreshold(method.percentile, method.warm_up)
-            self._rows[uid] = _Row(threshold)
+            self._rows[uid] = _Row(PercentileThreshold(self.method.percentile, self.method.warm_up))
         return self._rows[uid]
 
     def _give_way(self) -> None:
@@ -147,32 +123,25 @@ class Evaluator:
         candidates = self._similar_steps(steps, index)
         if not candidates:
             return
-        steps[index].repeats = candidates[0]
-        with self._timed("distance"):
-            pairs = [(steps[index], steps[i]) for i in candidates]
-            chosen = self._near_blocks(row, layers, pairs, pages.block_size)
-        kind = kind_of_repeat(steps, index)
+        chosen = self._near_blocks(row, layers, steps[index], [steps[i] for i in candidates], pages.block_size)
         if isinstance(self.method, RandomSharing):
             chosen = self._any_blocks(row, len(chosen), -(-steps[0].start // pages.block_size), index)
-            kind = "random"
         for newer, older in chosen:
             self.counts["decisions"] += 1
             serials = row.blocks[newer][1], row.blocks[older][1]
             row.blocks[newer] = row.blocks[older]
-            pages.decisions.append(Decision(uid, newer, older, *serials, kind))
+            pages.decisions.append(Decision(uid, newer, older, *serials))
 
     def _similar_steps(self, steps: list[ReasoningStep], index: int) -> list[int]:
         """Earlier steps that pass both parts of stage 1, the most similar first."""
         step = steps[index]
-        with self._timed("lexical"):
-            scores = [similarity(step, earlier) for earlier in steps[:index]]
-            threshold = adaptive_threshold(scores, self.method.strict, self.method.soft)
-            similar = sorted((i for i in range(index) if scores[i] > threshold), key=lambda i: (-scores[i], -i))
+        scores = [similarity(step, earlier) for earlier in steps[:index]]
+        threshold = adaptive_threshold(scores, self.method.strict, self.method.soft)
+        similar = sorted((i for i in range(index) if scores[i] > threshold), key=lambda i: (-scores[i], -i))
         self.counts["similar_steps"] += len(similar)
         self._give_way()
-        if self.method.structural_check and similar:
-            with self._timed("structural"):
-                similar = [i for i in similar if steps[i].formal == step.formal]
+        if self.method.structural_check:
+            similar = [i for i in similar if steps[i].formal == step.formal]
         self.counts["same_structure"] += len(similar)
         return similar[: self.method.max_candidates]
 
@@ -180,17 +149,15 @@ class Evaluator:
         self,
         row: _Row,
         layers: list[tuple[Tensor, Tensor]],
-        steps: list[tuple[ReasoningStep, ReasoningStep]],
+        step: ReasoningStep,
+        candidates: list[ReasoningStep],
         size: int,
     ) -> list[tuple[int, int]]:
-        """Stage 2: (newer, older) logical blocks that are near enough, each newer one with the nearest older one."""
-        pairs = []
-        for step, earlier in steps:
-            new, old = (each.whole_blocks(size) for each in (step, earlier))
-            if self.method.pairing == "ordinal":
-                pairs += list(zip(new, old, strict=False))
-            else:
-                pairs += [(a, b) for a in new for b in old]
+        """Stage 2: (newer, older) logical blocks that are near enough, each newer one with the nearest older one. The
+        i-th whole block of the step is compared with the i-th of each candidate.
+        """
+        new = step.whole_blocks(size)
+        pairs = [pair for earlier in candidates for pair in zip(new, earlier.whole_blocks(size), strict=False)]
         pairs = [(a, b) for a, b in pairs if a < len(row.blocks) and row.blocks[a] != row.blocks[b]]
         distances = block_distances(layers, [(row.blocks[a][0], row.blocks[b][0]) for a, b in pairs])
         self.counts["measured_blocks"] += len(pairs)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from seergate.checks import check, check_choice, check_counts, check_flags, is_int, is_number
+from seergate.checks import check, check_counts, check_flags, is_int, is_number
 from seergate.errors import SeergateError, how_to_install
 from seergate.methods.base import LayerSpec, LayerState, Method
 from seergate.methods.controls import Dense
@@ -35,12 +35,9 @@ class ReasonCache(Method):
         max_blocks: maximum number of blocks of a cache, all rows together; ``None`` for no limit.
         strict, soft: upper and lower end of the adaptive threshold on the similarity of steps.
         structural_check: whether formulas and code of two steps must be equal.
-        percentile: percentile of the distances seen so far up to which blocks are shared; at 0 none is.
-        percentile_of: ``"request"``: the distances of the row itself; ``"all"``: of all rows so far.
+        percentile: percentile of the row's distances so far up to which blocks are shared; at 0 none is.
         warm_up: number of distances that are collected before anything is shared.
         max_candidates: maximum number of similar earlier steps whose blocks are compared, the most similar first.
-        pairing: which blocks of two similar steps are compared: ``"ordinal"``, the i-th whole block of one with the
-            i-th of the other; ``"nearest"``, every block with every block.
         border: regular expression that ends a step.
         include_prompt: whether the prompt (the tokens of the first forward pass) has steps too.
         asynchronous: whether decisions are made on a separate thread. Otherwise they are made between forward passes,
@@ -64,10 +61,8 @@ class ReasonCache(Method):
     soft: float = 0.7
     structural_check: bool = True
     percentile: float = 80.0
-    percentile_of: str = "request"
     warm_up: int = 16
     max_candidates: int = 4
-    pairing: str = "ordinal"
     border: str = BLANK_LINE
     include_prompt: bool = False
     asynchronous: bool = True
@@ -77,7 +72,6 @@ class ReasonCache(Method):
         check_counts(self, warm_up=0, max_candidates=1)
         check_counts(self, optional=True, block_size=1, max_blocks=1)
         check_flags(self, "structural_check", "include_prompt", "asynchronous")
-        check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
         for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
             value = getattr(self, name)
             check(name, value, is_number(value) and 0 <= value <= most, f"in 0..{most:g}")
