@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -46,39 +45,34 @@ class Row:
     """One sequence.
 
     Attributes:
-        uid: number of the row, which never changes; a fork gets a new one.
         table: the physical block of each logical block.
         sealed: number of first blocks that are known to be sealed.
         repeats: number of table entries whose block occurs earlier in the table.
+        reasoning: what a method that shares blocks knows of the row, if anything.
     """
 
-    uid: int
     table: list[int]
     length: int = 0
     sealed: int = 0
     repeats: int = 0
+    reasoning: Any = None
 
 
 class BlockStore:
-    """Block table of a paged cache: the physical block, or page, of each row's tokens.
-
-    There may be up to ``limit`` blocks. ``numbers`` yields uids of rows and serials of blocks; stores whose rows may
-    be joined share it.
+    """Block table of a paged cache: the physical block, or page, of each row's tokens. There may be up to ``limit``
+    blocks.
 
     Attributes:
         rows: the rows, in the order of the batch.
         references: per physical block, the number of table entries that refer to it.
         sealed: per physical block, whether it is read-only.
-        serials: per physical block, the serial number of its current allocation; every allocation gets a new one.
         stale: indices of rows whose tables have changed since the copy on the device was updated.
     """
 
-    def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
+    def __init__(self, block_size: int, limit: int | None = None) -> None:
         self.block_size, self.limit = block_size, limit
-        self.numbers = count() if numbers is None else numbers
         self.references: list[int] = []
         self.sealed: list[bool] = []
-        self.serials: list[int] = []
         self.rows: list[Row] = []
         self.stale: set[int] = set()
         self._free: list[int] = []
@@ -105,7 +99,7 @@ class BlockStore:
     def add_rows(self, number: int) -> None:
         """Append empty rows."""
         self.stale.update(range(len(self.rows), len(self.rows) + number))
-        self.rows += [Row(next(self.numbers), []) for _ in range(number)]
+        self.rows += [Row([]) for _ in range(number)]
 
     def extend(self, counts: Sequence[int]) -> Copies:
         """Make room for ``counts[b]`` new tokens of row b; return the copies to make. A row's last block is replaced
@@ -155,33 +149,21 @@ class BlockStore:
                 self.stale.add(position)
             row.length, row.sealed = length, length // self.block_size
 
-    def select(self, index: Sequence[int]) -> dict[int, int]:
-        """Keep the rows ``index``, in that order; a repeated row becomes a fork, which shares all blocks. Return the
-        uid of each fork -> the uid of its original.
-        """
-        forks: dict[int, int] = {}
-        seen: set[int] = set()
-        rows = []
-        for position in index:
-            row = self.rows[position]
-            fork = Row(row.uid, list(row.table), row.length, row.sealed, row.repeats)
-            if position in seen:
-                fork.uid = next(self.numbers)
-                forks[fork.uid] = row.uid
-            seen.add(position)
+    def select(self, index: Sequence[int]) -> None:
+        """Keep the rows ``index``, in that order; a repeated row becomes a fork, which shares all blocks."""
+        rows = [replace(self.rows[position], table=list(self.rows[position].table)) for position in index]
+        for row in rows:
             for block in row.table:
                 self.references[block] += 1
-            rows.append(fork)
         for row in self.rows:
             for block in row.table:
                 self._release(block)
         self.rows = rows
         self.stale = set(range(len(rows)))
-        return forks
 
     def clear(self) -> None:
         """Drop all rows."""
-        BlockStore.select(self, [])  # not an override, which reports events
+        self.select([])
 
     def adopt(self, other: BlockStore) -> Copies:
         """Append another store's rows; blocks that they share stay shared. Return the copies to make, from the other
@@ -196,9 +178,8 @@ class BlockStore:
                     homes[block] = self._allocate()
                     self.references[homes[block]], self.sealed[homes[block]] = 0, other.sealed[block]
                 self.references[homes[block]] += 1
-            moved = Row(row.uid, [homes[block] for block in row.table], row.length, row.sealed, row.repeats)
             self.stale.add(len(self.rows))
-            self.rows.append(moved)
+            self.rows.append(replace(row, table=[homes[block] for block in row.table]))
         return list(homes.items())
 
     def remap(self, position: int, newer: int, older: int) -> None:
@@ -242,11 +223,10 @@ class BlockStore:
         self._free = [*range(first + grown - 1, first - 1, -1), *self._free]
         self.references += [0] * grown
         self.sealed += [False] * grown
-        self.serials += [-1] * grown
 
     def _allocate(self) -> int:
         block = self._free.pop()
-        self.references[block], self.sealed[block], self.serials[block] = 1, False, next(self.numbers)
+        self.references[block], self.sealed[block] = 1, False
         return block
 
     def _release(self, block: int) -> None:
@@ -292,8 +272,8 @@ class CachePages(BlockStore):
     """
 
     @outside_inference_mode
-    def __init__(self, block_size: int, limit: int | None, numbers: Iterator[int]) -> None:
-        super().__init__(block_size, limit, numbers)
+    def __init__(self, block_size: int, limit: int | None) -> None:
+        super().__init__(block_size, limit)
         self._layers: list[weakref.ref[Paged]] = []
         self._turn, self._done = 0, cast(Any, None)
         self._tables = torch.zeros(0, 0, dtype=torch.int32)

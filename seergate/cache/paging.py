@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
@@ -40,7 +39,6 @@ class Paging(KVBackend):
     max_blocks: int | None = None
     reason: ReasonCache | None = field(default=None, repr=False)
     page: int = field(init=False, repr=False, compare=False)  # tokens per page; set by `bind`
-    numbers: Iterator[int] = field(init=False, repr=False, compare=False)  # of blocks and rows; set by `bind`
     sharing: BlockSharing | None = field(init=False, repr=False, compare=False)  # set by `bind`
 
     def __post_init__(self) -> None:
@@ -53,7 +51,7 @@ class Paging(KVBackend):
     def bind(self, model: PreTrainedModel, method: Method, layers: Sequence[int]) -> KVBackend:
         bound, page = copy.copy(self), page_tokens(method, self.block_size)
         sharing = None if self.reason is None else BlockSharing(model, self.reason)
-        vars(bound).update(page=page, numbers=count(), sharing=sharing)
+        vars(bound).update(page=page, sharing=sharing)
         return bound
 
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
@@ -61,8 +59,9 @@ class Paging(KVBackend):
         for other in layers[:layer]:
             if isinstance(getattr(other, "storage", None), Paged):
                 return Paged(other.storage.pages)
-        tables = self.page, self.max_blocks, self.numbers
-        return Paged(CachePages(*tables) if self.sharing is None else SharedPages(self.sharing, *tables))
+        if self.sharing is None:
+            return Paged(CachePages(self.page, self.max_blocks))
+        return Paged(SharedPages(self.sharing, self.page, self.max_blocks))
 
     def stats(self) -> dict[str, Any]:
         return {} if self.sharing is None else self.sharing.stats()

@@ -42,8 +42,8 @@ NOT_COMPARED = (
 
 
 RETIRED: dict[str, dict[str, Any]] = {
-    "random_sharing": {"pairing": "ordinal", "percentile_of": "request"},
-    "reason_cache": {"pairing": "ordinal", "percentile_of": "request"},
+    "random_sharing": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
+    "reason_cache": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
 }
 """Method -> options that it no longer has, with their defaults. A run with these equals one without them."""
 

@@ -289,8 +289,6 @@ class Method:
     """Colour and marker in plots; an unused pair if ``None``."""
     cautions: ClassVar[Mapping[str, str]] = {}
     """dtype of the model's cache -> a sentence that reports on runs with this dtype include."""
-    evaluation_options: ClassVar[Mapping[str, Any]] = {}
-    """Options that an evaluation sets by default, so that its results are reproducible."""
 
     @classmethod
     def option_names(cls) -> set[str]:

@@ -40,10 +40,10 @@ def all_methods(model, budget):
         selector(model, "random", budget),
         methods.StreamingLLM(token_budget=budget),
         methods.Dense(),
-        # on pages, its steps compared while decoding goes on, and nothing near enough to be shared
+        # on pages, its steps compared, and nothing near enough to be shared
         methods.ReasonCache(
             reads=selector(model, "quest", budget),
-            **{"tokenizer": Words(), "percentile": 0, "warm_up": 0, "asynchronous": False},
+            **{"tokenizer": Words(), "percentile": 0, "warm_up": 0},
         ),
     ]
 
