@@ -34,7 +34,6 @@ class Paging(KVBackend):
     """
 
     tag: ClassVar[str] = "paged"
-    called: ClassVar[str] = "a paged"
     block_size: int | None = None
     max_blocks: int | None = None
     reason: ReasonCache | None = field(default=None, repr=False)

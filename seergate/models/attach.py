@@ -85,7 +85,7 @@ class Handle(Attachment):
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
-        tags = {storage.tag: storage.called, **tags_of_method(method), **tags_of_correction(correction, method)}
+        tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_correction(correction, method)}
         refuse({**tags, **tags_of_model(model)})
         super().__init__(model, method, storage, measure_recall)
         self._guard, self.prompts = SingleThreadGuard(decoder, self), PromptReader(model, self.passes)

@@ -435,7 +435,7 @@ class LayerBinding:
                 "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
             )
         if static_length is not None:
-            refuse({handle.storage.tag: handle.storage.called, "static": "a static"})
+            refuse({handle.storage.tag: handle.storage.tag, "static": "static"})
         shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
