@@ -61,23 +61,6 @@ def test_a_cache_goes_on_under_another_handle():
 
 
 @pytest.mark.parametrize("name", ["gate", "quest"])
-def test_cropping_on_pages(model, name):
-    method, ids, astray = pick(model, name, 2 * BLOCK), prompt(60, 1), prompt(30, 2)
-    for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
-        logits = []
-        for paging in (None, Paging()):
-            with seergate.attached(model, method, storage=paging), torch.inference_mode():
-                cache = DynamicCache()
-                model(input_ids=ids[:, :kept], past_key_values=cache)
-                for i in range(wandered):
-                    model(input_ids=astray[:, i : i + 1], past_key_values=cache)
-                cache.crop(-wandered)
-                steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache) for i in range(kept, kept + 12)]
-                logits.append(torch.stack([step.logits for step in steps]))
-        assert torch.equal(*logits)
-
-
-@pytest.mark.parametrize("name", ["gate", "quest"])
 def test_a_crop_reads_few_pages(monkeypatch, name):
     """Assisted decoding crops at every rejected draft."""
     model, gathered = tiny_model("qwen3"), []
