@@ -14,6 +14,7 @@ import yaml
 from seergate.durable import lock, naming, replacing
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
+from seergate.methods.registry import RETIRED_OPTIONS
 from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
@@ -39,13 +40,6 @@ NOT_COMPARED = (
 )
 """Parts of a configuration that do not affect results: how it was run, paths and names of the weights and problems
 (which are fingerprinted), and descriptions of other parts in words."""
-
-
-RETIRED: dict[str, dict[str, Any]] = {
-    "random_sharing": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
-    "reason_cache": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
-}
-"""Method -> options that it no longer has, with their defaults. A run with these equals one without them."""
 
 
 def run_directories(root: Path) -> list[Path]:
@@ -216,13 +210,13 @@ def write_yaml(path: Path, config: dict[str, Any]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The pinned configuration, without `RETIRED` options that have their defaults."""
+    """The pinned configuration, without retired options of the method that have their defaults."""
     path = directory / CONFIG
     if not path.is_file():
         raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory")
     config = read_yaml(path)
     if isinstance(method := config.get("method"), dict):
-        retired = RETIRED.get(str(method.get("name")).partition("+")[0], {}).items()
+        retired = RETIRED_OPTIONS.get(str(method.get("name")).partition("+")[0], {}).items()
         config["method"] = {option: value for option, value in method.items() if (option, value) not in retired}
     return config
 

@@ -11,7 +11,8 @@ from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.proxies import measure_proxies
 from seergate.eval.report import write_report
 from seergate.eval.report.tables import NONE
-from seergate.eval.store import RETIRED, read_samples, write_yaml
+from seergate.eval.store import read_samples, write_yaml
+from seergate.methods.registry import RETIRED_OPTIONS
 from tests.eval.test_engine import LONG, run, tokens
 from tests.support import evaluation as support
 
@@ -78,7 +79,7 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     assert dense["amsr"] is None and shares["amsr"] > 0 and shares_not["amsr"] == 0
     run_dir = tmp_path / "runs" / list(metrics_by_label)[1]
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config["method"] |= RETIRED["reason_cache"]  # as an earlier version wrote it
+    config["method"] |= RETIRED_OPTIONS["reason_cache"]  # as an earlier version wrote it
     write_yaml(run_dir / "config.yaml", config)
     first = (run_dir / "samples.jsonl").read_text().splitlines()[0]
     before = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
