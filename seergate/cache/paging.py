@@ -36,7 +36,7 @@ class Paging(KVBackend):
     tag: ClassVar[str] = "paged"
     block_size: int | None = None
     max_blocks: int | None = None
-    reason: ReasonCache | None = field(default=None, repr=False)
+    reason: ReasonCache | None = field(default=None, repr=False, kw_only=True)
     page: int = field(init=False, repr=False, compare=False)  # tokens per page; set by `bind`
     sharing: BlockSharing | None = field(init=False, repr=False, compare=False)  # set by `bind`
 
@@ -91,4 +91,4 @@ def paging_of(reason: ReasonCache, given: KVBackend | None) -> Paging:
             f"{reason.name!r} makes its own pages; give block_size and max_blocks to the method itself and leave "
             f"storage={given!r} out"
         )
-    return Paging(reason.block_size, reason.max_blocks, reason)
+    return Paging(reason.block_size, reason.max_blocks, reason=reason)
