@@ -168,18 +168,16 @@ class Handle(Attachment):
         type(self._saved).save_pretrained(self._saved, save_directory, *args, **options)
 
     @contextmanager
-    def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
+    def traced(self, path: str | os.PathLike[str], attention: bool = False) -> Iterator[None]:
         """Write the blocks that decode steps in a ``with`` block read to a Parquet file (`seergate.decode.trace`).
 
         Args:
             path: path of the file; its directory must exist.
-            every: record only every ``every``-th decode step of each layer.
             attention: also record the method's scores and the true attention of all blocks (slow).
 
         Raises:
             SeergateError: if the file cannot be written, another trace is being written, or ``attention`` is true and
                 the method selects no blocks.
-            ValueError: if ``every`` is not a positive integer.
         """
         if self.trace is not None:
             raise SeergateError("this handle writes a trace already")
@@ -189,7 +187,7 @@ class Handle(Attachment):
         about: dict[str, Any] = {"method": repr(self.method), "name": self.method.name, "nominal": self.method.nominal}
         about["model"] = config.name_or_path or config.model_type
         about["block_size"] = int(getattr(self.method, "block_size", 1))
-        with Trace(path, about, every, attention) as self.trace:
+        with Trace(path, about, attention) as self.trace:
             try:
                 yield
             finally:
