@@ -42,13 +42,9 @@ class Rectification:
         self.layers, self.passes = layers, passes
         self.busy = False  # while a dense pass of its own runs
         self.reset()
-        self.install()
-
-    def install(self) -> None:
-        """Register the hooks."""
         self._hooks = [
-            self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.decoder.register_forward_hook(self._after_forward, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
 
     def remove(self) -> None:

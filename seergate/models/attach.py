@@ -100,26 +100,8 @@ class Handle(Attachment):
         setattr(decoder, _HANDLE, self)
 
     def __repr__(self) -> str:
-        state = "disabled" if self.disabled else "attached" if self.bindings else "detached"
+        state = "attached" if self.bindings else "detached"
         return f"<Handle: {self.method!r}, {state}, {len(self.stats_.layers)} layers of {type(self.model).__name__}>"
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        """Use the plain model in a ``with`` block, without counting statistics. A KV cache that was filled in the
-        block is refused after it. In the block, a KV cache that an evicting method has filled is refused.
-        """
-        if self.disabled:
-            yield
-            return
-        self.disabled = True
-        if self.correction is not None:
-            self.correction.remove()
-        try:
-            yield
-        finally:
-            self.disabled = False
-            if self.correction is not None:
-                self.correction.install()
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of decoding since the handle was created or reset (`DecodeStats.summary`), and of its

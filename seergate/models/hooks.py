@@ -257,7 +257,6 @@ class Attachment:
         self.passes = ForwardModes(decodes_drafts=not isinstance(method, CompressingMethod))
         self.correction: Rectification | None = None
         self.trace: Trace | None = None
-        self.disabled = False
         self.bindings: list[LayerBinding] = []
         self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)
 
@@ -269,7 +268,7 @@ class Attachment:
 
     def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Warn once of a forward pass with labels, since its loss is computed with dense attention."""
-        if kwargs.get("labels") is not None and not self.disabled and self.method.name != "dense":
+        if kwargs.get("labels") is not None and self.method.name != "dense":
             warnings.warn(LABELS.format(self.method.name), stacklevel=2)
             self.labels_hook.remove()
 
@@ -312,7 +311,7 @@ class LayerBinding:
         cache, self.arriving = cache_of(kwargs), None
         if paged := cache is not None and not isinstance(cache, Cache):
             warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
-        if cache is None or paged or self.handle.disabled:
+        if cache is None or paged:
             return args, kwargs
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
