@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
+from seergate.cache.batching import layers_without_return, only_rows, rows_are_independent
 from seergate.cache.forward import CACHE, VERIFIED_TOKENS, ForwardModes, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
@@ -155,11 +155,16 @@ class Rectification:
         stored, ends = layer.state.rows, list(layer.rows.resident)
         at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % stored[IDS].shape[1]
         ids, positions = stored[IDS].gather(1, at), stored[POSITIONS].gather(1, at)
-        with restored_on_error(cache, count):
+        try:
             cache.crop(-count)
             if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
                 raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
             self._read_densely(cache, layer, ids, positions)
+        except BaseException:  # the layers may hold different tokens now
+            for each in cache.layers:
+                if isinstance(each, GatedLayer):
+                    each.state = None
+            raise
         layer.state.rows[DENSE] = torch.tensor(ends)
         self.dense_passes += 1
         self.tokens += count * len(ends)
