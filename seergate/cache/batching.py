@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -33,18 +32,6 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
         raise SeergateError("only caches whose layers are all gated can be joined")
     for layer, other in zip(cache.layers, arriving.layers, strict=True):
         layer.append_rows(other)
-
-
-def layers_without_return(cache: Cache | None) -> list[str]:
-    """Class names of the cache's layers that cannot be cropped, such as a static layer with a sliding window."""
-
-    def returns(layer: Any) -> bool:  # since transformers 5.24, static layers have `crop` and may not be croppable
-        return hasattr(layer, "crop") and (
-            getattr(layer, "is_croppable", True) or hasattr(layer, "activate_past_recording")
-        )
-
-    layers = [] if cache is None else cache.layers
-    return sorted({type(layer).__name__ for layer in layers if not returns(layer)})
 
 
 def keep_rows(cache: Cache, rows: list[int]) -> None:

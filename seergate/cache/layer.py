@@ -201,8 +201,6 @@ class GatedLayer(CacheLayerMixin):
         """Capacity in slots; -1 for a cache that grows."""
         return -1 if self.static_length is None else self.static_length
 
-    get_max_cache_shape = get_max_length  # its name in older transformers
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest slots: ``tokens_to_remove`` is minus their number, or if positive the number of slots to
         keep, as in older transformers. Raises `SeergateError` if the method evicts or there are fewer slots.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from seergate.cache.batching import layers_without_return, only_rows, rows_are_independent
+from seergate.cache.batching import only_rows, rows_are_independent
 from seergate.cache.forward import CACHE, VERIFIED_TOKENS, ForwardModes, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
@@ -77,7 +77,7 @@ class Rectification:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
-        if stuck := layers_without_return(cache):
+        if stuck := sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable}):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.resident, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been cropped

@@ -289,13 +289,12 @@ class LayerBinding:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a forward pass."""
-        return {name: value for name, value in vars(self).items() if name != "shared_layers"} | {"arriving": None}
+        return {**vars(self), "arriving": None}
 
     def forget(self) -> None:
         """Release the tensors of a forward pass."""
         self.arriving = None
         self.qk_hook.forget()
-        vars(self).pop("shared_layers", None)
 
     def remove(self) -> None:
         """Remove all hooks and restore the module's configuration."""
@@ -340,8 +339,6 @@ class LayerBinding:
         check_continuation(layer, mode, new)
         positions = kwargs.get("position_ids")
         self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, handle.passes)
-        if layer.shared:  # transformers before 5.8 pass the keys and values on in the cache
-            self.shared_layers = vars(cache).setdefault("shared_layers", {})
         return args, {**kwargs, cache_keyword(kwargs): self if layer.shared else None}
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -356,7 +353,6 @@ class LayerBinding:
     ) -> tuple[Tensor, Tensor | None]:
         """The module's attention function, as `seergate_attention`."""
         arriving, self.arriving = self.arriving, None
-        vars(self).pop("shared_layers", None)
         if arriving is None:
             self.qk_hook.take()
             return self.swap.dense(query, key, value, attention_mask, **kwargs)

@@ -67,8 +67,7 @@ def load_base(
     if file is not None:
         if options.get("quantization_config") is not None:
             raise SeergateError(f"quantization_config is given; it must be left out for {file}, which is dequantised")
-        if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: PreTrainedModel
     with working(f"loading the model {name}"):
         model, report = read_pretrained("base model", name, read, output_loading_info=True, **options)
