@@ -257,7 +257,6 @@ def test_arguments_that_cannot_be(model, saved, tmp_path):
         (read, ("runs/none",), {}, r"there is no directory runs/none, and .*: the Hub could not be asked \("),
         *((read, (name,), {}, "there is no directory") for name in ("x" * 5000, "nul\0", "org/name/more")),
         (bank.save_pretrained, (tmp_path / "file",), {}, "is a file"),
-        (bank.save_pretrained, (tmp_path / "x",), {"private": True}, "private needs push_to_hub=True"),
         (unserialisable.save_pretrained, (path,), {}, "not JSON"),
         (seergate.attach, (model, "runs/none"), {"budget": 16}, f"{unknown} 'token_budget'"),
         (seergate.attach, (model, "runs/none"), {"token_budget": -3}, "token_budget is -3"),
