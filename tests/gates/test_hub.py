@@ -224,6 +224,9 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
     next((tmp_path / "cache").rglob(shards[0])).unlink()
     with offline(), pytest.raises(SeergateError, match="org/shards could not be downloaded: the Hub could not"):
         download_weights("org/shards")
+    for damaged in ("{", "{}", "[]", '{"weight_map": []}'):
+        next((tmp_path / "cache").rglob("model.safetensors.index.json")).write_text(damaged)
+        refused("index.json is no index of a model's weights; delete", download_weights, "org/shards")
 
 
 @pytest.fixture
