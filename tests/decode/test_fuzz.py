@@ -22,7 +22,7 @@ from tests.decode.test_decode import gates
 from tests.support.models import VOCABULARY, left_padded, tiny_model
 from tests.support.reference_decoder import ReferenceRow, Rule
 
-REQUESTS = 20
+REQUESTS = 24
 MAX_ROWS = 6
 """Three that decode, and three that join."""
 LAYERS, HEAD_DIM = 2, 16
