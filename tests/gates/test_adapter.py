@@ -267,6 +267,7 @@ def test_arguments_that_cannot_be(model, saved, tmp_path):
         (seergate.load, (path,), {"quantization_config": 4, "token_budget": 16}, "could not be loaded"),
         (seergate.load, (path,), {"base_model": "/nope"}, "there is no such directory"),
         (seergate.load, (path,), {"config": {"token_budget": 16}}, "config is a dict; it must be a DecodeConfig"),
+        (seergate.load, (path,), {"config": seergate.DecodeConfig(), "top_p": 0.5}, "config is given beside top_p"),
         (seergate.load, (path,), {"revision": "x"}, "revision is 'x', but .* is a directory"),
     ):
         with pytest.raises((SeergateError, ValueError), match=message):
