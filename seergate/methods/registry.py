@@ -38,6 +38,8 @@ RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "r_kv": {"spare_first": False},
     "raas": {"prompt_budget": None},
     "random_evict": {"law": "redraw", "scope": "kv_head"},
+    "random_sharing": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
+    "reason_cache": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
     "tri_attention": {"offset_reduction": "mean"},
 }
 """Method -> options that it no longer has, with their defaults. A recorded run with these equals one without them."""
