@@ -50,7 +50,7 @@ def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, 
     query = torch.randn(4, K * G, D, generator=draw).to(dtype)
     summary = torch.randn(4, K, BLOCKS, E, generator=draw).to(dtype)
     plain = unrotate(query, last_R1)
-    scores = GateScores(gate, unrotate).scores(query, rows, summary, lambda: summary)
+    scores = GateScores(gate, unrotate).scores(query, rows, summary)
     assert torch.equal(scores, gate.step_scores(plain, rows.tensor, summary))
     if rotary is None:
         assert torch.equal(plain, query.float())

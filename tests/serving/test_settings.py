@@ -24,6 +24,7 @@ GATES = f"{REASONER}/gates-32"
         ({"gate": GATES}, "no key 'gate' under seergate; did you mean 'gates'?"),
         ({"gates": GATES, "lossless": True}, "no key 'lossless' under seergate; there are gates, revision"),
         ({"gates": GATES, "method": "h2o"}, "the method 'h2o' does not run inside a server; it must be one of"),
+        ({"method": "oracle"}, "the method 'oracle' does not run inside a server; it must be one of gate, quest"),
         ({}, "seergate.gates is None; it must be a directory or a Hub repository"),
         ({"method": "quest", "gates": GATES}, "must be left out with 'quest'"),
         ({"method": "quest", "revision": "main"}, "seergate.revision is 'main' without gates"),

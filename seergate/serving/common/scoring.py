@@ -7,12 +7,10 @@ a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
@@ -20,9 +18,6 @@ from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
-
-Keys = Callable[[], Tensor]
-"""Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``, for methods without block summaries."""
 
 
 class Scores(ABC):
@@ -53,7 +48,7 @@ class Scores(ABC):
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
 
     @abstractmethod
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
 
     def in_kernels(self, device: torch.device) -> bool:
@@ -81,7 +76,7 @@ class GateScores(Scores):
         pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         rotary = self.unrotate.rotary
         inverse = rows.once(("inverse RoPE", rotary), lambda: self.unrotate.at(rows.positions))
         return self.gate.step_scores(self.unrotate.undo(query_RHD, inverse), rows, summary_RKNW)
@@ -128,36 +123,6 @@ class QuestScores(Scores):
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
         return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction, self.scale)
-
-
-class OracleScores(Scores):
-    """Scores of dense attention: the largest log-probability that a query head of the group assigns to a key of the
-    block. Reads all keys, so it saves nothing and serves as a reference.
-    """
-
-    width, dtype = 0, torch.float32
-
-    def __init__(self, size: int, head_dim: int, scale: float, softcap: float) -> None:
-        self.size, self.scale, self.softcap = size, scale, softcap
-        self.numbers = 2 * size * head_dim
-
-    @classmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        impl = attention.impl
-        return cls(method.block_size, attention.head_size, impl.scale, impl.logits_soft_cap)
-
-    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
-        return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
-
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        keys_RKTD = read().float()
-        query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
-        logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        mask_RT = torch.arange(keys_RKTD.shape[2], device=keys_RKTD.device) <= rows.positions
-        logp_RKGT = F.log_softmax(logits.masked_fill(~mask_RT[:, None, None], -torch.inf), -1)
-        return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

@@ -357,10 +357,7 @@ class SparseAttention:
         most = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
 
         def of(query_RHD: Tensor, rows: Rows) -> Tensor:
-            summary_RKNW = pages.read_summaries(rows)
-            return self.scoring.scores(
-                query_RHD, rows, summary_RKNW, lambda: self._keys(pages, rows.table_RNr.flatten(1))
-            )
+            return self.scoring.scores(query_RHD, rows, pages.read_summaries(rows))
 
         if len(rows) <= most:
             return of(query_RHD, rows)

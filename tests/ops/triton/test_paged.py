@@ -97,7 +97,7 @@ def test_scores_and_places(case: Case) -> None:
     rows = plan.rows
     last_RN = rows.table_RNr[..., -1]
     query = torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G]
-    want = case.twin.scores(query, rows, case.summary[last_RN].transpose(1, 2), lambda: case.cache)
+    want = case.twin.scores(query, rows, case.summary[last_RN].transpose(1, 2))
     complete = torch.arange(want.shape[2], device=want.device) < (case.lengths // 32)[:, None]
     used = torch.zeros(len(case.summary), dtype=torch.bool)
     used[last_RN[complete].cpu()] = True

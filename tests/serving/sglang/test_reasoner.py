@@ -51,9 +51,8 @@ def gates(name: str) -> str:
         ({"gates": gates("gates"), "token_budget": 64}, 8, {"disable_radix_cache": True}),
         ({"gates": gates("gates-32"), "token_budget": 128, "anchors": [0, 2]}, 32, {}),
         ({"method": "quest", "token_budget": 128, "dense_layers": []}, 32, {"disable_overlap_schedule": True}),
-        ({"method": "oracle", "token_budget": 64}, 32, {}),
     ],
-    ids=["gates", "a share", "pages and chunks", "blocks of 8", "anchors", "quest", "oracle"],
+    ids=["gates", "a share", "pages and chunks", "blocks of 8", "anchors", "quest"],
 )
 def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: Any, page: int, options: Any) -> None:
     given = {name: value for name, value in settings.items() if name not in ("gates", "method")}

@@ -1,4 +1,4 @@
-"""Blocks of one page and of several, and the methods without gates, against the same inside transformers."""
+"""Blocks of one page and of several, and Quest, against the same inside transformers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def test_blocks_of_one_page_and_of_several(
         assert answers(llm, prompts, NEW, stop=False) == expected
 
 
-@pytest.mark.parametrize(("method", "size"), [("quest", 32), ("quest", 16), ("oracle", 32)])
-def test_methods_without_gates(method: str, size: int) -> None:
+@pytest.mark.parametrize("size", [32, 16])
+def test_quest(size: int) -> None:
     """Layer 1 chooses for itself, layer 3 reads what layer 2 chose."""
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
     rule = {"token_budget": 128, "dense_layers": (0,), "anchors": (2,)}
     prompts = questions(12, 20)
-    expected = reference_tokens(model, method, prompts, block_size=size, **rule)
-    with engine(seergate={"method": method, **rule}, block_size=size) as llm:
+    expected = reference_tokens(model, "quest", prompts, block_size=size, **rule)
+    with engine(seergate={"method": "quest", **rule}, block_size=size) as llm:
         assert sorted(gated_layers(llm)) == [1, 2, 3]
         assert answers(llm, prompts, NEW, stop=True) == expected
 

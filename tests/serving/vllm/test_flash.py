@@ -26,7 +26,7 @@ from tests.serving.vllm.test_blocks import (  # noqa: F401
     directory,
     model,
     test_blocks_of_one_page_and_of_several,
-    test_methods_without_gates,
+    test_quest,
 )
 from tests.support.reasoner import questions
 
