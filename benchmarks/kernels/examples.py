@@ -280,10 +280,10 @@ def paged_example(dtype: torch.dtype, dim: int, block_size: int, page: int) -> E
     summary = memory.as_strided((2048, kv_heads, dim), (numbers, dim, 1), kv_heads * page * 2 * dim)
     table, lengths = meta(rows, 32768 // page, dtype=torch.int32), meta(rows, dtype=torch.int32)
     q = meta(rows, (group + 2) * kv_heads, dim, dtype=dtype)[:, : group * kv_heads]
-    rotation = paged.Rotation(meta(40960, dim, dtype=dtype), True)
+    angles = meta(40960, dim, dtype=dtype)
     key_weight, query_weight = meta(kv_heads, 3 * dim, dim, dtype=dtype), meta(kv_heads, group, dim, dim, dtype=dtype)
     end = meta(dim, dtype=dtype), meta(dim // 2, dtype=torch.float32), 1.0
-    step = summary, table, lengths, rotation
+    step = summary, table, lengths, angles, True
 
     def call() -> None:
         paged.close_blocks(cache, *step, Branch(key_weight, *end), block_size, ("max", "min", "avg"))

@@ -84,30 +84,6 @@ class GateScores(Scores):
     def in_kernels(self, device: torch.device) -> bool:
         return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
 
-    def close_in_kernel(
-        self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
-    ) -> None:
-        """Write in place the `summary` of each block that the step completes; for steps in which all rows decode."""
-        from seergate.serving.common.paged_kernels import close_blocks
-
-        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("k")
-        close_blocks(*given, size, self.gate.config.k_pooling)
-
-    def score_in_kernel(
-        self, query_RHD: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int, page: int
-    ) -> tuple[Tensor, Tensor]:
-        """The `scores` in such a step, read from the summaries in place, and the query as one sequence per KV head."""
-        from seergate.serving.common.paged_kernels import score_pages
-
-        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("q")
-        return score_pages(*given, size, page)
-
-    def _rotation(self) -> Any:
-        from seergate.serving.common.paged_kernels import Rotation
-
-        rotary = self.unrotate.rotary
-        return Rotation(None, True) if rotary is None else Rotation(rotary.cos_sin_cache, rotary.is_neox_style)
-
 
 class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""

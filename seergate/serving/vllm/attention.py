@@ -300,15 +300,18 @@ class SparseAttention:
 
     def _in_kernels(self, pages: Pages, metadata: Any, query: Tensor, output: Tensor) -> None:
         """Run a step in which all rows decode, in three launches and those of attention."""
-        from seergate.serving.common.paged_kernels import chosen_places
+        from seergate.serving.common.paged_kernels import chosen_places, close_blocks, score_pages
 
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
         plan, lengths_R, size = metadata.plan, metadata.seq_lens, self.method.block_size
         rows, rule = len(lengths_R), (self.method.budget, self.method.sink_blocks)
         given = metadata.block_table, lengths_R, size
         if self.anchor is self:
-            self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
-            scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
+            gate, rotary = self.scoring.gate, self.scoring.unrotate.rotary
+            angles, neox = (None, True) if rotary is None else (rotary.cos_sin_cache, rotary.is_neox_style)
+            stored = pages.summary_PKW, metadata.block_table, lengths_R, angles, neox
+            close_blocks(pages.cache, *stored, gate.branch("k"), size, gate.config.k_pooling)
+            scores_RKN, query_QGD = score_pages(query[:rows], *stored, gate.branch("q"), size, pages.size)
             steps = pages.page_step, pages.head_step
             plan.chosen = {self: chosen_places(scores_RKN, *given, pages.size, *rule, *steps)}
         else:

@@ -15,7 +15,6 @@ from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.gate_math import Branch
 from seergate.serving.common import paged_kernels as paged
-from seergate.serving.common.paged_kernels import Rotation
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.scoring import GateScores
 from seergate.serving.vllm.attention import Counts, SparseAttention, plan_of_decodes
@@ -33,7 +32,7 @@ class Case:
     def __init__(self, page: int, device: torch.device, *, rotary: int, neox: bool, dtype: torch.dtype, **gate: Any):
         angles = torch.arange(WIDTH * page)[:, None] * torch.rand(rotary // 2)
         table = torch.cat((1.3 * angles.cos(), 1.3 * angles.sin()), -1).to(device) if rotary else None
-        self.page, self.rotation = page, Rotation(table, neox)
+        self.page, self.rope = page, (table, neox)
         rope: Any = None
         if rotary:
             rope = torch.nn.Module()
@@ -87,7 +86,7 @@ def test_only_blocks_that_close_get_a_compressed_key(case: Case) -> None:
     want = case.summary.clone()
     want[pages[:, -1]] = case.twin.summary(keys, plan.starts_C[rows])
     branch, kinds = Branch(*case.weights("k"), case.gate.inv_freq, 0.7), case.gate.config.k_pooling
-    paged.close_blocks(case.cache, case.summary, case.table, case.lengths, case.rotation, branch, 32, kinds)
+    paged.close_blocks(case.cache, case.summary, case.table, case.lengths, *case.rope, branch, 32, kinds)
     torch.testing.assert_close(case.summary, want, rtol=1e-5, atol=1e-5)
 
 
@@ -102,7 +101,7 @@ def test_scores_and_places(case: Case) -> None:
     used = torch.zeros(len(case.summary), dtype=torch.bool)
     used[last_RN[complete].cpu()] = True
     case.summary[~used] = torch.nan
-    given = case.rotation, Branch(*case.weights("q"), case.gate.inv_freq, 0.7), 32, case.page
+    given = *case.rope, Branch(*case.weights("q"), case.gate.inv_freq, 0.7), 32, case.page
     scores, packed = paged.score_pages(query, case.summary, case.table, case.lengths, *given)
     torch.testing.assert_close(packed, query.reshape(-1, G, D), rtol=0, atol=0)
     torch.testing.assert_close(scores, want.where(complete[:, None], 0.0), rtol=1e-5, atol=1e-5)
