@@ -39,12 +39,6 @@ TINY = {
     "tiny_reasoner": "--threads 1 --lengths --medium 5 --medium-problems 1 --medium-budgets 32",
 }
 """Benchmarks that a test only runs, at the smallest sizes."""
-LONG = {
-    "anchors": "--texts 2 --lengths 300 400 --scored 32 --rows 16 --rounds 2 --steps 2",
-    "distill_model": "--hidden-size 4096 --lengths 512 --ways seergate frozen materialised",
-    "reason_cache": "--rows 5 --requests 4 --length 192",
-}
-"""Other sizes in `make soak`."""
 ELSEWHERE = {
     "board": "test_board",
     "estimates": "tests/test_estimates.py",
@@ -104,15 +98,6 @@ def test_resources_of_kernels_are_listed() -> None:
     pytest.importorskip("triton")
     done = run_script("benchmarks/kernel_resources.py", "--gpus", "H200", "--only", "update_compressed_keys")
     assert done.returncode == 0 and re.search(r"\b[1-9]\d* kernels, 0 with faults", done.stdout), done.stderr
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", LONG)
-def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
-    done = run(name, tmp_path, *LONG[name].split())
-    assert done.returncode == 0, done.stderr
-    assert record_of(tmp_path)["rows"]
 
 
 def test_decode(tmp_path: Path) -> None:
@@ -314,19 +299,13 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {line[0].strip("*`"): line[1:] for line in tables.all_methods()}
     assert lines["tiny"][:6] == ("2 texts", tables.MISSING, *["2 problems"] * 4)
     assert set(lines["smollm2"][:6]) == {tables.MISSING}
-    assert [
-        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(10)
-    ] == [
-        *(True, False, True, True, True, True, True, True, True, False),
-        *(True, False, True, True, True, True, True, True, True, False),
-        *(True, False, False, False, False, False, True, True, False, False),
-    ]
+    missing = {name: [i for i in range(10) if not set(lines[name][i]) - {tables.MISSING}] for name in lines}
+    assert missing["dense"] == missing["gate"] == [1, 9] and missing["tova"] == [1, 2, 3, 4, 5, 8, 9]
     assert "[" in lines["quest"][4] and lines["quest"][2] == tables.MISSING
     record["rows"] += [row | {"model": "smollm2"} for row in record["rows"] if row["part"] == "texts"]
     (tmp_path / "board.json").write_text(json.dumps(record))
     panels = trade_off.draw_board(tmp_path).axes  # no column of needles, which neither model has
-    sparse = len(board.METHODS) - 1
-    assert [len(axes.containers) for axes in panels] == [sparse, 2, 2, 3, 2, 2, sparse, 0, 0, 0, 0, 0]
+    assert [len(axes.containers) > 0 for axes in panels] == 7 * [True] + 5 * [False]
     assert [text.get_text() for axes in panels for text in axes.texts] == 5 * ["not measured"]
 
 

@@ -51,8 +51,10 @@ class Scores(ABC):
     def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
 
-    def in_kernels(self, device: torch.device) -> bool:
-        """Whether fused kernels run a step in which all rows decode, which keeps its CUDA graph small."""
+    def in_kernels(self, device: torch.device, blocks: int) -> bool:
+        """Whether fused kernels run a step in which all rows decode, of at most ``blocks`` blocks each. That keeps its
+        CUDA graph small.
+        """
         return False
 
 
@@ -81,8 +83,12 @@ class GateScores(Scores):
         inverse = rows.once(("inverse RoPE", rotary), lambda: self.unrotate.at(rows.positions))
         return self.gate.step_scores(self.unrotate.undo(query_RHD, inverse), rows, summary_RKNW)
 
-    def in_kernels(self, device: torch.device) -> bool:
-        return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
+    def in_kernels(self, device: torch.device, blocks: int) -> bool:
+        if not self.one_query_per_head or self.dtype.itemsize > 4 or choose(device) != "triton":
+            return False
+        from seergate.ops.triton_impl.selection import MAX_BLOCKS
+
+        return blocks <= MAX_BLOCKS
 
 
 class QuestScores(Scores):

@@ -191,7 +191,7 @@ class SparseBuilder:
                 f"anchors is {list(self.method.anchors)}; vLLM's cache has layers in groups with pages of their own, "
                 "and an anchor must be in the group of the layers that it chooses for"
             )
-        self.graphs, self.drafts = fits_graphs(self.method), vllm_config.num_speculative_tokens
+        self.graphs, self.drafts = fits_graphs(self.method, vllm_config), vllm_config.num_speculative_tokens
         page, size = kv_cache_spec.block_size, self.method.block_size
         room = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
         if room < impl.room:
@@ -208,7 +208,7 @@ class SparseBuilder:
         """CUDA graphs capture attention in steps in which all rows decode one token, or never."""
         from vllm.v1.attention.backend import AttentionCGSupport as Support
 
-        graphs = fits_graphs(gated_impls(vllm_config)[0].method)
+        graphs = fits_graphs(gated_impls(vllm_config)[0].method, vllm_config)
         return Support.UNIFORM_SINGLE_TOKEN_DECODE if graphs else Support.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -273,10 +273,12 @@ class SparseAttention:
         pages = self.pages.get(cache)
         if pages is None:
             pages = self.pages[cache] = self.kind(self, layer, cache, self.scoring.width)
-        if metadata.plan is None and self.method.budget is not None and self.scoring.in_kernels(cache.device):
-            metadata.plan = step_in_kernels(metadata)
-        elif metadata.plan is None:
-            metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
+        if metadata.plan is None:
+            blocks = -(-metadata.block_table.shape[1] * pages.size // self.method.block_size)
+            if self.method.budget is not None and self.scoring.in_kernels(cache.device, blocks):
+                metadata.plan = step_in_kernels(metadata)
+            else:
+                metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
         plan = metadata.plan
         if not isinstance(plan, Plan):
             self._in_kernels(pages, metadata, query, output)
@@ -419,10 +421,15 @@ def gated_impls(vllm_config: Any, names: list[str] | None = None) -> list[Sparse
     return [impl for impl in impls if isinstance(impl, SparseAttention)]
 
 
-def fits_graphs(method: SelectingMethod) -> bool:
+def fits_graphs(method: SelectingMethod, vllm_config: Any) -> bool:
     """Whether CUDA graphs may capture decode steps: on a GPU, for a method whose budget alone decides how much is
-    read. A CPU has no graphs, and shapes that do not depend on lengths would slow it down.
+    read, from as many blocks as a kernel selects from. A CPU has no graphs, and shapes that do not depend on lengths
+    would slow it down.
     """
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda() and method.fixed_shapes and same_in_all_layers(method)
+    if not (current_platform.is_cuda() and method.fixed_shapes and same_in_all_layers(method)):
+        return False
+    from seergate.ops.triton_impl.selection import MAX_BLOCKS
+
+    return -(-vllm_config.model_config.max_model_len // method.block_size) <= MAX_BLOCKS

@@ -14,6 +14,7 @@ from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.gate_math import Branch
+from seergate.ops.triton_impl import selection
 from seergate.serving.common import paged_kernels as paged
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.scoring import GateScores
@@ -135,7 +136,9 @@ class InPyTorch(FlashPages):
 
 
 def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers that share a plan, with room for summaries behind each page: outputs, memory, statistics."""
+    """Two layers that share a plan, with room for summaries behind each page: outputs, memory, statistics. A table of
+    more blocks than the kernel selects from is for PyTorch.
+    """
     pages, numbers = len(case.cache), K * case.page * 2 * D + K * 24
     memories = [torch.randn(pages * numbers, device=case.cache.device) for _ in range(2)]
     queries = [torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G] for _ in memories]
@@ -157,5 +160,8 @@ def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.M
 
     expected = run()
     monkeypatch.setenv("SEERGATE_BACKEND", "triton")
-    for got, want in zip(run(), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for most in (16384, 3):  # blocks that the selection's kernel takes
+        for module in (selection, paged):
+            monkeypatch.setattr(module, "MAX_BLOCKS", most)
+        for got, want in zip(run(), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

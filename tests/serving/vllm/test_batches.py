@@ -70,7 +70,7 @@ def test_steps_of_fixed_shapes(
     prompts: list[list[int]], together: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a CUDA graph would hold, run as it is."""
-    monkeypatch.setattr("seergate.serving.vllm.attention.fits_graphs", lambda method: True)
+    monkeypatch.setattr("seergate.serving.vllm.attention.fits_graphs", lambda method, vllm_config: True)
     planned: list[Any] = []
     plan_of_decodes = attention.plan_of_decodes
 

@@ -36,7 +36,9 @@ def _flash_attention() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         use_backend(patch)
         patch.setattr(
-            attention, "fits_graphs", lambda method: method.fixed_shapes and attention.same_in_all_layers(method)
+            attention,
+            "fits_graphs",
+            lambda method, vllm_config: method.fixed_shapes and attention.same_in_all_layers(method),
         )
         yield
 

@@ -137,7 +137,8 @@ def builder(method: SelectingMethod, page: int, room: int = 0, drafts: int = 0, 
     if room:
         spec = replace(spec, page_size_padded=spec.unpadded_page_size_bytes + room)
     compilation = SimpleNamespace(static_forward_context=layers)
-    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts)
+    lengths = SimpleNamespace(max_model_len=2048)
+    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts, model_config=lengths)
     kind = type("Builder", (SparseBuilder, Stock), {})
     made = kind(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[call-arg]
     support = kind.get_cudagraph_support(config, spec)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,10 +63,13 @@ def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    assert fits_graphs(make_method("quest", token_budget=64))
-    assert fits_graphs(make_method("quest", budget_share=0.1, budget_max=2048))
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=16384 * 16))
+    for rule in ({"token_budget": 64}, {"budget_share": 0.1, "budget_max": 2048}):
+        assert fits_graphs(make_method("quest", block_size=16, **rule), config)
     for rule in ({"dense_below": 512}, {"top_p": 0.9}):
-        assert not fits_graphs(make_method("quest", **rule))
+        assert not fits_graphs(make_method("quest", block_size=16, **rule), config)
+    config.model_config.max_model_len += 1
+    assert not fits_graphs(make_method("quest", block_size=16, token_budget=64), config), "too many blocks"
 
 
 def test_statistics_are_counts_of_tokens(llm: Any) -> None:
