@@ -17,6 +17,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seergate.gates.geometry import ModelGeometry
+from seergate.serving.common.rope import Unrotation
+from seergate.serving.common.scoring import GateScores
 
 VOCABULARY = 128
 PAD = 0
@@ -117,6 +119,11 @@ def geometry(
     """The geometry of a model with one layer, for a gate of its own."""
     frequencies = tuple(inv_freq.tolist() if isinstance(inv_freq, torch.Tensor) else inv_freq)
     return ModelGeometry("qwen3", num_heads, num_kv_heads, head_dim, (0,), frequencies, attention_scaling)
+
+
+def gate_scores(gate: Any, rotary: Any) -> GateScores:
+    """The scores of a gate inside a server, in a layer with vLLM's table of angles ``rotary`` or without RoPE."""
+    return GateScores(None, gate.geometry.head_dim, torch.float32, 1.0, gate, Unrotation(rotary))
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:

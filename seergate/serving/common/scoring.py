@@ -23,6 +23,12 @@ from seergate.serving.common.rows import Rows
 class Scores(ABC):
     """How a method scores blocks in one layer.
 
+    Args:
+        method: the method that names this class.
+        head_dim, dtype: channels of a cached key, and the dtype of the cache.
+        scale: what the layer's attention multiplies its scores by.
+        gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
+
     Attributes:
         width, dtype: numbers per KV head in a block's summary, and their dtype.
         numbers: approximate count of numbers held in memory while scoring, per block and KV head.
@@ -32,16 +38,10 @@ class Scores(ABC):
     dtype: torch.dtype
     numbers: int
 
-    @classmethod
     @abstractmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        """Create the scorer of a method in one layer.
-
-        Args:
-            method: the method that names this class.
-            attention: the server's module, or an object with its ``head_size``, ``kv_cache_torch_dtype`` and ``impl``.
-            gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
-        """
+    def __init__(
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: Any, unrotate: Any
+    ) -> None: ...
 
     @abstractmethod
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
@@ -61,16 +61,13 @@ class Scores(ABC):
 class GateScores(Scores):
     """The learned gate: a block's summary is its compressed key."""
 
-    def __init__(self, gate: Scorer, unrotate: Unrotation) -> None:
+    def __init__(
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: Scorer, unrotate: Unrotation
+    ) -> None:
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
         self.numbers = self.width
         self.one_query_per_head = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj"
-
-    @classmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        assert gate is not None and unrotate is not None
-        return cls(gate, unrotate)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         size = keys_NKSD.shape[2]
@@ -94,13 +91,11 @@ class GateScores(Scores):
 class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str, scale: float) -> None:
-        self.width, self.dtype, self.group_reduction, self.scale = 2 * head_dim, dtype, group_reduction, scale
+    def __init__(
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: None, unrotate: None
+    ) -> None:
+        self.width, self.dtype, self.group_reduction, self.scale = 2 * head_dim, dtype, method.group_reduction, scale
         self.numbers = 2 * self.width  # in the dtype of the cache, and in float32
-
-    @classmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        return cls(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction, attention.impl.scale)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,12 +98,8 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 if bank is not None:
                     unrotate = Unrotation(parent.rotary_emb if kinds[number] == "plain" else None)
                     gate = bank.gate(number).to(keys.device, keys.dtype).requires_grad_(False)
-                like = SimpleNamespace(
-                    head_size=layer.qk_head_dim,
-                    kv_cache_torch_dtype=keys.dtype,
-                    impl=SimpleNamespace(scale=layer.scaling, logits_soft_cap=layer.logit_cap),
-                )
-                scoring = self.scores[number] = scores.of_layer(self.method, like, gate, unrotate)
+                scoring = scores(self.method, layer.qk_head_dim, keys.dtype, layer.scaling, gate, unrotate)
+                self.scores[number] = scoring
                 shape = len(keys) // self.page, keys.shape[1], scoring.width
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
 

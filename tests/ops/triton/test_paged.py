@@ -16,11 +16,9 @@ from seergate.methods import make_method
 from seergate.ops.gate_math import Branch
 from seergate.ops.triton_impl import selection
 from seergate.serving.common import paged_kernels as paged
-from seergate.serving.common.rope import Unrotation
-from seergate.serving.common.scoring import GateScores
 from seergate.serving.vllm.attention import Counts, SparseAttention, plan_of_decodes
 from seergate.serving.vllm.pages import FlashPages
-from tests.support.models import geometry
+from tests.support.models import gate_scores, geometry
 
 K, G, D, WIDTH = 2, 5, 16, 8
 LENGTHS = (128, 100, 32, 0, 96, 7)
@@ -44,7 +42,7 @@ class Case:
         for weight in made.parameters():
             weight.data.normal_(std=0.5)
         self.gate = made.requires_grad_(False).to(device, dtype)
-        self.twin = GateScores(self.gate, Unrotation(rope))
+        self.twin = gate_scores(self.gate, rope)
         pages = len(LENGTHS) * WIDTH + 1
         self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
         own = torch.randperm(pages - 1).view(len(LENGTHS), WIDTH).int() + 1
