@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,15 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seergate import GateBank, GateConfig, SeergateError
+from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
-from seergate.serving.common.checks import check_keys
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
 from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
 from seergate.serving.vllm.pages import FlashPages
-from tests.support.models import gate_scores, geometry, tiny_model
+from tests.support.models import gate_scores, geometry
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
@@ -83,14 +81,6 @@ def test_rows_are_divided_in_order_and_compute_once() -> None:
     assert [part.tensor.tolist() for part in rows.divided(2)] == [[5, 6], [7, 8], [9]]
     assert [part.host for part in rows.divided(2)] == [(5, 6), (7, 8), (9,)]
     assert rows.divided(2) is rows.divided(2)
-
-
-@pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
-def test_gates_without_a_key_per_block_are_refused(scorer: str) -> None:
-    model, config = tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16)
-    check_keys(GateBank.for_model(model, config))
-    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}'; a server's cache keeps all"):
-        check_keys(GateBank.for_model(model, replace(config, scorer=scorer)))
 
 
 class Tables(FlashPages):

@@ -22,9 +22,7 @@ from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.eval.tasks.registry import make_task
 from seergate.serving.common.generation import Answers, EngineRun, Prompt
-from tests.support.reasoner import REASONER
-
-GATES = f"{REASONER}/gates-32"
+from tests.support.reasoner import GATES, REASONER
 
 REFUSED = [
     (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside a server"),

@@ -15,8 +15,8 @@ import torch
 
 from seergate.methods import make_method
 from seergate.serving.vllm import attention
-from tests.serving.vllm.conftest import GATES, answers, engine
-from tests.support.reasoner import questions
+from tests.serving.vllm.conftest import answers, engine
+from tests.support.reasoner import GATES, questions
 
 GATE = {"gates": GATES, "token_budget": 256}
 SIZES = [random.Random(1).randint(12, 28) for _ in range(64)]

@@ -8,7 +8,7 @@ import pytest
 
 from seergate.serving.vllm import attention
 from tests.serving.vllm import test_speculation
-from tests.serving.vllm.conftest import GATES, answers, engine, gated_layers
+from tests.serving.vllm.conftest import answers, engine, gated_layers
 from tests.serving.vllm.flash import use_backend
 from tests.serving.vllm.test_batches import (  # noqa: F401
     GATE,
@@ -28,7 +28,7 @@ from tests.serving.vllm.test_blocks import (  # noqa: F401
     test_blocks_of_one_page_and_of_several,
     test_quest,
 )
-from tests.support.reasoner import questions
+from tests.support.reasoner import GATES, questions
 
 
 @pytest.fixture(scope="module", autouse=True)

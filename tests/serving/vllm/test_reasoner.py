@@ -12,13 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import seergate
-from seergate import DecodeConfig, GateBank
+from seergate import GateBank
 from seergate.methods import make_method
 from seergate.serving.vllm.attention import fits_graphs
 from seergate.serving.vllm.worker import rank_gate
-from tests.serving.vllm.conftest import GATES, answers, engine, gated_layers
-from tests.support.reasoner import REASONER, questions
+from tests.serving.vllm.conftest import answers, engine, gated_layers
+from tests.support.reasoner import GATES, REASONER, questions, reference_tokens
 
 BUDGET = 160
 
@@ -46,8 +45,7 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         (served,) = answers(llm, [ids], 600)
         blocks = list(chosen)
         chosen.clear()
-        with seergate.attached(model, GateBank.from_pretrained(GATES), DecodeConfig(token_budget=BUDGET)):
-            tokens = model.generate(torch.tensor([ids]), max_new_tokens=600, do_sample=False)[0, len(ids) :].tolist()
+        (tokens,) = reference_tokens(model, [ids], 600, GateBank.from_pretrained(GATES), token_budget=BUDGET)
         assert served == tokens
         assert len(blocks) == len(chosen) == 4 * (len(tokens) - 1)
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
@@ -100,15 +98,13 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
 )
 def test_rules_are_those_of_transformers(rule: dict[str, Any]) -> None:
     """Rows of different lengths in one batch, each with its own share; layers that read what others chose."""
-    prompts, sequences = questions(20, 8, 24), []
+    prompts = questions(20, 8, 24)
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
-    for ids in prompts:
-        with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
-            out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
-            sequences.append(out[0, len(ids) :].tolist())
-            assert handle.stats()["density"] < 1
+    expected = reference_tokens(model, prompts, 100, GateBank.from_pretrained(GATES), **rule)
     with engine(seergate={"gates": GATES, **rule}) as llm:
-        assert answers(llm, prompts, 100) == sequences
+        assert answers(llm, prompts, 100) == expected
+        (stats,) = llm.collective_rpc("seergate_stats")
+        assert all(layer["density"] < 1 for layer in stats["layers"].values())
 
 
 def test_an_engine_that_is_gone_leaves_no_cache_behind() -> None:

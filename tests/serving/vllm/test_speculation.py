@@ -15,9 +15,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from seergate.methods import make_method
 from seergate.serving.vllm import attention
 from seergate.serving.vllm.attention import plan_of
-from tests.serving.vllm.conftest import GATES, answers, engine
+from tests.serving.vllm.conftest import answers, engine
 from tests.serving.vllm.test_gpu_parts import builder
-from tests.support.reasoner import questions
+from tests.support.reasoner import GATES, questions
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 DRAFTED = {"speculative_config": NGRAM, "async_scheduling": False, "disable_log_stats": False}
