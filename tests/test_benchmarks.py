@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, methods, ops
-from seergate.distill.losses import teacher_forward
 from seergate.models.families import head_dim_of
 from tests.distill.conftest import byte_tokenizer
 from tests.support.models import tiny_model
@@ -26,9 +24,6 @@ SMALL = {
     "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
     "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
-    "recipe": "--threads 1 --packs 2 --epochs 2 --length 512 --row-stride 40 --text-length 400 --texts 2 --needles 1 "
-    "--needle-length 500 --budget 96",
-    "variants": f"{HEADS} --heads 4 --hidden-size 32 --length 256 --rounds 1 --variants 1 3",
 }
 TINY = {
     "anchors": "--threads 1 --texts 1 --lengths 100 --scored 16 --calibration-texts 1 --rows 8 --rounds 1 --steps 1",
@@ -222,19 +217,6 @@ def test_wrong_results_are_not_timed(name, options, op, wrong, message, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, three = recorded("variants", tmp_path)["rows"]
-    assert (one["variants"], one["ratio"], three["variants"]) == (1, 1.0, 3)
-    assert three["ratio"] == pytest.approx(three["seconds"] / one["seconds"], rel=0.1)
-    together = teacher_forward.distill_steps
-
-    def wrong(lessons, *rest):
-        return [replace(out, loss=out.loss * len(lessons)) for out in together(lessons, *rest)]
-
-    monkeypatch.setattr(teacher_forward, "distill_steps", wrong)
-    assert "nothing is measured" in run("variants", tmp_path).stderr
-
-
 def random_model(folder: Path) -> str:
     """A directory with a random model whose tokens are bytes."""
     tiny_model("qwen3", vocab_size=260).save_pretrained(folder)
@@ -307,32 +289,3 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     panels = trade_off.draw_board(tmp_path).axes  # no column of needles, which neither model has
     assert [len(axes.containers) > 0 for axes in panels] == 7 * [True] + 5 * [False]
     assert [text.get_text() for axes in panels for text in axes.texts] == 5 * ["not measured"]
-
-
-def test_recipe(tmp_path: Path) -> None:
-    """On a tiny random model; a budget of everything gives dense attention's results."""
-    random_model(tmp_path / "model")
-    words = (ROOT / "README.md").read_text()
-    for name, first in (("train", 0), ("held-out", 1200)):
-        rows = [json.dumps({"text": words[first + 600 * i :][:600]}) for i in range(2)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "train.jsonl")]
-    given += ["--held-out", str(tmp_path / "held-out.jsonl")]
-    variants = ("recommended", "untrained", "the paper's start and target, blocks of 32", "a query per head")
-    baselines = ("oracle, blocks of 16", "Quest, blocks of 32", "window, blocks of 16")
-    done = run("recipe", tmp_path / "out", *given, "--only", *variants, *baselines)
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in record_of(tmp_path / "out")["rows"]}
-    assert rows.keys() == {*variants, *baselines, "dense"}
-    window = rows["window, blocks of 16"]["kl"]
-    assert rows["dense"]["kl"] < 1e-3 < window > rows["oracle, blocks of 16"]["kl"]
-    assert rows["recommended"]["kl_texts"] != rows["untrained"]["kl_texts"]
-    gate = rows[variants[2]]["gate"]
-    assert gate["block_size"] == 32 and gate["qk_norm"] and "sink_blocks" not in gate
-    done = run("recipe", tmp_path / "all", *given, "--budget", "512", "--only", "recommended")
-    assert done.returncode == 0, done.stderr
-    (recommended, dense) = record_of(tmp_path / "all")["rows"]
-    assert recommended["kl"] < 1e-3
-    assert recommended["needle_logprob"] == pytest.approx(dense["needle_logprob"], abs=0.05)
-    done = run("recipe", tmp_path / "none", *given, "--packs", "3")
-    assert done.returncode == 2 and "has 2 texts of 512 tokens" in done.stderr
