@@ -10,7 +10,7 @@ the tiny reasoner.)
    decoded together to their end. The paper's throughput comes from this.
 2. `tokens_per_second`: `--requests` texts, as many at a time as fit; the methods take turns, so that other load on the
    machine affects all of them.
-3. `ms_per_step`: the same rows on one buffer per layer, on pages, and with sharing on a worker thread.
+3. `ms_per_step`: the same rows on one buffer per layer, on pages, and with sharing.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def main() -> None:
     ways: dict[str, Callable[[], dict[str, Any]]] = {
         "one buffer per layer": lambda: say(model, Dense(), None, chosen, options.prompt),
         "pages": lambda: wave("dense", chosen, None),
-        "pages, sharing on a thread": lambda: wave("reason_cache", chosen, None),
+        "pages with sharing": lambda: wave("reason_cache", chosen, None),
     }
     ms = {name: float("inf") for name in ways}
     for _ in range(options.rounds):
@@ -151,7 +151,7 @@ def main() -> None:
         "rows_ratio": shared["rows"] / dense["rows"],
         "tokens_per_second_ratio": shared["tokens_per_second"] / dense["tokens_per_second"],
         "pages_over_buffer": ms["pages"] / ms["one buffer per layer"],
-        "sharing_over_pages": ms["pages, sharing on a thread"] / ms["pages"],
+        "sharing_over_pages": ms["pages with sharing"] / ms["pages"],
     }
     rows_ = [{"method": name, **counts} for name, counts in results.items()]
     print("saved", save("reason_cache", record, rows_, options.output))

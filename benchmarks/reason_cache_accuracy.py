@@ -107,7 +107,6 @@ def main() -> None:
         "border": "next",
         "block_size": options.page,
         "warm_up": options.warm_up,
-        "asynchronous": False,
     }
     gate = Gate(bank=GateBank.from_pretrained(path / "gates"), token_budget=options.budget)
     page = -(-options.page // gate.block_size) * gate.block_size

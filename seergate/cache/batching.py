@@ -7,14 +7,12 @@ transformers (sliding windows, linear attention) keep all rows at one common slo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from seergate.cache.forward import PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 
@@ -34,18 +32,6 @@ def join_rows(cache: Cache, arriving: Cache) -> None:
         raise SeergateError("only caches whose layers are all gated can be joined")
     for layer, other in zip(cache.layers, arriving.layers, strict=True):
         layer.append_rows(other)
-
-
-def layers_without_return(cache: Cache | None) -> list[str]:
-    """Class names of the cache's layers that cannot be cropped, such as a static layer with a sliding window."""
-
-    def returns(layer: Any) -> bool:  # since transformers 5.24, static layers have `crop` and may not be croppable
-        return hasattr(layer, "crop") and (
-            getattr(layer, "is_croppable", True) or hasattr(layer, "activate_past_recording")
-        )
-
-    layers = [] if cache is None else cache.layers
-    return sorted({type(layer).__name__ for layer in layers if not returns(layer)})
 
 
 def keep_rows(cache: Cache, rows: list[int]) -> None:
@@ -82,40 +68,3 @@ def only_rows(cache: Cache, rows: list[int]) -> Iterator[None]:
             layer.rows, layer.storage = before, storage
             if layer.state is not None:
                 layer.state.rows = tensors
-
-
-@contextmanager
-def restored_on_error(cache: Cache, newest: int) -> Iterator[None]:
-    """Restore the cache if the ``with`` block fails. Inside, the ``newest`` tokens of each row may be cropped and
-    stored again.
-    """
-    restore = [_snapshot(layer, newest) for layer in cache.layers]
-    try:
-        yield
-    except BaseException:
-        for undo in restore:
-            undo()
-        raise
-
-
-def _snapshot(layer: Any, newest: int) -> Callable[[], None]:
-    if not isinstance(layer, GatedLayer):
-        before = dict(vars(layer))  # such layers replace their tensors and never write into them
-        return lambda: vars(layer).update(before)
-    rows, older = layer.rows, copy.copy(layer.rows)
-    older.shorten([count - newest for count in rows.resident])
-    parts = [
-        torch.stack([buffer[row, :, count - newest : count] for row, count in enumerate(rows.resident)])
-        for buffer in (layer.storage.keys, layer.storage.values)
-    ]
-    tensors = {} if layer.state is None else {name: tensor.clone() for name, tensor in layer.state.rows.items()}
-    layer.rows = copy.copy(rows)
-
-    def undo() -> None:
-        layer.rows = rows
-        if layer.state is not None:
-            layer.state.rows = tensors
-        layer.storage.crop(older.resident)
-        layer.storage.write(ForwardContext(PROMPT), older, parts[0], parts[1], [newest] * len(rows), None)
-
-    return undo

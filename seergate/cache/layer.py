@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from transformers.cache_utils import CacheLayerMixin
 
 from seergate.cache.forward import PROMPT, ForwardContext
-from seergate.cache.rows import RegularOffsets, Rows
+from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage, Storage
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
@@ -201,8 +201,6 @@ class GatedLayer(CacheLayerMixin):
         """Capacity in slots; -1 for a cache that grows."""
         return -1 if self.static_length is None else self.static_length
 
-    get_max_cache_shape = get_max_length  # its name in older transformers
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest slots: ``tokens_to_remove`` is minus their number, or if positive the number of slots to
         keep, as in older transformers. Raises `SeergateError` if the method evicts or there are fewer slots.
@@ -225,7 +223,7 @@ class GatedLayer(CacheLayerMixin):
     def _forget(self, before: list[int]) -> None:
         """Crop storage and state from the lengths ``before`` to the rows' current lengths."""
         if self.state is not None:
-            self.state.crop(before, self.rows.resident, self.storage.some_keys, RegularOffsets(self.rows))
+            self.state.crop(before, self.rows.resident, self.storage.some_keys, self.rows.regular_offset)
         self.storage.crop(self.rows.resident)
 
     def reset(self) -> None:

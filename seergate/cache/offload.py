@@ -58,7 +58,6 @@ class Offload(KVBackend):
     """
 
     tag: ClassVar[str] = "offloaded"
-    called: ClassVar[str] = "an offloaded"
     memory_bytes: int
     store: Literal["disk", "host"] = "disk"
     folder: str | Path | None = None

@@ -2,8 +2,8 @@
 
 `BlockStore` is the block table and has no tensors. A page is allocated empty, filled by its one user, and sealed when
 it is full. A sealed page is read-only until it is freed, so several users may share it: forks of a row (beam search),
-rows with the same prompt, and later blocks of a row with similar contents (ReasonCache). It is freed when its last
-user releases it. `CachePages` are the pages of a cache, `Paged` is the storage of one layer.
+and later blocks of a row with similar contents (ReasonCache). It is freed when its last user releases it.
+`CachePages` are the pages of a cache, `Paged` is the storage of one layer.
 
 Shape suffixes: B batch, S new tokens, K KV heads, D head dimension, P pages of a row.
 """
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import count
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +24,6 @@ from torch import Tensor
 from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
 from seergate.cache.storage import KVBackend, Storage, token_bytes
-from seergate.checks import is_int
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
 from seergate.methods.base import LayerState, Step
@@ -47,42 +45,34 @@ class Row:
     """One sequence.
 
     Attributes:
-        uid: number of the row, which never changes; a fork gets a new one.
         table: the physical block of each logical block.
         sealed: number of first blocks that are known to be sealed.
         repeats: number of table entries whose block occurs earlier in the table.
+        reasoning: what a method that shares blocks knows of the row, if anything.
     """
 
-    uid: int
     table: list[int]
     length: int = 0
     sealed: int = 0
     repeats: int = 0
+    reasoning: Any = None
 
 
 class BlockStore:
-    """Block table of a paged cache: the physical block, or page, of each row's tokens.
-
-    There may be up to ``limit`` blocks. ``numbers`` yields uids of rows and serials of blocks; stores whose rows may
-    be joined share it.
+    """Block table of a paged cache: the physical block, or page, of each row's tokens. There may be up to ``limit``
+    blocks.
 
     Attributes:
         rows: the rows, in the order of the batch.
         references: per physical block, the number of table entries that refer to it.
         sealed: per physical block, whether it is read-only.
-        serials: per physical block, the serial number of its current allocation; every allocation gets a new one.
         stale: indices of rows whose tables have changed since the copy on the device was updated.
     """
 
-    def __init__(self, block_size: int, limit: int | None = None, numbers: Iterator[int] | None = None) -> None:
-        for name, value in (("block_size", block_size), ("limit", limit)):
-            if value is not None and not (is_int(value) and value >= 1):
-                raise SeergateError(f"{name} of a paged cache is {value!r}; it must be a positive number")
+    def __init__(self, block_size: int, limit: int | None = None) -> None:
         self.block_size, self.limit = block_size, limit
-        self.numbers = count() if numbers is None else numbers
         self.references: list[int] = []
         self.sealed: list[bool] = []
-        self.serials: list[int] = []
         self.rows: list[Row] = []
         self.stale: set[int] = set()
         self._free: list[int] = []
@@ -109,7 +99,7 @@ class BlockStore:
     def add_rows(self, number: int) -> None:
         """Append empty rows."""
         self.stale.update(range(len(self.rows), len(self.rows) + number))
-        self.rows += [Row(next(self.numbers), []) for _ in range(number)]
+        self.rows += [Row([]) for _ in range(number)]
 
     def extend(self, counts: Sequence[int]) -> Copies:
         """Make room for ``counts[b]`` new tokens of row b; return the copies to make. A row's last block is replaced
@@ -159,33 +149,21 @@ class BlockStore:
                 self.stale.add(position)
             row.length, row.sealed = length, length // self.block_size
 
-    def select(self, index: Sequence[int]) -> dict[int, int]:
-        """Keep the rows ``index``, in that order; a repeated row becomes a fork, which shares all blocks. Return the
-        uid of each fork -> the uid of its original.
-        """
-        forks: dict[int, int] = {}
-        seen: set[int] = set()
-        rows = []
-        for position in index:
-            row = self.rows[position]
-            fork = Row(row.uid, list(row.table), row.length, row.sealed, row.repeats)
-            if position in seen:
-                fork.uid = next(self.numbers)
-                forks[fork.uid] = row.uid
-            seen.add(position)
+    def select(self, index: Sequence[int]) -> None:
+        """Keep the rows ``index``, in that order; a repeated row becomes a fork, which shares all blocks."""
+        rows = [replace(self.rows[position], table=list(self.rows[position].table)) for position in index]
+        for row in rows:
             for block in row.table:
                 self.references[block] += 1
-            rows.append(fork)
         for row in self.rows:
             for block in row.table:
                 self._release(block)
         self.rows = rows
         self.stale = set(range(len(rows)))
-        return forks
 
     def clear(self) -> None:
         """Drop all rows."""
-        BlockStore.select(self, [])  # not an override, which reports events
+        self.select([])
 
     def adopt(self, other: BlockStore) -> Copies:
         """Append another store's rows; blocks that they share stay shared. Return the copies to make, from the other
@@ -200,22 +178,23 @@ class BlockStore:
                     homes[block] = self._allocate()
                     self.references[homes[block]], self.sealed[homes[block]] = 0, other.sealed[block]
                 self.references[homes[block]] += 1
-            moved = Row(row.uid, [homes[block] for block in row.table], row.length, row.sealed, row.repeats)
             self.stale.add(len(self.rows))
-            self.rows.append(moved)
+            self.rows.append(replace(row, table=[homes[block] for block in row.table]))
         return list(homes.items())
 
-    def remap(self, position: int, block: int, physical: int) -> None:
-        """Map a row's logical block to another physical one, without moving data. Both must be sealed."""
+    def remap(self, position: int, newer: int, older: int) -> None:
+        """Map a row's logical block ``newer`` to the physical one of its block ``older``, without moving data. Both
+        must be sealed.
+        """
         row = self.rows[position]
-        old = row.table[block]
+        old, physical = row.table[newer], row.table[older]
         for what, number in (("replaced", old), ("shared", physical)):
             if not self.sealed[number]:
                 raise SeergateError(f"physical block {number} is to be {what} and is not full; only full ones may be")
         if old == physical:
             return
         self.references[physical] += 1
-        row.table[block] = physical
+        row.table[newer] = physical
         self._release(old)
         row.repeats = len(row.table) - len(set(row.table))
         self.stale.add(position)
@@ -244,11 +223,10 @@ class BlockStore:
         self._free = [*range(first + grown - 1, first - 1, -1), *self._free]
         self.references += [0] * grown
         self.sealed += [False] * grown
-        self.serials += [-1] * grown
 
     def _allocate(self) -> int:
         block = self._free.pop()
-        self.references[block], self.sealed[block], self.serials[block] = 1, False, next(self.numbers)
+        self.references[block], self.sealed[block] = 1, False
         return block
 
     def _release(self, block: int) -> None:
@@ -294,8 +272,8 @@ class CachePages(BlockStore):
     """
 
     @outside_inference_mode
-    def __init__(self, block_size: int, limit: int | None, numbers: Iterator[int]) -> None:
-        super().__init__(block_size, limit, numbers)
+    def __init__(self, block_size: int, limit: int | None) -> None:
+        super().__init__(block_size, limit)
         self._layers: list[weakref.ref[Paged]] = []
         self._turn, self._done = 0, cast(Any, None)
         self._tables = torch.zeros(0, 0, dtype=torch.int32)
@@ -368,17 +346,13 @@ class CachePages(BlockStore):
             self._newest[device] = self.table(device)[rows, lengths // size].long(), lengths % size
         return self._newest[device]
 
-    def remap(self, position: int, block: int, physical: int, like: int | None = None) -> None:
-        """Map a row's logical ``block`` to another physical one. The method states copy the entries of ``like``, the
-        logical block of the row whose contents it now has; ``None`` if the contents are unchanged.
-        """
-        super().remap(position, block, physical)
-        if like is None:
-            return
+    def remap(self, position: int, newer: int, older: int) -> None:
+        """Map a row's logical block to the physical one of another; the method states copy the entries as well."""
+        super().remap(position, newer, older)
         for layer in self.layers:
             parts = self.block_size // layer.block_size
-            newer, older = (slice(i * parts, (i + 1) * parts) for i in (block, like))
-            layer.state.block_shared(position, newer, older)
+            entries = (slice(block * parts, (block + 1) * parts) for block in (newer, older))
+            layer.state.block_shared(position, *entries)
 
 
 class Paged(Storage):

@@ -8,33 +8,12 @@ Shape suffixes: B batch, T slots.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.errors import SeergateError
 from seergate.ops.rows import RowLengths
-
-
-class RegularOffsets(Sequence[int]):
-    """`Rows.offsets` after a crop. Looking up a row whose positions have gaps raises `SeergateError`."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, row: Any) -> Any:
-        if self._rows.gaps[row]:
-            raise SeergateError(
-                f"row {row} is cropped so far that keys before RoPE have to be recovered, which needs consecutive "
-                "positions, and its position_ids have gaps; crop it by fewer tokens, or start a new cache"
-            )
-        return self._rows.offsets[row]
 
 
 class Rows:
@@ -179,6 +158,15 @@ class Rows:
         """Position of the newest token in rows of these lengths without gaps, int64 ``[B]``."""
         newest = [offset + length - 1 for offset, length in zip(self.offsets, lengths, strict=True)]
         return torch.tensor(newest, dtype=torch.int64, device=self.lengths.device)
+
+    def regular_offset(self, row: int) -> int:
+        """The row's entry of `offsets`, after a crop. Raises `SeergateError` if the row's positions have gaps."""
+        if self.gaps[row]:
+            raise SeergateError(
+                f"row {row} is cropped so far that keys before RoPE have to be recovered, which needs consecutive "
+                "positions, and its position_ids have gaps; crop it by fewer tokens, or start a new cache"
+            )
+        return self.offsets[row]
 
     def crop(self, slots: int) -> list[int]:
         """Keep the first ``slots`` slots; return how many tokens each row had before."""

@@ -1,49 +1,38 @@
-"""Applies block sharing: between two forward passes a cache reports its events and applies decisions.
+"""Applies the block sharing of `ReasonCache` between two forward passes.
 
-`BlockSharing` belongs to a handle, `SharedPages` to one cache under it. Nothing in here waits for a decision.
+`BlockSharing` belongs to a handle, `SharedPages` to one cache under it.
 """
 
 from __future__ import annotations
 
-import time
 import warnings
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seergate.cache.forward import ForwardContext
-from seergate.cache.pages import BlockStore, CachePages, Copies, Row
+from seergate.cache.pages import CachePages, Copies
 from seergate.cache.storage import KVBackend
 from seergate.errors import SeergateError, first_line
-from seergate.methods.reason_cache.evaluator import Decision, Evaluator
+from seergate.methods.reason_cache.evaluator import Evaluator
 from seergate.methods.reason_cache.method import ReasonCache
-from seergate.methods.reason_cache.worker import Worker
 from seergate.pretrained import load_tokenizer
-
-Prompt = tuple[tuple[int, ...], list[list[int]]]
-"""Uids of the rows, and the tokens of each row."""
 
 
 class BlockSharing:
-    """State shared by the caches of one handle: token ids of the forward pass, counters, the evaluator (``None``
-    without ``reason``), and the worker that calls it.
+    """State shared by the caches of one handle: token ids of the forward pass, counters, and the evaluator.
+
+    Attributes:
+        error: the error that has ended sharing, in words, if any.
     """
 
-    def __init__(self, model: PreTrainedModel, reason: ReasonCache | None, prefixes: bool) -> None:
-        self.prefixes, self.gone = prefixes, deque[int]()
-        self.evaluator: Evaluator | None = None
-        self.worker = Worker(reason is not None and reason.asynchronous)
-        if reason is not None:
-            tokenizer = _tokenizer(model, reason)
-            self.evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)))
+    def __init__(self, model: PreTrainedModel, reason: ReasonCache) -> None:
+        tokenizer = _tokenizer(model, reason)
+        self.evaluator = Evaluator(reason, lambda ids: str(tokenizer.decode(ids)))
+        self.error: str | None = None
         self._ids: Tensor | None = None
-        self._warned = False
         self._hook = model.get_input_embeddings().register_forward_pre_hook(self._see, with_kwargs=True)
         self.reset()
 
@@ -57,25 +46,23 @@ class BlockSharing:
             raise SeergateError("sharing of blocks compares token ids; give the model input_ids, not inputs_embeds")
         return ids
 
-    def put(self, evaluator: Evaluator, calls: list[Callable[[], None]]) -> None:
-        """Submit calls of the evaluator to the worker, and warn once if the worker has failed."""
-        if gone := [self.gone.popleft() for _ in range(len(self.gone))]:
-            calls = [partial(evaluator.rows_gone, gone), *calls]
-        if calls:
-            self.worker.put(calls)
-        if self.worker.error is not None and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"reason_cache shares no more blocks: {first_line(self.worker.error)}", RuntimeWarning, stacklevel=2
-            )
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do a part of the work of sharing. An error does not end decoding, as sharing only saves memory: one warning
+        names it, and later calls do nothing.
+        """
+        if self.error is not None:
+            return
+        try:
+            work()
+        except Exception as error:
+            self.error = first_line(error)
+            warnings.warn(f"reason_cache shares no more blocks: {self.error}", RuntimeWarning, stacklevel=2)
 
     def reset(self) -> None:
         """Reset the counters."""
-        self.passes, self.savings, self.apply_seconds, self.dropped = 0, 0.0, 0.0, 0
-        self.shared, self.prefix_blocks = Counter[str](), 0
+        self.passes, self.savings, self.shared = 0, 0.0, 0
         self.physical_peak = self.logical_peak = 0
-        if self.evaluator is not None:
-            self.evaluator.reset()
+        self.evaluator.reset()
 
     def stats(self) -> dict[str, Any]:
         """Return the figures so far.
@@ -83,217 +70,89 @@ class BlockSharing:
         Returns:
             ``"method"``, and under ``"sharing"``: ``amsr`` (the paper's average memory saving ratio: one minus
             physical over logical blocks of the rows, each by itself, mean over forward passes); ``physical_peak`` and
-            ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks`` by kind of repeat;
-            ``prefix_blocks`` (shared between rows); ``dropped`` (decisions about blocks that were gone); the
-            evaluator's counts; ``seconds`` by stage, of which only ``apply`` delays decoding if the worker has its own
-            thread; ``error`` of the worker.
+            ``logical_peak`` (blocks of a cache, all rows together); ``shared_blocks``; the evaluator's counts; the
+            ``error`` that has ended sharing.
         """
+        reason = self.evaluator.method
         figures = {
             "amsr": self.savings / self.passes if self.passes else 0.0,
             "physical_peak": self.physical_peak,
             "logical_peak": self.logical_peak,
-            "shared_blocks": dict(self.shared),
-            "prefix_blocks": self.prefix_blocks,
-            "dropped": self.dropped,
-            "seconds": {"apply": self.apply_seconds},
+            "shared_blocks": self.shared,
+            **self.evaluator.counts,
+            "error": self.error,
         }
-        if self.evaluator is None:
-            return {"sharing": figures}
-        reason, error = self.evaluator.method, self.worker.error
-        figures |= dict(self.evaluator.counts)
-        figures["seconds"] = {**self.evaluator.seconds, "apply": self.apply_seconds}
-        figures["error"] = None if error is None else first_line(error)
         reads = f"+{reason.reads.name}" if reason.reads is not None else ""
         return {"method": reason.name + reads, "sharing": figures}
 
     def remove(self) -> None:
-        """Stop the worker, and stop recording ids."""
+        """Stop recording ids."""
         self._hook.remove()
-        self.worker.stop()
 
 
 class SharedPages(CachePages):
-    """Pages of a cache whose rows may share them. Any thread may append to ``decisions``, which are applied between
-    forward passes.
+    """Pages of a cache whose rows may share their own pages. Each row's ``reasoning`` is what the evaluator knows of
+    it.
     """
 
-    def __init__(self, sharing: BlockSharing, block_size: int, limit: int | None, numbers: Iterator[int]) -> None:
-        super().__init__(block_size, limit, numbers)
-        self.decisions: deque[Decision] = deque()
-        self._reference = weakref.ref(self)
-        self._calls: list[Callable[[], None]] = []  # of the current forward pass, and what followed it
-        self._reported: dict[int, int] = {}  # row -> number of first blocks that were reported as sealed
-        self._join(sharing)
-
-    def _join(self, sharing: BlockSharing | None) -> None:
-        self.sharing = sharing  # None under a handle that shares nothing
-        self._prompt: Prompt | None = None
-        if sharing is not None and sharing.evaluator is not None:
-            weakref.finalize(self, sharing.gone.extend, self._reported)
-
-    @property
-    def evaluator(self) -> Evaluator | None:
-        """The handle's evaluator, if it has one."""
-        return None if self.sharing is None else self.sharing.evaluator
+    def __init__(self, sharing: BlockSharing, block_size: int, limit: int | None) -> None:
+        super().__init__(block_size, limit)
+        self.sharing = sharing
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
         """Make room for new tokens, and record their ids."""
         copies = super().advance(counts, context)
-        if self.sharing is None or context.q_pre is None:  # then the plain model runs
+        if context.q_pre is None:  # then the plain model runs
             return copies
-        rows = tuple(row.uid for row in self.rows)
         ids = self.sharing.take_ids().to(self.layers[0].device)
         compact_ids = context.compact(ids[:, None, :, None])[:, 0, :, 0]
-        if self.sharing.prefixes:
-            if all(row.length == count for row, count in zip(self.rows, counts, strict=True)):
-                self._prompt = rows, [[] for _ in rows]
-            elif context.mode.decoded or (self._prompt is not None and self._prompt[0] != rows):
-                self._prompt = None
-            if self._prompt is not None:  # of a prompt in chunks, the tokens so far
-                for tokens, line, count in zip(self._prompt[1], compact_ids.tolist(), counts, strict=True):
-                    tokens += line[:count]
-        if self.evaluator is not None:
-            self._follow(rows)
-            self._calls.append(partial(self.evaluator.tokens_came, rows, compact_ids, tuple(counts)))
+        self.sharing.attempt(lambda: self._read(compact_ids, counts))
         return copies
 
     def between_passes(self) -> None:
-        """Report events to the worker, apply decisions, and update the counters."""
+        """Share blocks of the steps that have ended, and update the counters."""
         super().between_passes()
-        if self.sharing is None:
-            return
-        began = time.perf_counter()
-        self._catch_up(self.sharing)
-        positions = {row.uid: position for position, row in enumerate(self.rows)} if self.decisions else {}
-        for _ in range(len(self.decisions)):
-            self._carry_out(self.decisions.popleft(), positions, self.sharing)
+        self.sharing.attempt(self._share)
         if logical := self.logical:
             self.sharing.passes += 1
             self.sharing.savings += sum(row.repeats for row in self.rows) / logical
             self.sharing.logical_peak = max(self.sharing.logical_peak, logical)
             self.sharing.physical_peak = max(self.sharing.physical_peak, self.physical)
-        self.sharing.apply_seconds += time.perf_counter() - began
 
     def crop(self, lengths: Sequence[int]) -> None:
         super().crop(lengths)
-        self._prompt = None
-        if self.evaluator is None:
-            return
         for row, length in zip(self.rows, lengths, strict=True):
-            blocks = length // self.block_size
-            self._reported[row.uid] = min(self._reported.get(row.uid, 0), blocks)
-            self._calls.append(partial(self.evaluator.row_cropped, row.uid, length, blocks))
+            if row.reasoning is not None:
+                row.reasoning.crop(length)
 
-    def select(self, index: Sequence[int]) -> dict[int, int]:
-        forks = super().select(index)
-        self._prompt = None
-        if self.evaluator is None:
-            return forks
-        self._calls += [partial(self.evaluator.row_forked, row, fork) for fork, row in forks.items()]
-        there = [row.uid for row in self.rows]
-        if gone := tuple(self._reported.keys() - there):
-            self._calls.append(partial(self.evaluator.rows_gone, gone))
-        for row in gone:
-            del self._reported[row]
-        self._follow(there)
-        return forks
-
-    def adopt(self, other: BlockStore) -> Copies:
-        """Append another store's rows, and report them to this handle's evaluator."""
-        if not isinstance(other, SharedPages) or other.sharing is None:
-            return super().adopt(other)
-        other.seal()
-        other._catch_up(other.sharing, at_once=True)
-        first = len(self.rows)
-        copies = super().adopt(other)
-        if self.evaluator is not None:
-            self._calls += [self._report(self.evaluator, row, 0) for row in self.rows[first:]]
-            other._reported.clear()
-        return copies
+    def select(self, index: Sequence[int]) -> None:
+        super().select(index)
+        for row in self.rows:
+            if row.reasoning is not None:
+                row.reasoning = row.reasoning.copy()
 
     def resumed(self, backend: KVBackend) -> None:
-        """Attach the cache to another handle. Raises `SeergateError` if its own handle has an evaluator, which alone
-        knows what blocks were compared with.
-        """
-        sharing = getattr(backend, "sharing", None)
-        if sharing is self.sharing:
-            return
-        if self.evaluator is not None:
+        """Raise `SeergateError` if this is another handle, which shares blocks by other options or not at all."""
+        if getattr(backend, "sharing", None) is not self.sharing:
             raise SeergateError(
-                f"another handle of {self.evaluator.method.name!r} has shared blocks of this cache, and knows what "
-                "they were compared with; start a new cache"
+                f"another handle of {self.sharing.evaluator.method.name!r} has shared blocks of this cache; start a "
+                "new cache"
             )
-        self._join(sharing)
 
-    def _follow(self, rows: Sequence[int]) -> None:
-        for uid in rows:
-            self._reported.setdefault(uid, 0)
+    def _read(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Give the evaluator the first ``counts[b]`` of each row's ids ``[B, S]``, which have joined the row."""
+        for row, tokens, count in zip(self.rows, ids.tolist(), counts, strict=True):
+            before = row.length - count
+            row.reasoning = self.sharing.evaluator.tokens_came(row.reasoning, before, tokens[:count])
 
-    def _report(self, evaluator: Evaluator, row: Row, first: int) -> Callable[[], None]:
-        """Return a call that tells the evaluator which blocks of a row are sealed, from ``first`` on."""
-        sealed_blocks = tuple((block, self.serials[block]) for block in row.table[first : row.sealed])
-        self._reported[row.uid] = first + len(sealed_blocks)
-        return partial(evaluator.blocks_sealed, row.uid, self._reference, first, sealed_blocks)
-
-    def _catch_up(self, sharing: BlockSharing, at_once: bool = False) -> None:
-        """Share the pages of a prompt after prefill. Report to the evaluator sealed blocks, then events, as a step is
-        examined only if its blocks are known; then the blocks again, as events may have dropped them.
-
-        A worker with a thread gets reports only when a block has been sealed, as waking the thread delays decoding.
-        """
-        if self._prompt is not None:
-            sharing.prefix_blocks += self._share_prefixes(*self._prompt)
-        if sharing.evaluator is None:
-            return
-        sealed = [row for row in self.rows if row.sealed > self._reported.get(row.uid, 0)]
-        if sharing.worker.threaded and not sealed and not at_once:
-            return
-        reports = [self._report(sharing.evaluator, row, self._reported.get(row.uid, 0)) for row in sealed]
-        happened, self._calls = self._calls, []
-        sharing.put(sharing.evaluator, [*reports, *happened, *reports])
-
-    def _carry_out(self, decision: Decision, positions: dict[int, int], sharing: BlockSharing) -> None:
-        position = positions.get(decision.row)
-        if position is None:
-            sharing.dropped += 1
-            return
-        row = self.rows[position]
-        # report the outcome: the evaluator counts the decision as applied
-        self._reported[row.uid] = min(self._reported.get(row.uid, 0), decision.newer)
-        if (
-            max(decision.newer, decision.older) >= row.sealed
-            or self.serials[row.table[decision.newer]] != decision.newer_serial
-            or self.serials[row.table[decision.older]] != decision.older_serial
-        ):
-            sharing.dropped += 1
-            return
-        self.remap(position, decision.newer, row.table[decision.older], like=decision.older)
-        sharing.shared[decision.kind] += 1
-
-    def _share_prefixes(self, rows: tuple[int, ...], prompts: list[list[int]]) -> int:
-        """Map each full page to that of the first row with the same tokens up to the page's end.
-
-        `num_return_sequences` and repeated sampling put the same prompt into several rows. Pages are shared only if
-        they are equal to the last bit, so no output changes: the same row computed at another place of the batch may
-        round differently. Returns the number of pages freed.
-        """
-        if tuple(row.uid for row in self.rows) != rows:
-            return 0
-        size = self.block_size
-        page_of: dict[tuple[int, ...], int] = {}  # (previous page, tokens) -> page: identifies the whole prefix
-        shared = 0
-        for position, tokens in enumerate(prompts):
-            row, physical = self.rows[position], -1
-            for block in range(min(len(tokens) // size, row.sealed)):
-                own = row.table[block]
-                physical = page_of.setdefault((physical, *tokens[block * size : (block + 1) * size]), own)
-                if physical == own:
-                    continue
-                if not all(torch.equal(x[own], x[physical]) for layer in self.buffers() for x in layer):
-                    break
-                self.remap(position, block, physical)
-                shared += 1
-        return shared
+    def _share(self) -> None:
+        for position, row in enumerate(self.rows):
+            if row.reasoning is None or not row.reasoning.unexamined:
+                continue
+            blocks = row.table[: row.sealed]
+            for newer, older in self.sharing.evaluator.to_share(row.reasoning, blocks, self.buffers()):
+                self.remap(position, newer, older)
+                self.sharing.shared += 1
 
 
 def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:

@@ -173,11 +173,9 @@ class KVBackend:
 
     Attributes:
         tag: kind of storage in the table of refused combinations (`seergate.decode.compatibility`).
-        called: name of such a cache in error messages: ``"a paged"``.
     """
 
     tag: ClassVar[str] = "dynamic"
-    called: ClassVar[str] = "a dynamic"
 
     @property
     def lossy(self) -> bool:

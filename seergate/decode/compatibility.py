@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from seergate.errors import SeergateError
 
-_GROWS = "{0} cache grows by itself; use a dynamic cache, not a static one"
+_GROWS = "a cache that is {0} grows by itself; use a dynamic cache, not a static one"
 
 REFUSED: dict[tuple[str, str], str] = {
     ("paged", "static"): _GROWS,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from seergate.cache.batching import layers_without_return, only_rows, restored_on_error, rows_are_independent
+from seergate.cache.batching import only_rows, rows_are_independent
 from seergate.cache.forward import CACHE, VERIFIED_TOKENS, ForwardModes, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.config import Rectify
@@ -42,13 +42,9 @@ class Rectification:
         self.layers, self.passes = layers, passes
         self.busy = False  # while a dense pass of its own runs
         self.reset()
-        self.install()
-
-    def install(self) -> None:
-        """Register the hooks."""
         self._hooks = [
-            self.decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.decoder.register_forward_hook(self._after_forward, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            decoder.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
 
     def remove(self) -> None:
@@ -81,7 +77,7 @@ class Rectification:
             return
         if DENSE not in layer.state.rows:
             raise SeergateError("this cache was filled without rectification; start a new one")
-        if stuck := layers_without_return(cache):
+        if stuck := sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable}):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.resident, strict=True)]
         layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been cropped
@@ -159,11 +155,16 @@ class Rectification:
         stored, ends = layer.state.rows, list(layer.rows.resident)
         at = (layer.rows.lengths[:, None] - count + torch.arange(count, device=layer.device)) % stored[IDS].shape[1]
         ids, positions = stored[IDS].gather(1, at), stored[POSITIONS].gather(1, at)
-        with restored_on_error(cache, count):
+        try:
             cache.crop(-count)
             if any(end - length != count for end, length in zip(ends, layer.rows.resident, strict=True)):
                 raise SeergateError("rectification needs every row to take every decoded token, and some were masked")
             self._read_densely(cache, layer, ids, positions)
+        except BaseException:  # the layers may hold different tokens now
+            for each in cache.layers:
+                if isinstance(each, GatedLayer):
+                    each.state = None
+            raise
         layer.state.rows[DENSE] = torch.tensor(ends)
         self.dense_passes += 1
         self.tokens += count * len(ends)

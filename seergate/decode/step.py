@@ -48,8 +48,8 @@ def check_continuation(layer: GatedLayer, mode: ForwardMode, new: int) -> None:
     """Raise `SeergateError` if the method cannot take ``new`` tokens after those that the cache layer holds."""
     if layer.is_initialized and layer.state is None:
         raise SeergateError(
-            "this cache was used by the plain model in between, so the method has not seen all of its tokens; "
-            "start a new one"
+            "this cache was used by the plain model in between, or a pass failed, so the method has not seen all of "
+            "its tokens; start a new one"
         )
     is_prompt = not mode.dense and mode.decoded < new
     if is_prompt and isinstance(layer.method, CompressingMethod) and any(layer.rows.resident):

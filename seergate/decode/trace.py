@@ -13,7 +13,7 @@ One line per decode step, layer, row of the batch and KV head:
 | `attention` | list of float | each past block's share of the query's dense attention (`ops.block_targets`) |
 
 The last two columns are null without ``attention``. The file's metadata has JSON under the key `seergate`: `method`
-(its configuration), `name`, `nominal` (its budget), `model`, `block_size` and `every`.
+(its configuration), `name`, `nominal` (its budget), `model` and `block_size`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,11 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
-from seergate.checks import check, is_int
 from seergate.decode.stats import StepRecord
 from seergate.errors import SeergateError
 from seergate.methods.scoring import log_block_maxima
@@ -41,60 +38,60 @@ LINES_AT_ONCE = 1 << 13
 class Trace:
     """Writer of a trace. ``about`` goes into its metadata; the other arguments are those of `Handle.traced`."""
 
-    def __init__(
-        self, path: str | os.PathLike[str], about: dict[str, Any], every: int = 1, attention: bool = False
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], about: dict[str, Any], attention: bool = False) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        check("every", every, is_int(every) and every >= 1, "a positive whole number of steps")
-        self.every, self.attention, self.steps = every, attention, defaultdict[int, int](int)
+        self.attention, self.steps, self.lines = attention, defaultdict[int, int](int), list[dict[str, Any]]()
         whole = ("step", "layer", "row", "head", "position")
         fields = [pa.field(name, pa.int32(), nullable=False) for name in whole]
         fields += [pa.field("tokens", pa.float32(), nullable=False), pa.field("blocks", pa.list_(pa.int32()))]
         fields += [pa.field(name, pa.list_(pa.float32())) for name in ("scores", "attention")]
-        described = {METADATA_KEY: json.dumps({**about, "every": every}).encode()}
-        self.schema = pa.schema(fields, metadata=described)
+        self.schema = pa.schema(fields, metadata={METADATA_KEY: json.dumps(about).encode()})
         try:
             self._file = pq.ParquetWriter(os.fspath(path), self.schema, compression="zstd")
         except OSError as error:
             raise SeergateError(f"the trace {Path(path)} cannot be written: {error}") from error
-        self._places, self._tokens = list[tuple[int, ...]](), list[float]()
-        self._lists = _Lists(np.int32), _Lists(np.float32), _Lists(np.float32)
 
     def record(self, record: StepRecord) -> None:
         """Record one decode step of one layer."""
         step, layer, state, size = record.step, record.cache.layer, record.cache.state, record.cache.block_size
-        number = self.steps[layer]
+        number, selection = self.steps[layer], record.selection
         self.steps[layer] += 1
-        if number % self.every:
-            return
-        heads, blocks, scores, attention = step.stored[0].shape[1], *self._lists
-        ends = [end for end in step.ends for _ in range(heads)]
-        for row, total in enumerate(record.total_tokens):
-            self._places += [(number, layer, row, head, total - 1) for head in range(heads)]
-        if record.selection is None:
-            blocks.add_nulls(len(ends))
-            self._tokens += [float(read) for read in record.read for _ in range(heads)]
-        else:
-            indices = record.selection.indices.numpy(force=True).reshape(len(ends), -1)
-            chosen = indices >= 0
-            counts = chosen.sum(1).tolist()
-            blocks.add(counts, indices[chosen])
-            # the current block may not be full
-            self._tokens += [n * size - (-end % size if n else 0) for n, end in zip(counts, ends, strict=True)]
-        past = [(end - 1) // size for end in step.ends]
-        for lists, values_BKN, finish in (
-            (scores, self.attention and isinstance(state, SelectingState) and state.logits(step), Tensor.float),
-            (attention, self.attention and log_block_maxima(step, size), lambda x_KN: x_KN.softmax(-1).float()),
-        ):
-            if values_BKN is False:
-                lists.add_nulls(len(ends))
-                continue
-            for values_KN, count in zip(values_BKN, past, strict=True):
-                shares_KN = finish(values_KN[:, :count]).numpy(force=True)
-                lists.add([shares_KN.shape[1]] * heads, shares_KN.ravel())
-        if len(self._places) >= LINES_AT_ONCE:
+        indices_BKN = None if selection is None else selection.indices.numpy(force=True)
+        scores_BKN = shares_BKN = None
+        if self.attention and isinstance(state, SelectingState):
+            scores_BKN = state.logits(step)
+        if self.attention:
+            shares_BKN = log_block_maxima(step, size)
+        for row, (end, total) in enumerate(zip(step.ends, record.total_tokens, strict=True)):
+            past = max(0, end - 1) // size
+            scores_KN = None if scores_BKN is None else scores_BKN[row, :, :past].float().numpy(force=True)
+            shares_KN = None
+            if shares_BKN is not None:
+                shares_KN = shares_BKN[row, :, :past].softmax(-1).float().numpy(force=True)
+            for head in range(step.stored[0].shape[1]):
+                if indices_BKN is None:
+                    blocks, tokens = None, float(record.read[row])
+                else:
+                    blocks = indices_BKN[row, head]
+                    blocks = blocks[blocks >= 0]
+                    # the current block may not be full
+                    tokens = len(blocks) * size - (-end % size if len(blocks) else 0)
+                self.lines.append(
+                    {
+                        "step": number,
+                        "layer": layer,
+                        "row": row,
+                        "head": head,
+                        "position": total - 1,
+                        "tokens": tokens,
+                        "blocks": blocks,
+                        "scores": None if scores_KN is None else scores_KN[head],
+                        "attention": None if shares_KN is None else shares_KN[head],
+                    }
+                )
+        if len(self.lines) >= LINES_AT_ONCE:
             self._flush()
 
     def __enter__(self) -> Trace:
@@ -107,37 +104,9 @@ class Trace:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        if self._places:
-            whole = np.array(self._places, np.int32).T.copy()
-            columns = [*map(pa.array, whole), pa.array(self._tokens, pa.float32()), *(x.taken() for x in self._lists)]
-            self._file.write_table(pa.Table.from_arrays(columns, schema=self.schema))
-            self._places, self._tokens = [], []
-
-
-class _Lists:
-    """A column of lists of numbers in the making; a null has the length -1."""
-
-    def __init__(self, dtype: type[np.generic]) -> None:
-        self.dtype, self.lengths, self.values = dtype, list[int](), list[np.ndarray]()
-
-    def add(self, lengths: Sequence[int], values: np.ndarray) -> None:
-        """Add lists of these lengths, whose values follow each other."""
-        self.lengths += lengths
-        self.values.append(values)
-
-    def add_nulls(self, count: int) -> None:
-        """Add lines without a list."""
-        self.lengths += [-1] * count
-
-    def taken(self) -> Any:
-        """Return the column as an Arrow array, and begin a new one."""
-        import pyarrow as pa
-
-        lengths = np.array(self.lengths)
-        offsets = np.append(0, lengths.clip(0).cumsum()).astype(np.int32)
-        values = np.concatenate([np.empty(0, self.dtype), *self.values]).astype(self.dtype)
-        self.lengths, self.values = [], []
-        return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values), mask=pa.array(lengths < 0))
+        if self.lines:
+            self._file.write_table(pa.Table.from_pylist(self.lines, schema=self.schema))
+            self.lines = []
 
 
 def read_trace(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

@@ -12,7 +12,7 @@ from seergate.config import Rectify, is_retention
 from seergate.errors import SeergateError
 from seergate.eval.method_text import correction_names, read_method, value_text
 from seergate.fingerprint import fingerprint
-from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_method, method_class, option_names
+from seergate.methods import Dense, Method, SelectingMethod, has_gates, make_method, option_names
 from seergate.methods.registry import reading_class
 from seergate.models.gate_bank import GateBank
 
@@ -116,7 +116,7 @@ class MethodSpec:
         return gates.config.block_size == self.block_size
 
     def method(self, bank: GateBank | None) -> Method:
-        """Make the method. Options override the gates' own (`GateBank.decode_config`) and `Method.evaluation_options`.
+        """Make the method. Options override the gates' own (`GateBank.decode_config`).
 
         Raises:
             SeergateError: if the method needs gates and ``bank`` is ``None``.
@@ -131,7 +131,6 @@ class MethodSpec:
             "token_budget": self.token_budget,
             "block_size": None if self.has_gates and not _selects(self.name) else self.block_size,
             "dense_layers": () if self.dense_layers is None and not self.has_gates else self.dense_layers,
-            **method_class(self.name).evaluation_options,
         }
         given = {key: value for key, value in fields.items() if key in accepted_options and value is not None}
         options = {**given, **self.options, **self.calibrated}

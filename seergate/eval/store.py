@@ -14,6 +14,7 @@ import yaml
 from seergate.durable import lock, naming, replacing
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
+from seergate.methods.registry import RETIRED_OPTIONS
 from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
@@ -209,11 +210,15 @@ def write_yaml(path: Path, config: dict[str, Any]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The pinned configuration."""
+    """The pinned configuration, without retired options of the method that have their defaults."""
     path = directory / CONFIG
     if not path.is_file():
         raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory")
-    return read_yaml(path)
+    config = read_yaml(path)
+    if isinstance(method := config.get("method"), dict):
+        retired = RETIRED_OPTIONS.get(str(method.get("name")).partition("+")[0], {}).items()
+        config["method"] = {option: value for option, value in method.items() if (option, value) not in retired}
+    return config
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

@@ -126,6 +126,10 @@ class Step:
 KeysOf = Callable[[int, int, int], Tensor]
 """``(row, first, end)`` -> the keys ``[1, K, end - first, D]`` of these tokens in the cache."""
 
+OffsetOf = Callable[[int], int]
+"""``row`` -> the position that the model gave to its first token; a `SeergateError` if the row's positions are not
+consecutive."""
+
 
 class LayerState:
     """State of a method in one layer during one request.
@@ -166,14 +170,13 @@ class LayerState:
         tensors.
         """
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offset_of: OffsetOf) -> None:
         """Remove the newest tokens of each row from the state.
 
         Args:
             before, after: tokens of each row before and after.
             keys: returns cached keys of tokens that stay.
-            offsets: per row, the position that the model gave to its first token. Looking up a row whose positions are
-                not consecutive raises `SeergateError`.
+            offset_of: returns the position of a row's first token.
         """
 
     def block_shared(self, row: int, newer: slice, older: slice) -> None:
@@ -289,8 +292,6 @@ class Method:
     """Colour and marker in plots; an unused pair if ``None``."""
     cautions: ClassVar[Mapping[str, str]] = {}
     """dtype of the model's cache -> a sentence that reports on runs with this dtype include."""
-    evaluation_options: ClassVar[Mapping[str, Any]] = {}
-    """Options that an evaluation sets by default, so that its results are reproducible."""
 
     @classmethod
     def option_names(cls) -> set[str]:

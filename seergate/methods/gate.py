@@ -8,7 +8,6 @@ from decode steps are equal up to rounding.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import KeysOf, LayerSpec, LayerState, Method, Step
+from seergate.methods.base import KeysOf, LayerSpec, LayerState, Method, OffsetOf, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
 from seergate.ops.rows import RowLengths
@@ -223,7 +222,7 @@ class GateState(SelectingState):
         each = self.block_size // self.size  # entries of a block
         super().block_shared(row, *(slice(part.start * each, part.stop * each) for part in (newer, older)))
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offset_of: OffsetOf) -> None:
         """Crop; pre-RoPE keys of a reopened entry that are gone are recovered from the cached keys by undoing RoPE."""
         size, recent, oldest = self.size, self.rows["recent"], self.rows["oldest"]
         for row, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -231,10 +230,10 @@ class GateState(SelectingState):
             opened = new - new % size
             if opened < held_from:
                 if opened < new:
-                    self.spec.rotary.check_recoverable(old + offsets[row])
+                    self.spec.rotary.check_recoverable(old + offset_of(row))
                     index = torch.arange(opened, new, device=recent.device)
                     rotated = keys(row, opened, new).to(recent.device)
-                    raw = self.spec.rotary.unrotate(rotated, index[None] + offsets[row])
+                    raw = self.spec.rotary.unrotate(rotated, index[None] + offset_of(row))
                     recent[row][:, index % (2 * size)] = raw[0]
                 held_from = opened
             oldest[row] = held_from

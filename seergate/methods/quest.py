@@ -6,7 +6,6 @@ which any selecting method can have. This module has the selection of ReSA's own
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
 from seergate.config import RULES, Rectify
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import KeysOf, LayerSpec, LayerState, Step
+from seergate.methods.base import KeysOf, LayerSpec, LayerState, OffsetOf, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
 from seergate.ops.rows import RowLengths
@@ -110,7 +109,7 @@ class QuestState(PageState, SelectingState):
     def logits(self, step: Step) -> Tensor:
         return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2)
 
-    def crop(self, before: list[int], after: list[int], keys: KeysOf, offsets: Sequence[int]) -> None:
+    def crop(self, before: list[int], after: list[int], keys: KeysOf, offset_of: OffsetOf) -> None:
         for row, length in enumerate(after):
             first = length // self.block_size
             self.recompute(row, first, keys(row, first * self.block_size, length))

@@ -45,6 +45,12 @@ class _Registry(UserDict[str, Any]):
 METHODS: MutableMapping[str, type[Method]] = _Registry()
 """Name -> class of every known method, in the order in which reports list them."""
 
+RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
+    "random_sharing": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
+    "reason_cache": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
+}
+"""Method -> options that it no longer has, with their defaults. A recorded run with these equals one without them."""
+
 
 def _check(kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Method)):

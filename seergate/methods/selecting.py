@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from seergate import ops
-from seergate.checks import check_counts, is_int
+from seergate.checks import check_counts
 from seergate.config import RULES, check_rule, nearest_anchor
 from seergate.errors import SeergateError
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
@@ -201,12 +201,10 @@ PAGE_TOKENS = 16
 
 def page_tokens(method: Method, size: int | None) -> int:
     """Tokens per page of a paged cache: ``size``, or if ``None`` the method's block size, or `PAGE_TOKENS`. Raises
-    `SeergateError` if the number is not positive, or if pages would cut the method's blocks.
+    `SeergateError` if pages would cut the method's blocks.
     """
     own = int(getattr(method, "block_size", PAGE_TOKENS))
     size = own if size is None else size
-    if not (is_int(size) and size >= 1):
-        raise SeergateError(f"block_size of a paged cache is {size!r}; it must be a positive number")
     if isinstance(method, SelectingMethod) and size % own:
         raise SeergateError(
             f"pages of {size} tokens would cut the blocks of {own} that {method.name!r} selects; their size must be a "

@@ -85,7 +85,7 @@ class Handle(Attachment):
                 f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
                 'attn_implementation "sdpa", "eager" or "flash_attention_2"'
             )
-        tags = {storage.tag: storage.called, **tags_of_method(method), **tags_of_correction(correction, method)}
+        tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_correction(correction, method)}
         refuse({**tags, **tags_of_model(model)})
         super().__init__(model, method, storage, measure_recall)
         self._guard, self.prompts = SingleThreadGuard(decoder, self), PromptReader(model, self.passes)
@@ -98,49 +98,10 @@ class Handle(Attachment):
             self.detach()
             raise
         setattr(decoder, _HANDLE, self)
-        if hasattr(method, "bank"):
-            self._saved.save_pretrained = self.save_pretrained  # type: ignore[method-assign]
-
-    @property
-    def _saved(self) -> PreTrainedModel:
-        """The model whose weights are saved: the one inside a compiled wrapper."""
-        return getattr(self.model, "_orig_mod", self.model)
 
     def __repr__(self) -> str:
-        state = "disabled" if self.disabled else "attached" if self.bindings else "detached"
+        state = "attached" if self.bindings else "detached"
         return f"<Handle: {self.method!r}, {state}, {len(self.stats_.layers)} layers of {type(self.model).__name__}>"
-
-    def summary(self) -> str:
-        """Return a readable summary of the method, the tokens it has read so far and its memory."""
-        stats, lines = self.stats(), [repr(self)]
-        if stats["steps"]:
-            layers = zip(stats["layers"], stats["density_per_layer"], strict=True)
-            lines.append(
-                f"{stats['steps']} decode steps read {100 * stats['density']:.1f} % of the tokens before them"
-            )
-            lines.append("  " + ", ".join(f"layer {layer}: {100 * share:.1f} %" for layer, share in layers))
-            read, dense = stats["bytes_read_per_step"], stats["bytes_dense_per_step"]
-            lines.append(f"{read / 1e6:.3g} MB read per step, of the {dense / 1e6:.3g} MB that dense attention reads")
-            lines.append(f"{stats['resident_bytes_peak'] / 1e6:.3g} MB held at most")
-        return "\n".join(lines)
-
-    @contextmanager
-    def disable(self) -> Iterator[None]:
-        """Use the plain model in a ``with`` block, without counting statistics. A KV cache that was filled in the
-        block is refused after it. In the block, a KV cache that an evicting method has filled is refused.
-        """
-        if self.disabled:
-            yield
-            return
-        self.disabled = True
-        if self.correction is not None:
-            self.correction.remove()
-        try:
-            yield
-        finally:
-            self.disabled = False
-            if self.correction is not None:
-                self.correction.install()
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of decoding since the handle was created or reset (`DecodeStats.summary`), and of its
@@ -150,36 +111,17 @@ class Handle(Attachment):
         corrected = self.correction.stats() if self.correction is not None else {}
         return {"method": self.method.name, **self.stats_.summary(), **corrected, **self.storage.stats()}
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **options: Any) -> None:
-        """Save the model, and its gates in ``gates/``; replaces ``model.save_pretrained`` while gates are attached.
-
-        Args:
-            save_directory: directory of the model; ``seergate.load(save_directory + "/gates")`` loads both.
-            *args, **options: arguments of the model's own ``save_pretrained``.
-
-        Raises:
-            SeergateError: with ``push_to_hub``, which would upload the model without its gates.
-        """
-        if options.get("push_to_hub"):
-            raise SeergateError("save_pretrained uploads the model without its gates; use model.push_to_hub(...)")
-        gates: GateBank = self.method.bank  # type: ignore[attr-defined]
-        if options.get("is_main_process", True):
-            gates.save_pretrained(os.path.join(save_directory, "gates"))
-        type(self._saved).save_pretrained(self._saved, save_directory, *args, **options)
-
     @contextmanager
-    def traced(self, path: str | os.PathLike[str], every: int = 1, attention: bool = False) -> Iterator[None]:
+    def traced(self, path: str | os.PathLike[str], attention: bool = False) -> Iterator[None]:
         """Write the blocks that decode steps in a ``with`` block read to a Parquet file (`seergate.decode.trace`).
 
         Args:
             path: path of the file; its directory must exist.
-            every: record only every ``every``-th decode step of each layer.
             attention: also record the method's scores and the true attention of all blocks (slow).
 
         Raises:
             SeergateError: if the file cannot be written, another trace is being written, or ``attention`` is true and
                 the method selects no blocks.
-            ValueError: if ``every`` is not a positive integer.
         """
         if self.trace is not None:
             raise SeergateError("this handle writes a trace already")
@@ -189,7 +131,7 @@ class Handle(Attachment):
         about: dict[str, Any] = {"method": repr(self.method), "name": self.method.name, "nominal": self.method.nominal}
         about["model"] = config.name_or_path or config.model_type
         about["block_size"] = int(getattr(self.method, "block_size", 1))
-        with Trace(path, about, every, attention) as self.trace:
+        with Trace(path, about, attention) as self.trace:
             try:
                 yield
             finally:
@@ -221,7 +163,6 @@ class Handle(Attachment):
         decoder = families.decoder_of(self.model)
         if getattr(decoder, _HANDLE, None) is self:
             delattr(decoder, _HANDLE)
-            vars(self._saved).pop("save_pretrained", None)
 
 
 def attach(

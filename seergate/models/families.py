@@ -68,14 +68,6 @@ FAMILIES: dict[str, Family] = {
 
 _MLA = "it uses multi-head latent attention, which has no per-head keys before RoPE to pool"
 REFUSED: dict[str, str] = {
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
-    "deepseek_v32": _MLA,
-    "minicpm3": _MLA,
-    "mistral4": _MLA,
-    "kimi_linear": _MLA,
-    "glm_moe_dsa": _MLA,
-    "longcat_flash": _MLA,
     "llama4_text": "it rotates queries and keys as complex numbers and normalises them after RoPE",
     "minimax_m3": "it already selects blocks with an indexer of its own",
     "gpt2": "it has no rotary positions and no grouped-query attention",
@@ -97,10 +89,13 @@ def base_commit(config: Any) -> str | None:
 
 def family_of(config: Any) -> Family:
     """The row of a model's architecture in `FAMILIES`; refuses an unsupported architecture with the reason."""
-    model_type = config.get_text_config().model_type
+    text = config.get_text_config()
+    model_type = text.model_type
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     reason = REFUSED.get(model_type, "its attention is not in the table of families in seergate/models/families.py")
+    if getattr(text, "kv_lora_rank", None):
+        reason = _MLA
     raise SeergateError(
         f"models of type {model_type!r} are not supported: {reason}; supported are {', '.join(sorted(FAMILIES))}"
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from seergate.config import GateConfig, check_recipe
 from seergate.errors import SeergateError
-from seergate.gates import Gates, check_repo_id, push_adapter, save_adapter
+from seergate.gates import Gates, push_adapter, save_adapter
 from seergate.hub import only_commit
 from seergate.models.families import check_gates, gate_geometry, head_dim_of
 from seergate.models.published import load_gates
@@ -77,34 +76,16 @@ class GateBank(Gates):
         bank.source = source
         return bank
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike[str],
-        *,
-        push_to_hub: bool = False,
-        repo_id: str | None = None,
-        **push_options: Any,
-    ) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
         """Write the adapter: `gate_config.json`, `gate_model.safetensors`, `README.md`.
 
         Args:
             save_directory: directory to write to; created if missing. An adapter in it is replaced.
-            push_to_hub: also upload the adapter.
-            repo_id: repository to upload to; by default the directory's name, in the user's namespace.
-            **push_options: further arguments of `push_to_hub`.
 
         Raises:
-            SeergateError: if the adapter cannot be written or uploaded, or ``repo_id`` is given without an upload.
+            SeergateError: if the adapter cannot be written.
         """
-        idle = [*(["repo_id"] if repo_id is not None else []), *push_options]
-        if idle and not push_to_hub:
-            raise SeergateError(f"{', '.join(idle)} needs push_to_hub=True")
-        target = repo_id or Path(save_directory).resolve().name
-        if push_to_hub:
-            check_repo_id(target)
         save_adapter(self, save_directory)
-        if push_to_hub:
-            self.push_to_hub(target, **push_options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
         """Upload the adapter in one commit and return the address of that commit, or of the pull request.

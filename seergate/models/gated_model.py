@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.config import DecodeConfig, Rectify
 from seergate.errors import SeergateError
-from seergate.gates.files import read_json
 from seergate.models.attach import attach
 from seergate.models.families import gate_geometry
 from seergate.models.gate_bank import GateBank
@@ -54,8 +52,7 @@ def load(
         gates: adapter directory or Hub repository.
         config: decode options. Its fields may be given as keywords instead (``token_budget=4096``), which override the
             gates' own defaults. A ``config`` takes no defaults from the gates, except for ``compat="gates"``.
-        base_model: directory, GGUF file or Hub id of the base model; by default, the one that the adapter names, or
-            for a directory ``gates`` inside that of a model (`Handle.save_pretrained`) this model.
+        base_model: directory, GGUF file or Hub id of the base model; by default, the one that the adapter names.
         revision, subfolder: revision and directory of the adapter.
         token, cache_dir, local_files_only: for adapter and base model, as in `huggingface_hub`.
         force_download: download the adapter even if it is cached.
@@ -80,8 +77,6 @@ def load(
         gates, revision=revision, subfolder=subfolder, force_download=force_download, **hub
     )
     method = method_of(bank, config, **given)
-    if base_model is None:
-        base_model = _beside(Path(gates, subfolder or "").absolute(), bank)
     base, pinned = _base_of(bank, gates, base_model)
     of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
     check_decode_options(options, decode_options(bank), of_model)
@@ -97,18 +92,6 @@ def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> 
     problems = bank.geometry.mismatches(gate_geometry(skeleton(base_config(name, **options)), bank.config))
     if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
-
-
-def _beside(gates: Path, bank: GateBank) -> Path | None:
-    """The directory of a model that was saved with its gates in ``gates/`` (`Handle.save_pretrained`)."""
-    model = gates.parent
-    if gates.name != "gates" or not gates.is_dir() or not any(model.glob("model*.safetensors")):
-        return None
-    if not (model / "config.json").is_file():
-        return None
-    config = read_json(model / "config.json")
-    is_like = isinstance(config, dict) and config.get("model_type") == bank.geometry.model_type
-    return model if is_like else None
 
 
 def _base_of(

@@ -257,7 +257,6 @@ class Attachment:
         self.passes = ForwardModes(decodes_drafts=not isinstance(method, CompressingMethod))
         self.correction: Rectification | None = None
         self.trace: Trace | None = None
-        self.disabled = False
         self.bindings: list[LayerBinding] = []
         self.labels_hook = model.register_forward_pre_hook(self._warn_of_labels, with_kwargs=True)
 
@@ -269,7 +268,7 @@ class Attachment:
 
     def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Warn once of a forward pass with labels, since its loss is computed with dense attention."""
-        if kwargs.get("labels") is not None and not self.disabled and self.method.name != "dense":
+        if kwargs.get("labels") is not None and self.method.name != "dense":
             warnings.warn(LABELS.format(self.method.name), stacklevel=2)
             self.labels_hook.remove()
 
@@ -290,13 +289,12 @@ class LayerBinding:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a forward pass."""
-        return {name: value for name, value in vars(self).items() if name != "shared_layers"} | {"arriving": None}
+        return {**vars(self), "arriving": None}
 
     def forget(self) -> None:
         """Release the tensors of a forward pass."""
         self.arriving = None
         self.qk_hook.forget()
-        vars(self).pop("shared_layers", None)
 
     def remove(self) -> None:
         """Remove all hooks and restore the module's configuration."""
@@ -312,7 +310,7 @@ class LayerBinding:
         cache, self.arriving = cache_of(kwargs), None
         if paged := cache is not None and not isinstance(cache, Cache):
             warnings.warn(TRANSFORMERS_PAGES, stacklevel=2)
-        if cache is None or paged or self.handle.disabled:
+        if cache is None or paged:
             return args, kwargs
         hidden = attention_input(args, kwargs)
         new = hidden.shape[1]
@@ -341,8 +339,6 @@ class LayerBinding:
         check_continuation(layer, mode, new)
         positions = kwargs.get("position_ids")
         self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, handle.passes)
-        if layer.shared:  # transformers before 5.8 pass the keys and values on in the cache
-            self.shared_layers = vars(cache).setdefault("shared_layers", {})
         return args, {**kwargs, cache_keyword(kwargs): self if layer.shared else None}
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -357,7 +353,6 @@ class LayerBinding:
     ) -> tuple[Tensor, Tensor | None]:
         """The module's attention function, as `seergate_attention`."""
         arriving, self.arriving = self.arriving, None
-        vars(self).pop("shared_layers", None)
         if arriving is None:
             self.qk_hook.take()
             return self.swap.dense(query, key, value, attention_mask, **kwargs)
@@ -435,7 +430,7 @@ class LayerBinding:
                 "this cache was filled by the plain model, so the method has not seen its tokens; start a new one"
             )
         if static_length is not None:
-            refuse({handle.storage.tag: handle.storage.called, "static": "a static"})
+            refuse({handle.storage.tag: handle.storage.tag, "static": "static"})
         shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)

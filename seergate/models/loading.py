@@ -67,8 +67,7 @@ def load_base(
     if file is not None:
         if options.get("quantization_config") is not None:
             raise SeergateError(f"quantization_config is given; it must be left out for {file}, which is dequantised")
-        if hasattr(transformers, "GgufConfig"):  # releases without it always dequantise
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: PreTrainedModel
     with working(f"loading the model {name}"):
         model, report = read_pretrained("base model", name, read, output_loading_info=True, **options)
@@ -127,4 +126,9 @@ def _weights_here(name: str, revision: str | None) -> bool:
 
 def _shards(index: str) -> list[str]:
     """Return the files named by an index, since the names of shards differ between models."""
-    return sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+    try:
+        return sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # also what is no object
+        raise SeergateError(
+            f"{index} is no index of a model's weights; delete this model from the Hub's cache"
+        ) from error

@@ -13,13 +13,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate.cache.forward import CACHE, ForwardModes
-from seergate.models.families import model_positions, text_config
 
 NO_CACHE = (
     "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
     "leave use_cache out"
 )
-TOO_LONG = "the prompt has {:,} tokens and the model {:,} positions; what it writes about more is of no use"
 _METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
 _DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
 
@@ -42,14 +40,11 @@ class PromptReader:
             delattr(self.model, _DRAFTER)
 
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's `_prefill` in prefill mode, and warn of a missing cache or a prompt that is too long."""
+        """Run the model's `_prefill` in prefill mode, and warn of a missing cache."""
         cache = model_kwargs.get(CACHE)
         if cache is None and not model_kwargs.get("use_cache", True):
             warnings.warn(NO_CACHE, stacklevel=2)
         cached_tokens = 0 if cache is None else int(cache.get_seq_length())
-        positions = model_positions(text_config(self.model))
-        if positions is not None and input_ids.shape[1] > positions:
-            warnings.warn(TOO_LONG.format(input_ids.shape[1], positions), stacklevel=2)
         self.passes.reads_prompt(cache)
         mask = model_kwargs.get("attention_mask")
         # transformers leaves out a mask that hides nothing, and notes its length.

@@ -63,8 +63,6 @@ def score(
         handle = handle_of(model)
     except SeergateError:  # the plain model
         handle = None
-    if handle is not None and handle.disabled:
-        handle = None
     one_by_one = handle is not None and not (handle.passes.decodes_drafts and handle.correction is None)
     at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()

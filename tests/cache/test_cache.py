@@ -55,24 +55,6 @@ def out_of_memory_at_the_second_buffer(patch):
     patch.setattr(seergate.Offload, "buffer", counted(seergate.Offload.buffer))
 
 
-def test_a_copied_cache_shares_gates_that_lie_deep_in_its_state():
-    """The gate on an evictor's residents, and the evictor."""
-    model, ids = tiny_model("qwen3"), prompt(20, 2)
-    gate = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
-    method = methods.GateOnEvictor(evictor=methods.H2O(token_budget=32), gate=gate)
-    with seergate.attached(model, method), torch.no_grad():
-        cache = DynamicCache()
-        model(input_ids=prompt(60), past_key_values=cache)
-        copied = copy.deepcopy(cache)
-        for one, other in zip(copied.layers, cache.layers, strict=True):
-            assert one.state.gating.gate is other.state.gating.gate
-            assert one.state.method is method and one.state.evicting.method is method.evictor
-        logits = [
-            [model(input_ids=ids[:, i, None], past_key_values=c).logits for i in range(20)] for c in (cache, copied)
-        ]
-    assert torch.equal(torch.cat(logits[0]), torch.cat(logits[1]))
-
-
 @pytest.mark.parametrize(
     "attaching", [{"storage": seergate.Offload(room_for(64))}, {"storage": seergate.Paging()}], ids=str
 )
@@ -172,13 +154,30 @@ def test_padding_does_not_make_decoding_copy_the_cache(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "static"), [("gates", False), ("gates", True), ("quest", False), ("h2o", False), ("dense", False)]
+    ("name", "static"),
+    [
+        ("gates", False),
+        ("gates", True),
+        ("gates with anchors", False),
+        ("gates on h2o", False),
+        ("quest", False),
+        ("h2o", False),
+        ("dense", False),
+    ],
 )
-def test_a_copied_cache_goes_on_and_shares_the_gates(model, method, static):
-    ids, options = prompt(60), {} if method == "dense" else {"token_budget": 32}
+def test_a_copied_cache_goes_on_and_shares_the_gates(model, name, static):
+    """Also those that lie deep in its state: the gate on an evictor's residents."""
+    ids = prompt(60)
     first = prompt(1, 2)
     longer = torch.cat((ids, first, prompt(1, 3)), 1)
-    with seergate.attached(model, gates(model) if method == "gates" else method, **options) as handle:
+    gate = methods.Gate(bank=gates(model), token_budget=2 * BLOCK, anchors=(0,) if "anchors" in name else ())
+    if name == "gates on h2o":
+        method = methods.GateOnEvictor(evictor=methods.H2O(token_budget=32), gate=gate)
+    elif "gates" in name:
+        method = gate
+    else:
+        method = methods.make_method(name, **({} if name == "dense" else {"token_budget": 32}))
+    with seergate.attached(model, method):
 
         def begun():
             cache = StaticCache(model.config, max_cache_len=90) if static else DynamicCache()
@@ -190,9 +189,12 @@ def test_a_copied_cache_goes_on_and_shares_the_gates(model, method, static):
         kept = begun()
         for _ in range(2):
             copied = copy.deepcopy(kept)
-            assert copied.layers[1].method is handle.method
-            if method == "gates":
-                assert copied.layers[0].state.gate is kept.layers[0].state.gate
+            assert copied.layers[1].method is method
+            state, own = copied.layers[0].state, kept.layers[0].state
+            if name == "gates on h2o":
+                assert state.gating.gate is own.gating.gate and state.evicting.method is method.evictor
+            elif "gates" in name:
+                assert state.gate is own.gate
             assert torch.equal(model.generate(longer, past_key_values=copied, max_new_tokens=20), want)
         assert kept.get_seq_length() == 61
 

@@ -1,7 +1,5 @@
 """KV offload: the outputs of a cache that is not offloaded, in less fast memory, and with few bytes fetched."""
 
-import random
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -154,66 +152,6 @@ def test_rows_that_find_no_room_change_nothing(model):
             steps = [model(input_ids=prompt(1, i), past_key_values=cache).logits for i in range(6)]
             logits.append(torch.cat(steps, 1))
     assert torch.equal(*logits)
-
-
-def check_pools(cache):
-    """The occupied slots of a pool equal slow memory to the last bit; free slots are poisoned."""
-    for layer in cache.layers:
-        pool = layer.storage.pool
-        stored = [x.flatten(0, 1).unflatten(1, (-1, BLOCK)) for x in (layer.keys, layer.values)]
-        occupied_slots = 0
-        for slot, (pair, block) in enumerate(pool._owner.tolist()):
-            if pair < 0:
-                pool.keys[slot], pool.values[slot] = torch.nan, torch.nan
-                continue
-            assert pool._slot_of[pair, block] == slot
-            assert torch.equal(pool.keys[slot, 0], stored[0][pair, block])
-            assert torch.equal(pool.values[slot, 0], stored[1][pair, block])
-            occupied_slots += 1
-        assert occupied_slots == int((pool._slot_of >= 0).sum())
-
-
-def live(model, draw):
-    """One to four rows, to which everything may happen that happens to a cache; the logits."""
-
-    def tokens(rows, count):
-        return torch.tensor([[draw.randrange(3, 128) for _ in range(count)] for _ in range(rows)])
-
-    def seen():
-        logits.append(rows.logits[:, -1])
-        if isinstance(rows.cache.layers[0].storage, Offloaded):
-            check_pools(rows.cache)
-
-    texts = [tokens(1, draw.randint(1, 110)) for _ in range(draw.choice((1, 1, 2, 4)))]
-    rows, logits = Decoding(model, **left_padded(texts)), []
-    seen()
-    for _ in range(9):
-        event = draw.choice(("decode", "decode", "decode", "verify", "crop", "rows"))
-        if event in ("decode", "verify"):
-            for width in [1] * draw.randint(1, 7) if event == "decode" else [draw.randint(2, 6)]:
-                rows.read(tokens(len(rows.mask), width))
-                seen()
-        elif event == "crop":
-            count = min(draw.choice((1, 3, 9, 20, 40)), int(rows.mask.sum(1).min()) - 1)
-            if count > 0:
-                rows.crop(count)
-        else:
-            rows.take([draw.randrange(len(rows.mask)) for _ in range(draw.randint(1, 4))])
-    return logits
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
-def test_random_requests(seed):
-    """Logits are those of a cache in memory, and the pools are consistent."""
-    draw = random.Random(seed)
-    model = tiny_model("qwen3", seed=seed)
-    options = draw.choice(({"budget": 2 * BLOCK}, {"budget": 2 * BLOCK}, {"top_p": 0.8}))
-    for method in selecting(model, **options)[:2]:
-        runs, script = [], draw.randrange(10**6)
-        for offload in (None, Offload(room_for(4 * HEADS * 2 + 3))):
-            with torch.no_grad(), seergate.attached(model, method, storage=offload):
-                runs.append(live(model, random.Random(script)))
-        assert all(torch.equal(*pair) for pair in zip(*runs, strict=True))
 
 
 def test_a_model_is_loaded_with_its_cache_offloaded():

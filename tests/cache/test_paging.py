@@ -1,7 +1,5 @@
 """Any method on a paged cache gives what it gives on a contiguous one."""
 
-import gc
-
 import pytest
 import torch
 from transformers import DynamicCache
@@ -44,14 +42,10 @@ def test_selecting_methods(name, family):
 
 
 def test_a_cache_goes_on_under_another_handle():
-    """With its blocks as they are; what shares them in the other handle knows nothing of this one's rows."""
+    """With its blocks as they are, unless a method shares them: only the own handle knows what was compared."""
     model, sequences = tiny_model("qwen3"), []
     method = pick(model, "quest", 2 * BLOCK)
-    for first, second in (
-        (None, None),
-        (Paging(8, share_prefixes=True), Paging(8, share_prefixes=True)),
-        (Paging(8, share_prefixes=True), None),
-    ):
+    for first, second in ((None, None), (Paging(8), Paging(8)), (Paging(8), None)):
         cache, ids = DynamicCache(), prompt(30)
         for paging in (first, second):
             with seergate.attached(model, method, storage=paging):
@@ -64,34 +58,6 @@ def test_a_cache_goes_on_under_another_handle():
         ids = model.generate(prompt(30), max_new_tokens=8, do_sample=False, past_key_values=cache)
     with seergate.attached(model, reason), pytest.raises(SeergateError, match="another handle of 'reason_cache'"):
         model.generate(ids, max_new_tokens=8, do_sample=False, past_key_values=cache)
-
-
-def test_sharing_of_prefixes_remembers_no_steps(model):
-    with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
-        cache = DynamicCache()
-        model.generate(prompt(30), max_new_tokens=20, num_beams=3, do_sample=False, past_key_values=cache)
-        pages = cache.layers[0].storage.pages
-        assert not pages._calls and not pages._reported
-        del cache, pages
-        gc.collect()
-        assert not handle.storage.sharing.gone
-
-
-@pytest.mark.parametrize("name", ["gate", "quest"])
-def test_cropping_on_pages(model, name):
-    method, ids, astray = pick(model, name, 2 * BLOCK), prompt(60, 1), prompt(30, 2)
-    for kept, wandered in ((24, 1), (25, 30), (31, 9), (40, 26)):
-        logits = []
-        for paging in (None, Paging()):
-            with seergate.attached(model, method, storage=paging), torch.inference_mode():
-                cache = DynamicCache()
-                model(input_ids=ids[:, :kept], past_key_values=cache)
-                for i in range(wandered):
-                    model(input_ids=astray[:, i : i + 1], past_key_values=cache)
-                cache.crop(-wandered)
-                steps = [model(input_ids=ids[:, i : i + 1], past_key_values=cache) for i in range(kept, kept + 12)]
-                logits.append(torch.stack([step.logits for step in steps]))
-        assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["gate", "quest"])
@@ -125,33 +91,6 @@ def test_stock_ways_of_generating(model):
         assert torch.equal(*tokens)
 
 
-def test_rows_with_the_same_prompt_share_it(model):
-    rows = [prompt(50, 1), prompt(50, 1), torch.cat((prompt(50, 1)[:, :35], prompt(15, 2)), 1), prompt(20, 3)]
-    forced = torch.cat([prompt(20, 100 + seed) for seed in range(4)])
-    plain, _, _ = forced_run(model, "dense", rows, forced)
-    shared, cache, stats = forced_run(model, "dense", rows, forced, storage=Paging(8, share_prefixes=True))
-    assert torch.equal(plain, shared)
-    store = cache.layers[0].storage.pages
-    same = stats["sharing"]["prefix_blocks"]
-    assert 6 <= same <= 6 + 4, "six full blocks of 8 in 50 tokens, four in 35; fewer only if rows round differently"
-    assert store.logical - store.physical == same
-    tables = [row.table for row in store.rows]
-    assert tables[0][:6] == tables[1][:6] and tables[0][6] != tables[1][6]
-    assert tables[2][4] != tables[0][4] and not set(tables[3]) & set(tables[0])
-    cache.batch_select_indices(torch.tensor([1, 3]))
-    assert store.physical == store.logical == len(tables[1]) + len(tables[3]), "what others do not need is free again"
-
-
-@pytest.mark.parametrize("chunk", [16, 5])
-def test_a_prompt_in_chunks_is_shared_too(model, chunk):
-    ids, outcomes = prompt(50, 1).repeat(3, 1), []
-    for options in ({}, {"prefill_chunk_size": chunk}):
-        with seergate.attached(model, "dense", storage=Paging(8, share_prefixes=True)) as handle:
-            tokens = model.generate(ids, max_new_tokens=12, do_sample=False, pad_token_id=0, **options)
-            outcomes.append((tokens.tolist(), handle.stats()["sharing"]["prefix_blocks"]))
-    assert outcomes[0] == outcomes[1] and outcomes[0][1] == 12
-
-
 def generations(model, method, limit=None, rows=3, **options):
     tokens_by_key: dict = {}
     with seergate.attached(model, method, **options) as handle:
@@ -168,7 +107,7 @@ def test_rows_that_come_and_go():
     """Continuous refill: arriving rows move into the running cache's blocks."""
     model, options = support.model(), {"token_budget": 32, "block_size": 8, "dense_layers": ()}
     plain, _ = generations(model, "quest", **options)
-    assert generations(model, "quest", storage=Paging(8, share_prefixes=True), **options) == (plain, 3)
+    assert generations(model, "quest", storage=Paging(8), **options) == (plain, 3)
 
 
 def test_a_limit_is_kept(model):

@@ -1,10 +1,10 @@
-"""ReasonCache while decoding: what it saves, what it leaves alone, and a worker that fails."""
+"""ReasonCache while decoding: what it saves, what it leaves alone, and an evaluator that fails."""
 
 import gc
 import json
-import threading
 import warnings
 import weakref
+from itertools import count
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.cache.batching import join_rows, keep_rows
 from seergate.cache.paging import Paging
-from seergate.methods.reason_cache.worker import Worker
+from seergate.methods.reason_cache.evaluator import Evaluator
 from tests.decode.test_decode import gates
-from tests.support.decoding import forced_run
+from tests.support.decoding import Decoding, forced_run
 from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.reasoning import Words, repeating
 from tests.support.running import run_script
@@ -26,7 +26,7 @@ PAGE = 4
 
 
 def reason(kind=methods.ReasonCache, **options):
-    given = {"tokenizer": Words(), "block_size": PAGE, "warm_up": 2, "asynchronous": False}
+    given = {"tokenizer": Words(), "block_size": PAGE, "warm_up": 2}
     return kind(**{**given, **options})
 
 
@@ -60,18 +60,16 @@ def test_repeats_share_blocks_and_other_rows_do_not_notice(model):
 
     shared, cache, stats = forced_run(model, reason(), PROMPTS, looping(), each=watch)
     counts, store = stats["sharing"], cache.layers[0].storage.pages
-    assert counts["error"] is None and counts["dropped"] == 0
+    assert counts["error"] is None
     assert torch.equal(plain[1], shared[1]), "the row that never repeats itself is as it would be alone, to the bit"
     first = next(i for i, pair in enumerate(zip(plain[0], shared[0], strict=True)) if not torch.equal(*pair))
     assert first > 2 * 12, "nothing before the first repeat"
     assert all(len(set(pages)) == len(pages) for _, pages in tables), "nor is anything of it shared"
-    saved = sum(counts["shared_blocks"].values())
-    assert saved == counts["decisions"] >= 4
-    assert store.logical - store.physical == saved == store.rows[0].repeats
+    saved = counts["shared_blocks"]
+    assert store.logical - store.physical == saved == store.rows[0].repeats >= 4
     assert counts["logical_peak"] == sum(-(-(len(p[0]) + 83) // PAGE) for p in PROMPTS)
     assert 0 < counts["amsr"] < saved / counts["logical_peak"]
-    assert set(counts["shared_blocks"]) <= {"loop", "revisitation"}
-    assert stats["method"] == "reason_cache" and set(counts["seconds"]) >= {"text", "lexical", "distance", "apply"}
+    assert stats["method"] == "reason_cache"
     per_block = 2 * PAGE * 16 * 4 * 2
     assert all(layer.nbytes == store.physical * per_block for layer in cache.layers)
     for i in range(store.rows[0].length // PAGE):
@@ -94,7 +92,7 @@ def test_what_is_known_of_a_block_follows_it():
         _, cache, stats = forced_run(model, reason(reads=reads, block_size=16, warm_up=0), PROMPTS[:1], text)
         table = cache.layers[0].storage.pages.rows[0].table
         copies = [(i, table.index(block)) for i, block in enumerate(table) if table.index(block) != i]
-        assert len(copies) == sum(stats["sharing"]["shared_blocks"].values()) >= 2
+        assert len(copies) == stats["sharing"]["shared_blocks"] >= 2
         assert stats["method"] == f"reason_cache+{reads.name}" and stats["density"] < 0.6
         for layer in cache.layers:
             for name in names:
@@ -107,7 +105,7 @@ def test_selecting_everything_of_shared_blocks_is_reading_all_of_them(model):
     gate, text = methods.Gate(bank=gates(model, 8), threshold=1e-30), looping(2, 20)
     selecting, _, stats = forced_run(model, reason(reads=gate, block_size=8), PROMPTS, text)
     dense, _, _ = forced_run(model, reason(block_size=8), PROMPTS, text)
-    assert stats["density"] == 1 and sum(stats["sharing"]["shared_blocks"].values()) > 3
+    assert stats["density"] == 1 and stats["sharing"]["shared_blocks"] > 3
     torch.testing.assert_close(selecting, dense, rtol=1e-4, atol=1e-4)
 
 
@@ -123,7 +121,7 @@ def test_stock_ways_of_generating(model):
             out = model.generate(input_ids=text, max_new_tokens=24, pad_token_id=0, **options)
             counts = handle.stats()["sharing"]
         assert out.shape[1] == text.shape[1] + 24
-        assert counts["error"] is None and sum(counts["shared_blocks"].values()) >= 3
+        assert counts["error"] is None and counts["shared_blocks"] >= 3
 
 
 @pytest.mark.parametrize("reads", [None, "quest"])
@@ -158,23 +156,13 @@ def test_rows_that_come_and_go(model, reads):
         counts = handle.stats()["sharing"]
     for (expected, _, _), logits in zip(alone, logits_by_row, strict=True):
         torch.testing.assert_close(torch.stack(logits), expected[0], rtol=1e-4, atol=1e-4)
-    shared = [sum(stats["sharing"]["shared_blocks"].values()) for _, _, stats in alone]
-    assert min(shared) >= 4 and sum(counts["shared_blocks"].values()) == sum(shared)
+    shared = [stats["sharing"]["shared_blocks"] for _, _, stats in alone]
+    assert min(shared) >= 4 and counts["shared_blocks"] == sum(shared)
     assert counts["error"] is None
-    assert counts["dropped"] == 2, "about the last step of the row that left when it had been said"
 
 
-def assert_same_blocks(cache, sharing):
-    """The evaluator has each row's blocks as the cache has them."""
-    store, rows = cache.layers[0].storage.pages, sharing.evaluator._rows
-    blocks_by_uid = {uid: row.blocks for uid, row in rows.items()}
-    assert blocks_by_uid == {row.uid: [(b, store.serials[b]) for b in row.table[: row.sealed]] for row in store.rows}
-
-
-def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
-    """The decision is about the row that was there: the fork keeps its blocks, and the evaluator knows that. A third
-    repetition of the step is then like the second one in both, and no decision about it is dropped.
-    """
+def test_a_fork_of_a_row_in_which_a_step_has_just_ended(model):
+    """The fork shares the step's blocks as the row does, and those of a third repetition."""
     text, other = repeating(3, 12), prompt(12, 9)
     with seergate.attached(model, reason(warm_up=0, percentile=100)) as handle, torch.inference_mode():
         cache = DynamicCache()
@@ -183,23 +171,46 @@ def test_a_fork_of_a_row_about_which_something_has_been_decided(model):
         cache.reorder_cache(torch.tensor([0, 0]))
         for ids in torch.cat((text[:, 24:], other), 1).expand(2, -1).split(1, 1):
             model(input_ids=ids, past_key_values=cache)
-        counts = handle.stats()["sharing"]
-        assert counts["decisions"] == sum(counts["shared_blocks"].values()) >= 3 and counts["dropped"] == 0
-        assert_same_blocks(cache, handle.storage.sharing)
+        counts, rows = handle.stats()["sharing"], cache.layers[0].storage.pages.rows
+    first, fork = ([row.table.index(block) for block in row.table] for row in rows)
+    assert first == fork and rows[0].repeats == rows[1].repeats >= 4
+    assert counts["shared_blocks"] == 2 * rows[0].repeats
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_cache_that_is_dropped_leaves_nothing(model, asynchronous):
-    """Its memory is free at once, without the garbage collector; its rows are forgotten when the next one is used."""
+def test_a_draft_that_is_taken_back_leaves_no_trace(model):
+    """The steps that end in it are forgotten before they are compared with others."""
+    text, draft, results = looping(1), torch.cat((looping(1)[:, :12], prompt(5, 9)), 1), []
+    for astray in (False, True):
+        with seergate.attached(model, reason()) as handle, torch.inference_mode():
+            rows, logits = Decoding(model, PROMPTS[0]), []
+            for i in range(text.shape[1]):
+                if astray and i in (24, 40):
+                    rows.read(draft)
+                    rows.crop(draft.shape[1])
+                logits.append(rows.read(text[:, i : i + 1]))
+            counts, store = handle.stats()["sharing"], rows.cache.layers[0].storage.pages
+        results.append((torch.cat(logits), [row.table.index(b) for row in store.rows for b in row.table]))
+        assert counts["shared_blocks"] >= 4 and counts["steps"] == 6
+    assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
+
+
+def test_a_cache_that_is_dropped_leaves_nothing(model):
+    """Its memory is free at once, without the garbage collector; also where an error has ended sharing."""
     gc.disable()
     try:
-        with seergate.attached(model, reason(asynchronous=asynchronous)) as handle, torch.inference_mode():
-            worker = handle.storage.sharing.worker
-            for _ in range(3):
+        for failing in (False, True):
+            with (
+                seergate.attached(model, reason()),
+                torch.inference_mode(),
+                pytest.MonkeyPatch.context() as patch,
+                warnings.catch_warnings(),
+            ):
+                warnings.simplefilter("ignore", RuntimeWarning)
+                if failing:
+                    spoilt(patch, 5)
                 cache = DynamicCache()
                 for i in range(20):
                     model(input_ids=looping(1)[:, i : i + 1], past_key_values=cache)
-                assert worker.wait(60) and len(handle.storage.sharing.evaluator._rows) == 1
                 layer = weakref.ref(cache.layers[0])
                 del cache
                 assert layer() is None
@@ -207,113 +218,62 @@ def test_a_cache_that_is_dropped_leaves_nothing(model, asynchronous):
         gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------------- worker
+# ------------------------------------------------------------------------------------------------------------- errors
 
 
-def spoilt(monkeypatch, after, how):
-    """Let the worker fail at the ``after``-th call of the evaluator."""
-    original, made = Worker._make, []
+def spoilt(monkeypatch, after, error=RuntimeError):
+    """Let the evaluator fail after so many calls."""
+    calls = count()
 
-    def make(self, calls):
-        def spoil():
-            made.append(1)
-            if len(made) > after:
-                how()
+    def failing(original):
+        def call(*given):
+            if next(calls) >= after:
+                raise error("out of its mind")
+            return original(*given)
 
-        original(self, [each for call in calls for each in (spoil, call)])
+        return call
 
-    monkeypatch.setattr(Worker, "_make", make)
-
-
-def worker_done(handle):
-    return handle.storage.sharing.worker.wait(60)
+    for name in ("tokens_came", "to_share"):
+        monkeypatch.setattr(Evaluator, name, failing(getattr(Evaluator, name)))
 
 
-def raising():
-    raise RuntimeError("out of its mind")
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_worker_that_raises(model, monkeypatch, asynchronous):
-    """One warning; decoding goes on, and is the plain one if nothing had been decided. Nor does it wait for a worker
-    that hangs in its first event for the whole run.
-    """
+def test_an_error_ends_sharing_and_not_decoding(model, monkeypatch):
+    """One warning; decoding goes on, and is the plain one if nothing had been shared."""
     plain, _, _ = forced_run(model, "dense", PROMPTS, looping())
-    if asynchronous:
-        gate = threading.Event()
-        with monkeypatch.context() as patch:
-            spoilt(patch, 0, lambda: gate.wait(120))
-            try:
-                each = lambda at, *_: at == 84 and gate.set()  # noqa: E731
-                logits, _, stats = forced_run(model, reason(asynchronous=True), PROMPTS, looping(), each=each)
-            finally:
-                gate.set()
-        assert torch.equal(plain, logits) and not stats["sharing"]["shared_blocks"]
-    spoilt(monkeypatch, 5, raising)
+    spoilt(monkeypatch, 5)
     with pytest.warns(RuntimeWarning, match="reason_cache shares no more blocks: out of its mind") as records:
-        method = reason(asynchronous=asynchronous)
-        logits, _, stats = forced_run(
-            model, method, PROMPTS, looping(), each=lambda at, _, handle: worker_done(handle)
-        )
+        logits, _, stats = forced_run(model, reason(), PROMPTS, looping())
     assert sum(warning.category is RuntimeWarning for warning in records) == 1 and torch.equal(plain, logits)
     assert stats["sharing"]["error"] == "out of its mind" and not stats["sharing"]["shared_blocks"]
 
 
-def test_a_worker_that_fails_late_leaves_what_it_decided(model, monkeypatch):
+def test_an_interrupt_is_the_callers(model, monkeypatch):
+    spoilt(monkeypatch, 5, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        forced_run(model, reason(), PROMPTS, looping())
+
+
+def test_an_error_that_comes_late_leaves_what_is_shared(model, monkeypatch):
     whole, _, _ = forced_run(model, reason(), PROMPTS, looping())
-    spoilt(monkeypatch, 80, raising)
+    spoilt(monkeypatch, 120)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         logits, _, stats = forced_run(model, reason(), PROMPTS, looping())
-    assert sum(stats["sharing"]["shared_blocks"].values()) > 0
+    assert stats["sharing"]["shared_blocks"] > 0
     same = [torch.equal(a, b) for a, b in zip(logits[0], whole[0], strict=True)]
     assert not all(same) and same == sorted(same, reverse=True), "equal up to where it failed"
     assert torch.equal(logits[1], whole[1])
 
 
-def test_decisions_that_come_too_late(monkeypatch):
-    """The worker wakes up when the row has been cropped and gone on otherwise: it has the blocks that the decisions
-    name, but with other contents, so they are dropped.
-    """
-    model, gate, text = tiny_model("qwen3"), threading.Event(), looping(1)
-    spoilt(monkeypatch, 10, lambda: gate.wait(120))
-    method = reason(asynchronous=True, warm_up=0, percentile=100)
-    with seergate.attached(model, method) as handle, torch.inference_mode():
-        cache, sharing = DynamicCache(), handle.storage.sharing
-        model(input_ids=PROMPTS[0], past_key_values=cache)
-        for i in range(40):
-            model(input_ids=text[:, i : i + 1], past_key_values=cache)
-        cache.crop(-39)
-        for i in range(40):
-            model(input_ids=prompt(40, 9)[:, i : i + 1], past_key_values=cache)
-        gate.set()
-        assert worker_done(handle) and sharing.evaluator.counts["decisions"] > 0
-        model(input_ids=prompt(1, 9), past_key_values=cache)
-        counts, store = handle.stats()["sharing"], cache.layers[0].storage.pages
-        model(input_ids=prompt(1, 9), past_key_values=cache)
-        assert worker_done(handle)
-        assert_same_blocks(cache, sharing)
-    assert counts["error"] is None and counts["dropped"] == counts["decisions"]
-    assert not counts["shared_blocks"] and store.physical == store.logical
+# ---------------------------------------------------------------------------------------------------- memory, control
 
 
-def test_a_thread_decides_what_is_decided_in_between():
-    """With a wait after each pass, decisions come one pass later than in the caller's thread, and are the same."""
-    model, before = tiny_model("qwen3"), threading.active_count()
-    _, here, inline = forced_run(model, reason(), PROMPTS, looping())
-    method = reason(asynchronous=True)
-    _, there, threaded = forced_run(model, method, PROMPTS, looping(), each=lambda at, _, handle: worker_done(handle))
-    assert threaded["sharing"]["error"] is None
-    assert threaded["sharing"]["steps"] == inline["sharing"]["steps"]
-    assert there.layers[0].storage.pages.physical <= here.layers[0].storage.pages.logical - 4
-    assert threading.active_count() == before, "detaching ends the thread"
+def test_the_control_saves_as_much(model):
+    _, _, informed = forced_run(model, reason(), PROMPTS, looping())
     _, cache, control = forced_run(model, reason(methods.RandomSharing), PROMPTS, looping())
     drawn, store = control["sharing"]["shared_blocks"], cache.layers[0].storage.pages
-    assert drawn == {"random": store.logical - store.physical}, "the control saves as much"
-    assert drawn["random"] == pytest.approx(sum(inline["sharing"]["shared_blocks"].values()), rel=0.35)
-
-
-# ---------------------------------------------------------------------------------------------------- memory, control
+    assert drawn == store.logical - store.physical
+    assert drawn == pytest.approx(informed["sharing"]["shared_blocks"], rel=0.35)
 
 
 def benchmark(name, tmp_path, *options):
@@ -353,7 +313,7 @@ def test_benchmark_of_admission(tmp_path):
 def test_refusals(model):
     for method, paging, message in (
         (methods.ReasonCache(), None, "needs the model's tokenizer, and none could be loaded from ''"),
-        (reason(), Paging(8), "give block_size and max_blocks to 'reason_cache' itself"),
+        (reason(), Paging(8), "'reason_cache' makes its own pages; give block_size and max_blocks to the"),
         (reason(reads=methods.Quest(token_budget=64)), None, "pages of 4 tokens would cut the blocks of 16"),
     ):
         with pytest.raises(SeergateError, match=message):

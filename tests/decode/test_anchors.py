@@ -56,13 +56,6 @@ def test_an_anchor_in_every_layer_changes_nothing(deep, bank, name):
     assert not torch.equal(shared[1], runs[0][1]), "a shared choice is another one"
 
 
-@pytest.mark.parametrize("name", ["gate", "resa"])
-def test_a_budget_for_everything_is_dense_attention(deep, bank, name):
-    _, logits, _, _ = run(deep, with_anchors(name, bank, (0,), 4096), batch())
-    plain = deep.generate(**batch(), max_new_tokens=20, return_dict_in_generate=True, output_logits=True)
-    torch.testing.assert_close(logits, torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
-
-
 @pytest.mark.parametrize("name", ["gate", "quest", "quest, heads apart"])
 def test_layers_read_what_their_anchor_chose(deep, bank, name, tmp_path):
     """In each row and KV head; layers that are dense do not take part, and layers below all anchors choose."""
@@ -118,36 +111,6 @@ def test_offloaded_is_in_memory(deep, bank, name):
 def test_steps_on_a_static_cache_eager_and_compiled(deep, bank):
     """As one graph without breaks."""
     decoded_as_one_graph(deep, bank, batch(), anchors=PLAN, threshold=0.05)
-
-
-def test_drafts_are_decoded_as_if_alone(deep, bank):
-    """Those that come along with the prompt, too."""
-    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
-    for seed in range(3):
-        ids = prompt(12, seed).repeat(1, 4)
-        with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=(0,)) as handle:
-            plain = deep.generate(input_ids=ids, max_new_tokens=20)
-            handle.reset_stats()
-            drafted = deep.generate(input_ids=ids, max_new_tokens=20, prompt_lookup_num_tokens=4)
-            assert handle.stats()["bytes_scored_per_step"] > 0
-        assert torch.equal(plain, drafted)
-
-
-def test_a_copied_cache_goes_its_own_way(deep, bank):
-    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
-        one = DynamicCache()
-        deep(prompt(50, 1), past_key_values=one)
-        other = copy.deepcopy(one)
-        want = [deep(prompt(1, i), past_key_values=one).logits for i in range(6)]
-        deep(prompt(9, 8), past_key_values=one)
-        logits = [deep(prompt(1, i), past_key_values=other).logits for i in range(6)]
-    assert torch.equal(torch.cat(logits), torch.cat(want))
-
-
-def test_rectification(deep, bank):
-    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN, correction=seergate.Rectify(4)) as handle:
-        deep.generate(prompt(60, 4), max_new_tokens=16)
-        assert handle.stats()["rectification"]["passes"] > 0
 
 
 def test_gates_of_the_other_layers_are_not_needed(deep, bank, tmp_path):
@@ -223,27 +186,6 @@ def test_a_pass_that_ends_between_an_anchor_and_its_reader_leaves_nothing_behind
         hook.remove()
         assert handle.passes.selections, "the choice waits for its reader"
         assert torch.equal(deep.generate(ids, max_new_tokens=12), want)
-
-
-def test_cropped_and_reordered_caches(deep, bank):
-    """As rows that were never longer, and never in another order."""
-    deep, bank = copy.deepcopy(deep).double(), copy.deepcopy(bank).double()
-    ids = torch.cat([prompt(60, 8), prompt(60, 9)])
-    with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN), torch.no_grad():
-        plain, other = DynamicCache(), DynamicCache()
-        deep(ids, past_key_values=plain)
-        deep(ids, past_key_values=other)
-        deep(torch.cat([prompt(3, 1), prompt(3, 2)]), past_key_values=other)
-        other.crop(-3)
-        other.reorder_cache(torch.tensor([1, 0]))
-        for seed in range(4):
-            token = torch.cat([prompt(1, seed), prompt(1, seed + 9)])
-            want = deep(token, past_key_values=plain).logits
-            logits = deep(token.flip(0), past_key_values=other).logits
-            torch.testing.assert_close(logits.flip(0), want)
-        other.batch_select_indices(torch.tensor([1]))
-        want = deep(token, past_key_values=plain).logits[:1]
-        torch.testing.assert_close(deep(token[:1], past_key_values=other).logits, want)
 
 
 def test_beams_share_choices_too(deep, bank):

@@ -1,4 +1,5 @@
-"""The engine against a slow, simple decoder: random requests in random batches, with all that may happen to them.
+"""The engine against a slow, simple decoder: random requests in random batches, with all that may happen to them, on
+any storage.
 
 Both compute in float64, and every logit is compared, so that one block chosen wrongly at one step shows.
 """
@@ -14,11 +15,17 @@ import seergate
 from seergate import methods
 from seergate.cache.batching import join_rows
 from seergate.cache.forward import VERIFIED_TOKENS
+from seergate.cache.offload import Offload, Offloaded
+from seergate.cache.paging import Paging
+from seergate.cache.storage import KVBackend
 from tests.decode.test_decode import gates
 from tests.support.models import VOCABULARY, left_padded, tiny_model
 from tests.support.reference_decoder import ReferenceRow, Rule
 
-REQUESTS = 20
+REQUESTS = 24
+MAX_ROWS = 6
+"""Three that decode, and three that join."""
+LAYERS, HEAD_DIM = 2, 16
 GROUPS = {1: {"num_key_value_heads": 4}, 2: {}, 4: {"num_key_value_heads": 1}}
 """Query heads per KV head -> fields of the model's configuration."""
 
@@ -42,6 +49,30 @@ def a_rule(draw: random.Random) -> Rule:
         dense_below=draw.choice((0, 0, 30)),
         **{kind: kinds[kind]},
     )
+
+
+def a_storage(draw: random.Random, rule: Rule, kv_heads: int) -> KVBackend | None:
+    """Pages, slow memory with room for few more blocks than a step reads in so many rows, or mostly one buffer."""
+    blocks = 1 + -(-(rule.token_budget or 0) // rule.block_size)
+    room = LAYERS * MAX_ROWS * kv_heads * blocks * rule.block_size * 2 * HEAD_DIM * 8
+    return draw.choice((None, None, Paging(), Offload(room)))
+
+
+def check_pools(cache) -> None:
+    """Occupied slots of a pool equal slow memory to the last bit; free slots are poisoned."""
+    for layer in cache.layers:
+        pool = layer.storage.pool
+        stored = [x.flatten(0, 1).unflatten(1, (-1, layer.storage.block_size)) for x in (layer.keys, layer.values)]
+        occupied_slots = 0
+        for slot, (pair, block) in enumerate(pool._owner.tolist()):
+            if pair < 0:
+                pool.keys[slot], pool.values[slot] = torch.nan, torch.nan
+                continue
+            assert pool._slot_of[pair, block] == slot
+            assert torch.equal(pool.keys[slot, 0], stored[0][pair, block])
+            assert torch.equal(pool.values[slot, 0], stored[1][pair, block])
+            occupied_slots += 1
+        assert occupied_slots == int((pool._slot_of >= 0).sum())
 
 
 class Request:
@@ -80,6 +111,8 @@ class Request:
         for row, (ours, theirs) in enumerate(zip(actual_logits, expected, strict=True)):
             gap = float((ours[-len(theirs) :] - theirs).abs().max())
             assert gap < 1e-4, f"{what}, row {row} of {len(expected)}: logits are {gap:.1e} off"
+        if isinstance(self.cache.layers[0].storage, Offloaded):
+            check_pools(self.cache)
 
     def prompt(self) -> None:
         """A left-padded prompt, in one piece or in chunks, the first of which may hold padding alone in some rows."""
@@ -229,11 +262,12 @@ def test_random_requests_against_the_slow_decoder(part):
         else:
             method = methods.make_method(rule.selector, block_size=rule.block_size, **options)
         reference = ReferenceRow(model, rule, None if bank is None else {i: bank.gate(i) for i in range(2)})
+        storage = a_storage(draw, rule, reference.kv_heads) if number % 3 else None
         try:
-            with torch.no_grad(), seergate.attached(model, method):
+            with torch.no_grad(), seergate.attached(model, method, storage=storage):
                 if number % 3 == 0:
                     generates(model, reference, draw)
                 else:
                     Request(model, reference, draw).live()
         except AssertionError as error:
-            raise AssertionError(f"request {number} of part {part} under {rule}: {error}") from error
+            raise AssertionError(f"request {number} of part {part} under {rule} with {storage}: {error}") from error

@@ -99,22 +99,6 @@ def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
         model.generate(**options, use_cache=False)  # the plain model has nothing to say
 
 
-def test_a_prompt_beyond_the_positions_is_told_before_it_is_read():
-    model = tiny_model("qwen3", max_position_embeddings=40)
-    seen = []
-    model.model.register_forward_pre_hook(lambda *_: seen.append(len(caught)))
-    with (
-        seergate.attached(model, "quest", token_budget=16, block_size=8),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        model.generate(prompt(40), max_new_tokens=2)
-        assert not caught
-        model.generate(prompt(41), max_new_tokens=2)
-    assert str(caught[0].message).startswith("the prompt has 41 tokens and the model 40 positions; ")
-    assert seen == [0, 0, 1, 1]
-
-
 def test_an_offloaded_cache_of_transformers_is_refused_with_the_one_there_is():
     model, refused = (
         tiny_model("qwen3"),

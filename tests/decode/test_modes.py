@@ -11,7 +11,7 @@ from seergate import DecodeConfig, methods
 from seergate.cache.forward import ForwardModes
 from seergate.methods.selecting import with_all_blocks
 from seergate.ops import Selection
-from tests.decode.test_decode import BLOCK, gates, selector, tokens
+from tests.decode.test_decode import BLOCK, gates, selector
 from tests.support.models import left_padded, prompt
 
 
@@ -29,23 +29,6 @@ def test_short_rows_read_everything_worked_out_by_hand():
     assert selection.indices.dtype == selection.counts.dtype == torch.int32
     untouched = Selection(indices, counts)
     assert with_all_blocks(untouched, ends, 8, short=16) is untouched
-
-
-@pytest.mark.parametrize("name", ["gate", "quest", "oracle"])
-def test_dense_below_a_length(model, name):
-    """A row's own length decides: same tokens alone and beside longer rows, and the dense model's below the limit."""
-    rows = [prompt(length, seed) for seed, length in enumerate((20, 44, 60))]
-    method = selector(model, name, 2 * BLOCK, dense_below=50)
-    together, logits = tokens(model, method, left_padded(rows), new=16)
-    for i, row in enumerate(rows):
-        alone, alone_logits = tokens(model, method, {"input_ids": row}, new=16)
-        assert torch.equal(alone[0], together[i])
-        torch.testing.assert_close(alone_logits[0], logits[i], rtol=2e-4, atol=2e-4)
-    plain = model.generate(**left_padded(rows), max_new_tokens=16, return_dict_in_generate=True, output_logits=True)
-    gap = (torch.stack(plain.logits, 1) - logits).abs().amax(-1)
-    assert gap[0].max() < 1e-3, "20 + 15 tokens never exceed 50"
-    assert gap[1, :7].max() < 1e-3 and gap[1, 7:].max() > 1e-2, "44 + 7 do"
-    assert gap[2, 0] < 1e-3 and gap[2, 1:].max() > 1e-2
 
 
 def test_a_pass_without_a_cache_has_no_drafts():

@@ -217,26 +217,31 @@ def test_the_dense_implementation_sees_its_own_name(model):
     assert set(seen) == {"spy"}
 
 
-@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp"])
+@pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp", "between chunks"])
 def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
     """What a module catches on the way would be mixed up. A thread that comes later, or after an error, is welcome."""
-    own, arrived, go, results = copy.deepcopy(model), threading.Event(), threading.Event(), {}
+    own, arrived, go, results, seen = copy.deepcopy(model), threading.Event(), threading.Event(), {}, []
+    options = {"prefill_chunk_size": 20} if place == "between chunks" else {}
 
     def wait(*_):
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is threading.main_thread():
+            return
+        seen.append(place)
+        if len(seen) == (2 if place == "between chunks" else 1):
             arrived.set()
             go.wait(60)
 
-    def run(number):
+    def run(number, **given):
         try:
-            results[number] = own.generate(prompt(50, number), max_new_tokens=4)
+            results[number] = own.generate(prompt(50, number), max_new_tokens=4, **given)
         except SeergateError as error:
             results[number] = error
 
-    with seergate.attached(own, gates(model), token_budget=32):
-        want = own.generate(prompt(50, 1), max_new_tokens=4)
-        hook = own.model.layers[0].get_submodule(place).register_forward_pre_hook(wait)
-        first = threading.Thread(target=run, args=(1,))
+    with seergate.attached(own, gates(model), token_budget=32) as handle:
+        want = own.generate(prompt(50, 1), max_new_tokens=4, **options)
+        hooked = own if place == "between chunks" else own.model.layers[0].get_submodule(place)
+        hook = hooked.register_forward_pre_hook(wait)
+        first = threading.Thread(target=run, args=(1,), kwargs=options)
         first.start()
         assert arrived.wait(60)
         run(2)
@@ -245,7 +250,8 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
         first.join()
         assert "two threads run this model at once" in str(results[2])
         assert torch.equal(results[1], want)
-        later = threading.Thread(target=run, args=(1,))
+        assert (handle.passes.phase, handle.passes.in_chunks, handle.passes.thread) == (None, False, None)
+        later = threading.Thread(target=run, args=(1,), kwargs=options)
         later.start()
         later.join()
         assert torch.equal(results[1], want)
@@ -299,40 +305,6 @@ def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
 def test_pages_of_transformers_are_said_to_be_dense(model):
     with seergate.attached(model, gates(model), token_budget=32), pytest.warns(match="own paged cache"):
         model.generate(prompt(60), max_new_tokens=4, cache_implementation="paged", eos_token_id=-1)
-
-
-def test_a_thread_that_is_refused_leaves_the_other_and_later_ones_alone(model):
-    """One reads a prompt in chunks; another begins between two of them."""
-    results, chunks, between, refused = {}, [], threading.Event(), threading.Event()
-
-    def before(module, args, kwargs):
-        chunks.append(threading.current_thread().name)
-        if chunks == ["first", "first"]:
-            between.set()
-            assert refused.wait(60)
-
-    def run(tokens, **options):
-        try:
-            results[threading.current_thread().name] = model.generate(prompt(tokens, 1), max_new_tokens=3, **options)
-        except SeergateError as error:
-            results[threading.current_thread().name] = str(error)
-
-    with seergate.attached(model, gates(model), token_budget=32) as handle:
-        want = model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20)
-        hook = model.register_forward_pre_hook(before, with_kwargs=True)
-        first = threading.Thread(target=run, args=(60,), kwargs={"prefill_chunk_size": 20}, name="first")
-        first.start()
-        assert between.wait(60)
-        second = threading.Thread(target=run, args=(50,), name="second")
-        second.start()
-        second.join()
-        refused.set()
-        first.join()
-        hook.remove()
-        assert "two threads run this model at once" in results["second"]
-        assert torch.equal(results["first"], want)
-        assert (handle.passes.phase, handle.passes.in_chunks, handle.passes.thread) == (None, False, None)
-        assert torch.equal(model.generate(prompt(60, 1), max_new_tokens=3, prefill_chunk_size=20), want)
 
 
 def test_layers_that_read_the_keys_of_a_gated_layer(model):

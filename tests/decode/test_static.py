@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
@@ -27,6 +26,7 @@ from seergate.ops import backend
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.decoding import Decoding
 from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.operators import Operators
 from tests.support.running import ROOT
 
 FIGURES = (
@@ -152,25 +152,6 @@ def test_overflow_is_refused_before_the_write(monkeypatch):
             model(prompt(1), past_key_values=cache)
 
 
-class Launches(TorchDispatchMode):
-    """Names of what PyTorch itself would launch on a GPU: what makes a view or takes memory launches nothing."""
-
-    NONE = tuple(
-        f"aten::{kind}"
-        for kind in ("as_strided", "detach", "empty", "new_empty", "select", "slice", "unsqueeze", "view")
-    )
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().split(".")[0]
-        if not name.startswith(self.NONE):
-            self.names.append(name.removeprefix("aten::"))
-        return func(*args, **(kwargs or {}))
-
-
 tensor = partial(torch.empty, device="meta")
 
 
@@ -208,10 +189,10 @@ def test_what_a_step_launches_on_a_gpu(with_triton):
         stats.record_compiled(0, step, selection)
         DynamicStorage.attend(None, step, selection, BLOCK)
 
-    with torch.no_grad(), Launches() as others:
+    with torch.no_grad(), Operators() as others:
         kernels = kernels_of(decode)
     assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
-    assert others.names == ["ones_like", "scatter_add_", "add_"]
+    assert others.launches == ["ones_like", "scatter_add_", "add_"]
 
 
 def test_what_an_eager_step_launches_on_a_gpu(with_triton, monkeypatch):
@@ -238,10 +219,10 @@ def test_what_an_eager_step_launches_on_a_gpu(with_triton, monkeypatch):
 
     with torch.no_grad():
         kernels_of(steps)
-        with Launches() as others:
+        with Operators() as others:
             kernels = kernels_of(lambda: attend(1, layers[1]))
     assert kernels == ["update_kernel", "score_kernel", "select_kernel", "decode_kernel"]
-    assert others.names == ["copy_", "copy_", "sum", "add"]  # key, value; the blocks that were read
+    assert others.launches == ["copy_", "copy_", "sum", "add"]  # key, value; the blocks that were read
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "dense"])

@@ -4,13 +4,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from transformers import DynamicCache
 
 import seergate
 from seergate import DecodeConfig, SeergateError
 from seergate.decode.trace import read_trace
 from seergate.methods.gate import Gate
-from tests.decode.test_decode import BLOCK, gates
+from tests.decode.test_decode import BLOCK, gates, selector
 from tests.support.models import left_padded, prompt
 from tests.test_house import ROOT, code_blocks
 
@@ -49,7 +50,7 @@ def test_the_trace_is_what_was_selected(model, options, tmp_path, monkeypatch):
                 assert line["tokens"] == sum(min(end, (block + 1) * BLOCK) - block * BLOCK for block in blocks)
     assert next(lines, None) is None
     columns, about = read_trace(tmp_path / "trace.parquet")
-    assert about["block_size"] == BLOCK and "Gate" in about["method"] and about["every"] == 1
+    assert about["block_size"] == BLOCK and "Gate" in about["method"]
     for index, layer in enumerate(stats["layers"]):
         for head in range(2):
             mine = (columns["layer"] == layer) & (columns["head"] == head)
@@ -76,16 +77,16 @@ def test_what_is_read_without_a_choice(model, tmp_path):
     assert stats["tokens_per_head"] == [[20, 20], [20, 20]]
 
 
-def test_only_some_steps_and_only_while_it_lasts(model, tmp_path):
+def test_only_while_it_lasts(model, tmp_path):
     path = tmp_path / "trace.parquet"
     with seergate.attached(model, "oracle", token_budget=2 * BLOCK, block_size=BLOCK) as handle:
-        with handle.traced(path, every=3):
+        with handle.traced(path):
             model.generate(input_ids=prompt(30), max_new_tokens=9)
             with pytest.raises(SeergateError, match="a trace already"), handle.traced(tmp_path / "other"):
                 pass
         model.generate(input_ids=prompt(30), max_new_tokens=9)
         assert handle.stats()["steps"] == 16
-        assert sorted({line["step"] for line in lines_of(path)}) == [0, 3, 6]
+        assert sorted({line["step"] for line in lines_of(path)}) == list(range(8))
         with pytest.raises(RuntimeError, match="stop"), handle.traced(path):
             model(input_ids=prompt(30), past_key_values=(cache := DynamicCache()))
             model(input_ids=prompt(1), past_key_values=cache)
@@ -93,10 +94,21 @@ def test_only_some_steps_and_only_while_it_lasts(model, tmp_path):
         assert len(lines_of(path)) == 4, "what was read before an error is kept"
         with pytest.raises(SeergateError, match="cannot be written"), handle.traced(tmp_path / "nowhere" / "x"):
             pass
-        for every in (0, 1.5, True):
-            with pytest.raises(ValueError, match=f"every is {every}; it must be a positive whole number of steps"):
-                handle.traced(path, every=every).__enter__()
         assert handle.trace is None
+
+
+def test_a_row_without_a_real_token_yet(model, tmp_path):
+    """It has no past blocks, and so no scores or attention of any."""
+    method, path = selector(model, "oracle"), tmp_path / "trace.parquet"
+    mask = torch.ones(2, 41, dtype=torch.long)
+    mask[1] = 0
+    with seergate.attached(model, method) as handle, handle.traced(path, attention=True), torch.no_grad():
+        cache = DynamicCache()
+        model(prompt(40).repeat(2, 1), attention_mask=mask[:, :40], past_key_values=cache)
+        model(prompt(1).repeat(2, 1), attention_mask=mask, past_key_values=cache)
+    for line in lines_of(path):
+        past = 0 if line["row"] else 40 // BLOCK
+        assert len(line["scores"]) == len(line["attention"]) == past
 
 
 def test_a_trace_by_position(model, tmp_path):

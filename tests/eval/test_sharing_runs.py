@@ -11,7 +11,8 @@ from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.proxies import measure_proxies
 from seergate.eval.report import write_report
 from seergate.eval.report.tables import NONE
-from seergate.eval.store import read_samples
+from seergate.eval.store import read_samples, write_yaml
+from seergate.methods.registry import RETIRED_OPTIONS
 from tests.eval.test_engine import LONG, run, tokens
 from tests.support import evaluation as support
 
@@ -39,8 +40,6 @@ def sharing(name="reason_cache", **options):
 def test_an_answer_does_not_depend_on_its_batch():
     """Decisions are made between forward passes, from the tokens of one row; so are their counts."""
     model, watched = babbling(), []
-    assert sharing().asynchronous is sharing("random_sharing").asynchronous is False
-    assert sharing(asynchronous=True).asynchronous is True
 
     def watch(module, inputs, kwargs, output):
         if kwargs["input_ids"].shape[1] == 1:
@@ -67,7 +66,7 @@ def test_an_answer_does_not_depend_on_its_batch():
 
 
 def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
-    """An interrupted run, too; and the report names a setting that shared nothing."""
+    """An interrupted run of an earlier version, too; and the report names a setting that shared nothing."""
     monkeypatch.setattr("seergate.eval.environment.git_revision", lambda: None)  # it may change while this runs
     model, task = babbling(), make_task("chain_sum", problems=3, variables=4)
     model.name_or_path = str(support.save(tmp_path / "model"))
@@ -79,7 +78,9 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     dense, shares, shares_not = metrics_by_label.values()
     assert dense["amsr"] is None and shares["amsr"] > 0 and shares_not["amsr"] == 0
     run_dir = tmp_path / "runs" / list(metrics_by_label)[1]
-    assert yaml.safe_load((run_dir / "config.yaml").read_text())["method"]["asynchronous"] is False
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config["method"] |= RETIRED_OPTIONS["reason_cache"]  # as an earlier version wrote it
+    write_yaml(run_dir / "config.yaml", config)
     first = (run_dir / "samples.jsonl").read_text().splitlines()[0]
     before = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
     (run_dir / "samples.jsonl").write_text(first + "\n")

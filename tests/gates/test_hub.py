@@ -224,6 +224,9 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
     next((tmp_path / "cache").rglob(shards[0])).unlink()
     with offline(), pytest.raises(SeergateError, match="org/shards could not be downloaded: the Hub could not"):
         download_weights("org/shards")
+    for damaged in ("{", "{}", "[]", '{"weight_map": []}'):
+        next((tmp_path / "cache").rglob("model.safetensors.index.json")).write_text(damaged)
+        refused("index.json is no index of a model's weights; delete", download_weights, "org/shards")
 
 
 @pytest.fixture
@@ -285,29 +288,6 @@ def test_commands(hub, bank, tmp_path, monkeypatch):
     output_of("export", REPO, half, "--dtype", "float16", "--layers", "1")
     assert same(pull(half), bank.subset([1]).cast(torch.float16))
     assert refusal(run_seergate("push", gates, "elsewhere/gates")).startswith("error: the gates could not be pushed")
-
-
-def test_save_pretrained_pushes(hub, bank, tmp_path, monkeypatch):
-    """To the directory's name in the user's namespace, or where it is told to."""
-    bank.save_pretrained(tmp_path / "my-gates", push_to_hub=True, **W, private=True)
-    assert [*hub.repos] == ["writer/my-gates"] and hub.repos["writer/my-gates"].private
-    assert same(pull(tmp_path / "my-gates"), bank) and same(pull("writer/my-gates", **W), bank)
-    assert 'seergate.load("writer/my-gates", token_budget=' in card(hub, "writer/my-gates")
-    bank.save_pretrained(tmp_path / "my-gates", push_to_hub=True, **W)
-    assert len(hub.repos["writer/my-gates"].log) == 2, "the same card, so no second commit"
-    monkeypatch.chdir(tmp_path / "my-gates")
-    other = bank.cast(torch.float16)
-    other.save_pretrained(".", push_to_hub=True, **W)
-    assert [*hub.repos] == ["writer/my-gates"] and same(pull("writer/my-gates", **W), other)
-    bank.save_pretrained(tmp_path / "my-gates", push_to_hub=True, repo_id=REPO, subfolder="v1", **W)
-    assert same(pull(REPO, subfolder="v1"), bank)
-    refused(r"holds no gate_config\.json", pull)
-    wrong = "repo_id is 'my gates'; it must have the form org/name, or name"
-    refused(wrong, bank.save_pretrained, tmp_path / "my gates", push_to_hub=True, **W)
-    assert not (tmp_path / "my gates").exists(), "said before anything is written"
-    wrong = "the gates could not be pushed to new-gates: .*token is needed"
-    refused(wrong, bank.save_pretrained, tmp_path / "new-gates", push_to_hub=True, token=False)
-    assert [*hub.repos] == ["writer/my-gates", REPO]
 
 
 @pytest.mark.parametrize(("status", "silent"), [(404, False), (499, False), (500, True), (503, True)])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
-import zipfile
 from dataclasses import replace
 
 import pytest
@@ -206,25 +204,7 @@ K1 = "model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"
 NORM0 = "model.layers.0.self_attn.attn_gate.attngate_qnorm.weight"
 
 
-def compressed(path):
-    with zipfile.ZipFile(path / WEIGHTS) as archive:
-        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
-    with zipfile.ZipFile(path / WEIGHTS, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-
-
-def overlapping(path):
-    """Ten more entries with the same bytes."""
-    with zipfile.ZipFile(path / WEIGHTS, "a") as archive:
-        largest = max(archive.filelist, key=lambda entry: entry.file_size)
-        for number in range(10):
-            archive.filelist.append(copy.copy(largest))
-            archive.filelist[-1].filename = f"archive/data/x{number}"
-        archive._didModify = True
-
-
-UNREADABLE, PREFILL = "not a readable file of PyTorch tensors", r"has shape .*\(gates for sparse prefill\?\)$"
+UNREADABLE = "not a readable file of PyTorch tensors"
 DAMAGE = [
     ({"seerattn_gate_type": "Qavg_Kmaxminavg"}, "sparse prefill"),
     ({"seerattn_use_qk_norm": False}, "seerattn_use_qk_norm is False, but the weights have"),
@@ -247,8 +227,8 @@ DAMAGE = [
     (tensor("lm_head.weight", lambda w: w), "belongs to no gate"),
     (tensor(Q0.replace("0", "7"), lambda w: w), "of 3 layers"),
     (tensor(Q0.replace("attngate_linear_q", "mask_linear_q"), lambda w: w), "sparse prefill"),
-    (tensor(Q0, lambda w: w[:, 0]), f"layers.0.q_proj.weight {PREFILL}"),
-    (tensor(K1, lambda w: w[0]), f"layers.1.k_proj.weight {PREFILL}"),
+    (tensor(Q0, lambda w: w[:, 0]), "layers.0.q_proj.weight has shape"),
+    (tensor(K1, lambda w: w[0]), "layers.1.k_proj.weight has shape"),
     (tensor(NORM0, lambda w: w[1:]), r"\(127,\); it must be \(128,\)$"),
     (tensor(Q0, lambda w: w.int()), "has dtype"),
     (tensor(Q0, lambda w: w * torch.nan), "not finite"),
@@ -260,8 +240,6 @@ DAMAGE = [
     (lambda p: (p / WEIGHTS).write_bytes((p / WEIGHTS).read_bytes()[:-999]), UNREADABLE),
     (lambda p: (p / WEIGHTS).write_bytes(b""), UNREADABLE),
     (lambda p: (p / WEIGHTS).unlink(), r"holds no attn_gate_weights\.pth"),
-    (compressed, "it is compressed"),
-    (overlapping, "its entries are larger than the file"),
 ]
 
 

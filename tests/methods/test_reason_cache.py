@@ -1,8 +1,9 @@
 """ReasonCache's equations on numbers worked out by hand, its parts against slow ones, and what it refuses."""
 
+import copy
 import math
 import re
-from collections import Counter, deque
+from collections import Counter
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from seergate.methods.reason_cache.steps import (
     ReasoningStep,
     Segmenter,
     adaptive_threshold,
-    kind_of_repeat,
     similarity,
 )
 from seergate.methods.reason_cache.structure import OPERAND, PLAIN, formal_content
@@ -81,16 +81,6 @@ def test_whole_blocks_of_a_step():
     assert list(ReasoningStep(3, [0] * 10, "").whole_blocks(4)) == [1, 2]
     assert list(ReasoningStep(4, [0] * 8, "").whole_blocks(4)) == [1, 2]
     assert list(ReasoningStep(5, [0] * 6, "").whole_blocks(4)) == []
-
-
-def test_kinds_of_repeats():
-    def steps(*repeats, text="so it is"):
-        return [ReasoningStep(i, [1], text, repeats=r) for i, r in enumerate(repeats)]
-
-    assert kind_of_repeat(steps(None, None, 0, 1, 2), 4) == "loop"
-    assert kind_of_repeat(steps(None, None, None, 0, 2), 4) == "revisitation"
-    assert kind_of_repeat(steps(None, 0), 1) == "revisitation"
-    assert kind_of_repeat(steps(None, 0, text="Wait, let me see"), 1) == "self_verification"
 
 
 # --------------------------------------------------------------------------------------------------- structural check
@@ -183,111 +173,93 @@ def test_percentile_threshold():
 # ----------------------------------------------------------------------------------------------------------- evaluator
 
 
-class Cache:
-    """Stands for a cache of one layer: blocks of 2 tokens whose keys are the token ids."""
+class Row:
+    """A row of a cache of one layer: blocks of 2 tokens whose keys are the token ids; ``pairs`` are those shared."""
 
-    def __init__(self, ids, offset=0):
-        ids = torch.tensor(ids[: len(ids) // 2 * 2], dtype=torch.float32).view(-1, 1, 2, 1)
-        self.pages, self.decisions, self.offset = torch.cat((torch.zeros(offset, 1, 2, 1), ids)), deque(), offset
-        self.block_size = 2
+    def __init__(self, run, ids, prompt=()):
+        self.run, self.reasoning, self.length, self.pairs = run, None, 0, []
+        keys = torch.tensor([*prompt, *ids], dtype=torch.float32)
+        self.layers = [(keys[: len(keys) // 2 * 2].view(-1, 1, 2, 1),) * 2]
+        self.table = list(range(len(keys) // 2))
+        if prompt:
+            self.read(prompt)
+        for token in ids:
+            self.read([token])
 
-    def buffers(self):
-        return [(self.pages, self.pages)]
+    def read(self, tokens):
+        """One forward pass, and what the cache does before the next."""
+        self.reasoning = self.run.tokens_came(self.reasoning, self.length, list(tokens))
+        self.length += len(tokens)
+        self.share()
 
-    def seal(self, run, row, first, last):
-        run.blocks_sealed(row, lambda: self, first, [(self.offset + i, 1000 * row + i) for i in range(first, last)])
+    def crop(self, length):
+        self.reasoning.crop(length)
+        self.length, self.table[length // 2 :] = length, range(length // 2, len(self.table))
+
+    def share(self):
+        for newer, older in self.run.to_share(self.reasoning, self.table[: self.length // 2], self.layers):
+            self.table[newer] = self.table[older]
+            self.pairs.append((newer, older))
 
 
-WORDS = [*"abcdefgh", "\n\n"]
+WORDS = [*"abcdefgh", "\n\n", "$x+1=2$", "$x-1=2$"]
 STEP, OTHER = [0, 1, 2, 3, 4, 8], [5, 6, 7, 5, 6, 8]
 
 
-def evaluator(**options):
-    method = options.pop("kind", methods.ReasonCache)(warm_up=0, percentile=100, asynchronous=False, **options)
+def evaluator(kind=methods.ReasonCache, **options):
+    method = kind(warm_up=0, percentile=100, **options)
     return Evaluator(method, lambda ids: "".join(WORDS[i] for i in ids))
 
 
-def feed(run, cache, row, ids, start, prompt=()):
-    if prompt:
-        cache.seal(run, row, 0, len(prompt) // 2)
-        run.tokens_came([row], torch.tensor([list(prompt)]), [len(prompt)])
-    for at in range(len(ids)):
-        cache.seal(run, row, (start + at) // 2, (start + at + 1) // 2)
-        run.tokens_came([row], torch.tensor([ids[at : at + 1]]), [1])
-
-
 def test_the_evaluator_pairs_whole_blocks_of_similar_steps():
-    ids = [*STEP, *OTHER, *STEP]
-    run, cache = evaluator(), Cache([0, 0, *ids])
-    feed(run, cache, 1, ids, 2, prompt=[0, 0])
-    assert [(d.newer, d.older, d.newer_serial, d.older_serial) for d in cache.decisions] == [
-        (7, 1, 1007, 1001),
-        (8, 2, 1008, 1002),
-        (9, 3, 1009, 1003),
-    ]
-    assert run.counts == Counter(steps=3, similar_steps=1, same_structure=1, measured_blocks=3, decisions=3)
-    assert set(run.seconds) == {"text", "lexical", "structural", "distance"}
+    run = evaluator()
+    assert Row(run, [*STEP, *OTHER, *STEP], [0, 0]).pairs == [(7, 1), (8, 2), (9, 3)]
+    assert run.counts == Counter(steps=3, similar_steps=1, same_structure=1, measured_blocks=3)
 
 
-def test_pairing_by_the_nearest_block():
-    """The second step begins one block later within itself: block i of one is not block i of the other."""
-    first, second = [5, 5, *STEP], [*STEP[:4], 5, 5, 4, 8]
-    decisions = {}
-    for pairing in ("ordinal", "nearest"):
-        run, cache = evaluator(pairing=pairing, include_prompt=True), Cache([*first, *second])
-        feed(run, cache, 1, [*first, *second], 0)
-        decisions[pairing] = {d.newer: d.older for d in cache.decisions}
-    assert decisions == {"ordinal": {4: 0, 5: 1, 6: 2, 7: 3}, "nearest": {4: 1, 5: 2, 6: 0, 7: 3}}
-
-
-def test_forks_crops_and_rows_that_go():
-    ids = [*STEP, *OTHER]
-    run, cache = evaluator(include_prompt=True), Cache([*ids, *STEP])
-    feed(run, cache, 1, ids, 0)
-    run.row_forked(1, 2)
-    run.row_cropped(1, 7, 3)
-    feed(run, cache, 2, STEP, 12)
-    assert [(d.row, d.newer, d.older) for d in cache.decisions] == [(2, 6, 0), (2, 7, 1), (2, 8, 2)]
-    cache.decisions.clear()
-    feed(run, cache, 1, [*STEP[1:], *STEP], 7)
-    assert {d.row for d in cache.decisions} <= {1}
-    run.rows_gone([1, 2])
-    assert not run._rows
+def test_forks_and_crops():
+    run = evaluator(include_prompt=True)
+    row = Row(run, [*STEP, *OTHER])
+    fork = copy.copy(row)
+    fork.reasoning, fork.pairs, fork.table = row.reasoning.copy(), [], [*row.table, 6, 7, 8]
+    keys = torch.cat((row.layers[0][0], torch.tensor(STEP, dtype=torch.float32).view(-1, 1, 2, 1)))
+    fork.layers = [(keys, keys)]
+    row.crop(7)
+    for token in STEP:
+        fork.read([token])
+    assert fork.pairs == [(6, 0), (7, 1), (8, 2)] and not row.pairs
+    for token in OTHER[1:]:
+        row.read([token])
+    assert not row.pairs and run.counts["steps"] == 4, "a step that is taken back and written again counts again"
 
 
 def test_formal_content_must_not_differ():
     """Of what the text is now: a step that is cropped and written again is compared anew."""
-    words = [*"abcdefgh", "\n\n", "$x+1=2$", "$x-1=2$"]
-    method = methods.ReasonCache(warm_up=0, percentile=100, asynchronous=False, soft=0.5, strict=0.6)
     for last, expected in ((9, 3), (10, 0)):
-        run = Evaluator(method, lambda ids: "".join(words[i] for i in ids))
-        ids = [1, 2, 9, 3, 4, 8, 1, 2, last, 3, 4, 8]
-        feed(run, cache := Cache([0, 0, *ids]), 1, ids, 2, prompt=[0, 0])
-        assert len(cache.decisions) == expected
+        run = evaluator(soft=0.5, strict=0.6)
+        row = Row(run, [1, 2, 9, 3, 4, 8, 1, 2, last, 3, 4, 8], [0, 0])
+        assert len(row.pairs) == expected
         if expected:
-            cache.decisions.clear()
-            run.row_cropped(1, 10, 5)  # inside the second step, before its formula
-            feed(run, cache, 1, [10, 3, 4, 8], 10)
-            assert not cache.decisions
+            row.pairs.clear()
+            row.crop(10)  # inside the second step, before its formula
+            for token in [10, 3, 4, 8]:
+                row.read([token])
+            assert not row.pairs
 
 
 def test_the_control_shares_as_much_and_anything():
     ids = [*STEP, *OTHER, *STEP, *OTHER, *STEP]
-    informed, control = evaluator(), evaluator(kind=methods.RandomSharing)
-    caches = []
-    for run in (informed, control):
-        caches.append(Cache([0, 0, *ids]))
-        feed(run, caches[-1], 1, ids, 2, prompt=[0, 0])
-    informed_pairs, drawn = ([(d.newer, d.older) for d in cache.decisions] for cache in caches)
-    assert 6 <= len(informed_pairs) <= 9 and len(drawn) >= len(informed_pairs) - 2 and informed_pairs != drawn
+    informed, drawn = (
+        Row(evaluator(kind), ids, [0, 0]).pairs for kind in (methods.ReasonCache, methods.RandomSharing)
+    )
+    assert 6 <= len(informed) <= 9 and len(drawn) >= len(informed) - 2 and informed != drawn
     assert all(newer > older and newer >= 1 for newer, older in drawn)
     assert len({newer for newer, _ in drawn}) == len(drawn), "each of them gives a block back"
     for include in (False, True):  # behind a prompt of 20 blocks and a half: block 21 is the first of the reasoning
         drawn = []
         for seed in range(5):
-            run = evaluator(kind=methods.RandomSharing, seed=seed, include_prompt=include)
-            feed(run, cache := Cache([*[7] * 41, *ids]), 1, ids, 41, prompt=[7] * 41)
-            drawn += [d.older for d in cache.decisions]
+            run = evaluator(methods.RandomSharing, seed=seed, include_prompt=include)
+            drawn += [older for _, older in Row(run, ids, [7] * 41).pairs]
         assert len(drawn) > 10 and any(older < 21 for older in drawn) == include
 
 

@@ -31,7 +31,7 @@ def test_rows_of_any_length_against_loops(group):
     state, last = fed(method, q, keys, [100])
     last = replace(last, starts=[n - 1 for n in lengths], counts=[1] * 5, lengths=torch.tensor(lengths))
     # rows are cropped to their lengths, so that bounds of open blocks hold no later keys
-    state.crop([100] * 5, lengths, lambda row, first, end: keys[row : row + 1, :, first:end], [0] * 5)
+    state.crop([100] * 5, lengths, lambda row, first, end: keys[row : row + 1, :, first:end], lambda row: 0)
     selection = method.select(state, last)
     for row, length in enumerate(lengths):
         blocks = math.ceil(length / size)

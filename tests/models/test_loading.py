@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import Mistral3Config, Qwen3Config
 
-import seergate
-from seergate import DecodeConfig, GateBank, GateConfig, SeergateError
+from seergate import GateConfig, SeergateError
 from seergate.cli.train import main
 from seergate.models.families import gate_geometry
 from seergate.models.loading import base_config, load_base, skeleton
 from seergate.paths import shipped
 from seergate.pretrained import load_tokenizer
-from tests.support.models import tiny_model
 from tests.support.running import refused
 
 TINY = "checkpoints/tiny-reasoner"
@@ -56,35 +54,6 @@ def test_query_heads_that_cannot_be_divided_among_kv_heads() -> None:
     refused("num_attention_heads is 6 and num_key_value_heads is 4; .* a multiple", geometry, 6, 4)
     refused("num_attention_heads is 4 and num_key_value_heads is 8; .* a multiple", geometry, 4, 8)
     assert (geometry(6, 3).num_kv_heads, geometry(6, 6).num_kv_heads, geometry(6, 1).num_kv_heads) == (3, 6, 1)
-
-
-def test_load_takes_every_decode_option(tmp_path):
-    model = tiny_model("qwen3")
-    model.save_pretrained(tmp_path / "base")
-    base = type(model).from_pretrained(tmp_path / "base")
-    GateBank.for_model(base, GateConfig(8, 16)).save_pretrained(tmp_path / "gates")
-    loaded = seergate.load(tmp_path / "gates", token_budget=16, dense_layers=(0,), compat="published")
-    method = seergate.handle_of(loaded).method
-    assert (method.token_budget, method.dense_layers, method.compat) == (16, (0,), "published")
-    for options, message in (
-        ({"base_model": tmp_path / "nowhere"}, "could not be loaded"),
-        ({"base_model": "checkpoints/nope"}, "could not be loaded"),
-        ({"config": DecodeConfig(), "top_p": 0.5}, "config is given beside top_p"),
-        ({"token_budget": 7}, "token_budget is 7"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            seergate.load(tmp_path / "gates", **options)
-
-
-def test_gates_of_a_model_whose_rope_was_stretched(tmp_path):
-    """They are loaded with the option that stretches it, and refused without."""
-    tiny_model("qwen3").save_pretrained(tmp_path / "base")
-    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
-    bank = GateBank.for_model(load_base(tmp_path / "base", rope_parameters=yarn), GateConfig(8, 16))
-    bank.save_pretrained(tmp_path / "gates")
-    model = seergate.load(tmp_path / "gates", token_budget=64, rope_parameters=yarn)
-    assert model.config.rope_parameters["rope_type"] == "yarn"
-    refused("these gates are for another model", seergate.load, tmp_path / "gates", token_budget=64)
 
 
 def test_a_published_ministral_3_is_refused_as_the_documents_say() -> None:

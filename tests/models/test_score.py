@@ -113,18 +113,17 @@ def test_rectified_text_is_scored_token_by_token(model):
 @torch.no_grad()
 def test_a_loss_of_many_tokens_is_told_to_be_dense(model):
     ids = prompt(60)
-    with seergate.attached(model, "quest", token_budget=128) as handle:
-        with handle.disable(), warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(ids, labels=ids)
+    with seergate.attached(model, "quest", token_budget=128):
         with pytest.warns(UserWarning, match="read densely.*says nothing of 'quest'; seergate.score"):
             model(ids, labels=ids)
         with warnings.catch_warnings():  # once
             warnings.simplefilter("error")
             model(ids, labels=ids)
-    with warnings.catch_warnings(), seergate.attached(model, "quest", token_budget=128):
+    with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(ids)
+        model(ids, labels=ids)  # the plain model
+        with seergate.attached(model, "quest", token_budget=128):
+            model(ids)
 
 
 @torch.no_grad()

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from seergate import GateConfig
@@ -19,6 +18,7 @@ from seergate.serving.common.rows import Rows
 from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
 from seergate.serving.vllm.pages import FlashPages
 from tests.support.models import gate_scores, geometry
+from tests.support.operators import Operators
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
@@ -95,18 +95,6 @@ class Tables(FlashPages):
         self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: None, output_QGD: Tensor
     ) -> None:
         self.noted.append(table_QX)
-
-
-class Operators(TorchDispatchMode):
-    """The names of the operators that run, views included."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(function._schema.name)
-        return function(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

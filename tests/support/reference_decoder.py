@@ -166,7 +166,8 @@ class ReferenceRow:
         if self.rule.selector == "quest":
             keys = kept.keys[kv_head][inside]
             high, low = keys.max(0).values, keys.min(0).values
-            return max(float(torch.maximum(q[head, -1] * high, q[head, -1] * low).sum()) for head in heads)
+            bounds = [float(torch.maximum(q[head, -1] * high, q[head, -1] * low).sum()) for head in heads]
+            return max(bounds) / math.sqrt(self.width)
         gate = self.gates[layer]
         query = sum(raw_q[head, -1] @ gate.q_proj.weight[kv_head, i] for i, head in enumerate(heads))
         query = self._placed(gate, gate.q_norm, query, self.length - 1)

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from seergate.inference_mode import without_gradients
 
-Block = tuple[int, int]
-"""A physical block: its index, and a serial number that changes when the index is allocated again."""
-
 
 @without_gradients
 def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> list[float]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from seergate.checks import check, check_choice, check_counts, check_flags, is_int, is_number
+from seergate.checks import check, check_counts, check_flags, is_int, is_number
 from seergate.errors import SeergateError, how_to_install
 from seergate.methods.base import LayerSpec, LayerState, Method
 from seergate.methods.controls import Dense
@@ -25,9 +24,8 @@ from seergate.methods.selecting import page_tokens
 class ReasonCache(Method):
     """Replace a full block of a reasoning step by a block of an earlier, similar step of the same request.
 
-    No token is evicted: attention reads as many tokens as before, from fewer physical blocks. A worker on the CPU
-    compares steps during decoding; its decisions are applied between forward passes by changing entries of the block
-    table.
+    No token is evicted: attention reads as many tokens as before, from fewer physical blocks. Steps are compared
+    between forward passes, and blocks are shared by changing entries of the block table.
 
     Attributes:
         reads: the method that selects the blocks to read (`Gate`, `Quest`, ...); ``None`` reads everything.
@@ -35,16 +33,11 @@ class ReasonCache(Method):
         max_blocks: maximum number of blocks of a cache, all rows together; ``None`` for no limit.
         strict, soft: upper and lower end of the adaptive threshold on the similarity of steps.
         structural_check: whether formulas and code of two steps must be equal.
-        percentile: percentile of the distances seen so far up to which blocks are shared; at 0 none is.
-        percentile_of: ``"request"``: the distances of the row itself; ``"all"``: of all rows so far.
+        percentile: percentile of the row's distances so far up to which blocks are shared; at 0 none is.
         warm_up: number of distances that are collected before anything is shared.
         max_candidates: maximum number of similar earlier steps whose blocks are compared, the most similar first.
-        pairing: which blocks of two similar steps are compared: ``"ordinal"``, the i-th whole block of one with the
-            i-th of the other; ``"nearest"``, every block with every block.
         border: regular expression that ends a step.
         include_prompt: whether the prompt (the tokens of the first forward pass) has steps too.
-        asynchronous: whether decisions are made on a separate thread. Otherwise they are made between forward passes,
-            which delays decoding and gives the same result in every run.
         tokenizer: turns token ids into text; ``None`` loads the model's own.
 
     Raises:
@@ -56,7 +49,6 @@ class ReasonCache(Method):
     plot_style: ClassVar[tuple[str, str] | None] = ("#DDCC77", "8")
     shares_blocks: ClassVar[bool] = True
     kv_backend: ClassVar[str | None] = "seergate.cache.paging:paging_of"
-    evaluation_options: ClassVar[Mapping[str, Any]] = {"asynchronous": False}
     reads: Method | None = None
     block_size: int | None = None
     max_blocks: int | None = None
@@ -64,20 +56,16 @@ class ReasonCache(Method):
     soft: float = 0.7
     structural_check: bool = True
     percentile: float = 80.0
-    percentile_of: str = "request"
     warm_up: int = 16
     max_candidates: int = 4
-    pairing: str = "ordinal"
     border: str = BLANK_LINE
     include_prompt: bool = False
-    asynchronous: bool = True
     tokenizer: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_counts(self, warm_up=0, max_candidates=1)
         check_counts(self, optional=True, block_size=1, max_blocks=1)
-        check_flags(self, "structural_check", "include_prompt", "asynchronous")
-        check_choice(self, percentile_of=("request", "all"), pairing=("ordinal", "nearest"))
+        check_flags(self, "structural_check", "include_prompt")
         for name, most in (("strict", 1.0), ("soft", self.strict), ("percentile", 100.0)):
             value = getattr(self, name)
             check(name, value, is_number(value) and 0 <= value <= most, f"in 0..{most:g}")

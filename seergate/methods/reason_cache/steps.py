@@ -1,4 +1,4 @@
-"""Reasoning steps of a growing text: their borders, the similarity of two steps, and kinds of repetition."""
+"""Reasoning steps of a growing text: their borders, and the similarity of two steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ BLANK_LINE = r"\n[ \t\r]*\n"
 TAIL = 64
 """Number of characters before a token that are searched with it, as a border between steps may span tokens."""
 
-VERIFYING = re.compile(
-    r"\b(wait|check|verif\w*|confirm\w*|double|again|sure|hold on|re-?\w*(check|examin)\w*)\b", re.IGNORECASE
-)
-"""Words that introduce a check of an earlier step."""
-
-LOOP_STEPS = 3
-"""Number of consecutive steps that make a loop if each repeats the step at the same distance before it."""
-
 
 @dataclass
 class ReasoningStep:
@@ -34,7 +26,6 @@ class ReasoningStep:
         ids: the step's token ids.
         text: decoded from the tokens.
         in_code: whether it begins inside a code fence that an earlier step opened.
-        repeats: index of the most similar earlier step, if any is similar.
         counts, norm: number of occurrences of each token id, and the Euclidean norm of these counts.
     """
 
@@ -42,7 +33,6 @@ class ReasoningStep:
     ids: list[int]
     text: str
     in_code: bool = False
-    repeats: int | None = None
     counts: Counter[int] = field(init=False, repr=False)
     norm: float = field(init=False)
 
@@ -83,21 +73,6 @@ def adaptive_threshold(similarities: Sequence[float], strict: float, soft: float
     """``strict - (strict - soft) * mean``: lenient where the whole text repeats itself (ReasonCache, IV-A1)."""
     mean = sum(similarities) / len(similarities) if similarities else 0.0
     return strict - (strict - soft) * mean
-
-
-def kind_of_repeat(steps: Sequence[ReasoningStep], index: int) -> str:
-    """Kind of redundant thinking of a repeated step: ``"loop"``, ``"self_verification"`` or ``"revisitation"``.
-
-    The paper names the kinds and gives examples, but no rule. Here a loop is a run of steps that repeat at a constant
-    distance; a self-verification has a word of `VERIFYING` in it or in the step before; the rest are revisitations.
-    """
-    recent = steps[max(0, index - LOOP_STEPS + 1) : index + 1]
-    first = index - len(recent) + 1
-    lags = {None if step.repeats is None else first + i - step.repeats for i, step in enumerate(recent)}
-    if len(recent) == LOOP_STEPS and len(lags) == 1 and None not in lags:
-        return "loop"
-    words = "".join(step.text for step in steps[max(0, index - 1) : index + 1])
-    return "self_verification" if VERIFYING.search(words) else "revisitation"
 
 
 class Segmenter:

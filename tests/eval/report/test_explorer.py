@@ -39,8 +39,7 @@ class Watched(ReferenceRow):
     def _chosen(self, layer, kv_head, raw_q, q, length):
         chosen, size, group = super()._chosen(layer, kv_head, raw_q, q, length), BLOCK, self.heads // self.kv_heads
         past = range((length - 1) // size)
-        scores = torch.tensor([self._score(layer, kv_head, raw_q, q, block) for block in past])
-        scores = (scores / math.sqrt(self.width) if self.rule.selector == "quest" else scores).softmax(-1)
+        scores = torch.tensor([self._score(layer, kv_head, raw_q, q, block) for block in past]).softmax(-1)
         keys, truth = self.layers[layer].keys[kv_head], []
         weights = [(keys @ q[kv_head * group + i, -1] / math.sqrt(self.width)).softmax(-1) for i in range(group)]
         for block in past:

@@ -12,8 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import envs
 from vllm.config import AttentionConfig
@@ -53,6 +51,7 @@ from seergate.serving.vllm.checks import choose_backend
 from seergate.serving.vllm.pages import FlashPages, splits
 from tests.serving.vllm.flash import use_kernels
 from tests.support.models import gate_scores, geometry
+from tests.support.operators import Operators
 from tests.support.running import refused
 
 K, G, D, E = 2, 2, 16, 16
@@ -207,23 +206,6 @@ def test_flash_attention_is_chosen_before_weights_are_loaded_and_others_are_refu
         refused("attention backend is FLASHINFER; with seergate it must be FLASH_ATTN", choose_backend, given)
 
 
-class Made(TorchDispatchMode):
-    """Operators that PyTorch would launch on a GPU, neither views nor allocations, and bytes of the largest tensor."""
-
-    def __init__(self, names: list[str] | None = None) -> None:
-        super().__init__()
-        self.names, self.bytes = [] if names is None else names, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made, name = function(*args, **(kwargs or {})), function._schema.name.removeprefix("aten::")
-        given = {x.untyped_storage()._cdata for x in tree_leaves(args) if isinstance(x, Tensor)}
-        new = [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given]
-        self.bytes = max([self.bytes, *(x.nbytes for x in new)])
-        if function._schema.is_mutable or (new and "empty" not in name):
-            self.names.append(name)
-        return made
-
-
 @pytest.mark.parametrize("kind", ["gate", "quest"])
 def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
     """1,024 rows of 131,072 tokens, eight KV heads of 128 channels, on meta tensors."""
@@ -242,7 +224,7 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
         table = torch.zeros(rows, blocks, 1, dtype=torch.long)
         sparse = Rows(torch.zeros(rows, dtype=torch.long), table)
         query = torch.empty(rows, 4 * heads, dim, dtype=torch.bfloat16)
-        with Made() as largest:
+        with Operators() as largest:
             scores = layer._scores(pages, sparse, query)
     assert scores.shape == (rows, heads, blocks) and largest.bytes <= SCORED_BYTES
 
@@ -250,7 +232,7 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
 def test_keys_are_made_without_a_copy_of_the_weight_per_row() -> None:
     size, rows = 32, 64
     made = gate(size)
-    with Made() as largest:
+    with Operators() as largest:
         made.keys(torch.randn(rows, K, 1, 3 * D), torch.zeros(rows, 1))
     assert largest.bytes < rows * made.k_proj.weight.nbytes
 
@@ -352,7 +334,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
     for layer in layers:
         layer.counts, query, cache = counts, state["queries"][0], cache_in(state["memory"][0], 32, E)
-        with torch.no_grad(), Made(names):
+        with torch.no_grad(), Operators(names):
             layer.forward(None, query, query, query, cache, metadata, state["outputs"][0])
         launches.append(list(names))
         names.clear()
@@ -382,7 +364,7 @@ def test_pages_in_each_layout_of_vllms_cache(layout: str) -> None:
     for view, values, each in zip(views, contents, summaries, strict=True):
         cache = FlashPages(None, None, view, width)
         assert torch.equal(cache.read_summaries(sparse), each[sparse.table_RNr[..., 0]].transpose(1, 2))
-        with Made() as largest:
+        with Operators() as largest:
             keys = cache.read(torch.arange(pages))
         assert torch.equal(keys, values[..., :D]) and largest.bytes == values.nbytes // 2
 
