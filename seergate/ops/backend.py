@@ -40,7 +40,7 @@ FILES = {
     "update_compressed_keys": "compression",
 }
 """Op -> its module in each backend's package."""
-WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
+WITHOUT_KERNEL = ("pool_keys", "retained_attention", "retention_kl", "scorer_kl")
 """Ops without a Triton kernel, which run in torch on GPUs too."""
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from seergate.checks import check, check_count, is_int, is_number
@@ -275,9 +274,3 @@ def counted_rows(
     least = (1 + sink_blocks) * block_size
     rows = [range(min(max(int(length * row_start), least), length), length) for length in lengths]
     return [some[row_shift % row_stride :: row_stride] for some in rows]
-
-
-def refuse_second_order() -> None:
-    """Refuse a second derivative, from the backward: it would be 0, as the saved gradients are constants."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("gate_kl has no second derivative; call backward without create_graph")
