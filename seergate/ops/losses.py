@@ -106,7 +106,6 @@ def gate_kl(
         The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without counted rows it is 0.
 
     Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
         RuntimeError: in the backward, for a second derivative.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
@@ -119,7 +118,7 @@ def gate_kl(
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]), on=("q", q))
     gate_scale = check_scale("gate_scale", gate_scale, qg.shape[-1])
     options = LossOptions(row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift)
-    options = _checked(options, block_size, lse, q)
+    options = _checked(options, ("block_size", block_size), lse, q)
     return run(
         "gate_kl", q.device, pack=pack, qg=qg, kg=kg, block_size=block_size, gate_scale=gate_scale, options=options,
         lse=lse,
@@ -194,7 +193,7 @@ def scorer_kl(
         entries = int((cu_seqlens.diff() + entry_tokens - 1).div(entry_tokens, rounding_mode="floor").sum())
     check_tensor("ks", ks, (entries, "J", "E"), on=("q", q))
     options = LossOptions(row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift)
-    options = _checked(options, block_size, lse, q)
+    options = _checked(options, ("block_size", block_size), lse, q)
     check_target(target, target_budget, block_size, sink_blocks)
     return run(
         "scorer_kl", q.device, pack=pack, qs=qs, ks=ks, block_size=block_size, options=options, lse=lse,
@@ -235,14 +234,11 @@ def retention_kl(
     Returns:
         The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
         of a segment's sum of targets in its best ``budget - distance`` tokens, mean over segments.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2], on=("q", q))
     check_count("distance", distance, 1)
-    options = _checked(LossOptions(row_start, "row_mean", recall_budgets), distance, lse, q)
+    options = _checked(LossOptions(row_start, "row_mean", recall_budgets), ("distance", distance), lse, q)
     if lse is None:
         lse = packed_attention(q, k, k, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap).lse
     return run(
@@ -251,7 +247,8 @@ def retention_kl(
     )  # fmt: skip
 
 
-def _checked(options: LossOptions, block_size: int, lse: Tensor | None, q: Tensor) -> LossOptions:
+def _checked(options: LossOptions, least: tuple[str, int], lse: Tensor | None, q: Tensor) -> LossOptions:
+    """Check options and ``lse``; ``least`` is the argument that recall budgets must not be below, and its value."""
     row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift = options
     if lse is not None:
         check_tensor("lse", lse, q.shape[:2], on=("q", q))
@@ -260,9 +257,10 @@ def _checked(options: LossOptions, block_size: int, lse: Tensor | None, q: Tenso
     check_rows(reduction, sink_blocks, row_stride)
     check_count("row_shift", row_shift)
     budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
-    if not all(is_int(budget) and budget >= block_size for budget in budgets):
+    name, lowest = least
+    if not all(is_int(budget) and budget >= lowest for budget in budgets):
         raise ValueError(
-            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
+            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least {name} ({lowest})"
         )
     return options._replace(recall_budgets=budgets)
 

@@ -240,7 +240,7 @@ def retained_attention(
     v: Tensor,
     log_beta: Tensor,
     cu_seqlens: Tensor,
-    sm_scale: float,
+    sm_scale: float | None = None,
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -248,6 +248,7 @@ def retained_attention(
 ) -> RetainedAttention:
     """Computes one row and head at a time; gradients by autograd."""
     dtype, group, output, weight_sums = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
+    sm_scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
     for start, end in _segments(cu_seqlens):
         for row in range(start, end):
             seen = slice(start if window is None else max(start, row - window + 1), row + 1)

@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from seergate.inference_mode import without_gradients
 from seergate.ops.backend import one_node
 from seergate.ops.gate_math import NORM_EPS, Branch
+from seergate.ops.rows import RowLengths
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, branch_end
 from seergate.ops.triton_impl.launch import DTYPES, padded
@@ -92,11 +94,14 @@ def update_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + high * stride_ce, x_high.to(result), mask=in_high)
 
 
-def update_compressed_keys(k: Tensor, recent: Tensor, branch: Branch, kinds: Sequence[str], **others: Any) -> None:
+@without_gradients
+def update_compressed_keys(
+    k: Tensor, rows: RowLengths, recent: Tensor, branch: Branch, kinds: Sequence[str], **others: Any
+) -> None:
     """The op on checked arguments; float64 runs in the torch backend."""
     if not {k.dtype, recent.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
-    update(k=k.detach(), recent=recent, kinds=list(kinds), **branch.detached()._asdict(), **others)
+    update(k=k, lengths=rows.tensor, recent=recent, kinds=list(kinds), **branch._asdict(), **others)
     return None
 
 

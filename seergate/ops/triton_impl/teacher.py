@@ -37,12 +37,7 @@ class Teacher:
         self.v = None if v is None else rows_in_one_piece(v.detach())
         self.kv_heads, self.dim = k.shape[1:]
         self.group = q.shape[1] // self.kv_heads
-        self.block_size, self.softcap, self.window = block_size, softcap, window
-        # The kernels need a positive scale. A negative scale negates the queries instead; 0 is replaced by a number so
-        # small that every score is 0 in fp32.
-        if sm_scale < 0:
-            self.q = -self.q
-        self.scale = max(abs(sm_scale), 1e-30)
+        self.block_size, self.scale, self.softcap, self.window = block_size, sm_scale, softcap, window
         self.sinks = None if sinks is None else sinks.detach().contiguous()
 
     def launch(self, *, output: bool = False) -> TeacherLaunch:
