@@ -185,8 +185,8 @@ def select_blocks(
     rows: RowLengths,
     *,
     budget_share: float | None,
-    budget_min: object,
-    budget_max: object,
+    budget_min: int | None,
+    budget_max: int | None,
     **others: Any,
 ) -> Selection:
     """The op on checked arguments; more than `MAX_BLOCKS` blocks, and ``budget_share``, run in the torch backend."""
