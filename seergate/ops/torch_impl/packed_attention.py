@@ -30,12 +30,11 @@ VARLEN_DIM = 256
 @without_gradients
 def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
     """The op on checked arguments."""
-    cu_seqlens, sm_scale, sinks, softcap = pack[2:]
-    spans = segments(cu_seqlens)
+    spans, sinks = segments(pack.cu_seqlens), pack.sinks
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (pack.q, pack.k, v))
     window = in_use(window, spans)
-    kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=softcap)
-    out_THD, lse_TH = by_kernel(kernel, q, k, v, cu_seqlens, spans, sm_scale, window, softcap)
+    kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=pack.softcap)
+    out_THD, lse_TH = by_kernel(kernel, pack._replace(q=q, k=k), v, spans, window)
     if sinks is not None:
         whole_TH = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
         out_THD.mul_((lse_TH - whole_TH).exp_()[..., None])
@@ -44,17 +43,10 @@ def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttenti
 
 
 def by_kernel(
-    kernel: str | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    spans: list[tuple[int, int]],
-    sm_scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    kernel: str | None, pack: Pack, v: Tensor, spans: list[tuple[int, int]], window: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp without sinks, by a kernel of `fused_kernel`."""
+    q, k, cu_seqlens, sm_scale, _, softcap = pack
     if kernel == "varlen":
         return varlen(q, k, v, cu_seqlens, sm_scale, window)
     out_THD = v.new_empty(*q.shape[:2], v.shape[-1])
@@ -76,15 +68,15 @@ def gives_lse(kernel: str, device: torch.device) -> bool:
     """
     dtype, borders = torch.float32 if device.type == "cpu" else torch.bfloat16, [0, 40, 64]
     q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).to(dtype)
-    k_TKD = q_THD[:, 2:]
-    pack = q_THD, k_TKD, k_TKD, torch.tensor(borders, dtype=torch.int32, device="cpu"), list(pairwise(borders)), 0.25
+    pack = Pack(q_THD, q_THD[:, 2:], torch.tensor(borders, dtype=torch.int32, device="cpu"), 0.25)
+    rest = pack, pack.k, list(pairwise(borders))
     try:
-        results = by_kernel(kernel, *pack)
+        results = by_kernel(kernel, *rest)
     except (AttributeError, RuntimeError, TypeError):
         return False
     return all(
         got.shape == want.shape and torch.allclose(got.float(), want.float(), atol=0.05)
-        for got, want in zip(results, by_kernel(None, *pack), strict=True)
+        for got, want in zip(results, by_kernel(None, *rest), strict=True)
     )
 
 
