@@ -13,20 +13,17 @@ from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES
-from seergate.options import listed
 
 HELP = (
-    "regenerate a figure or table of one of five papers, or see what methods do to one answer",
+    "regenerate a figure or table of one of five papers",
     "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.\n"
-    "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
     "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
     [
-        "seergate figure kept --method raas,h2o:interval=8 --budget 128",
         "seergate figure 5",
         "seergate figure 7 --out runs/fig7",
         "seergate figure 4 --model Qwen3-14B --task math500",
@@ -35,7 +32,6 @@ HELP = (
 )
 
 ATTENTION = {
-    "kept": ("method", "budget"),
     "recurrence": ("budget", "alpha"),
 }
 """Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
@@ -43,7 +39,7 @@ ATTENTION = {
 TRAINS_ONLY = ("gates", "task", "task_source", "problems", "variables", "samples", "max_new_tokens", "batch_size")
 """Options that ``table2`` does not take, which distils and answers nothing."""
 
-ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
+ALIASES = {"lazy3": "recurrence"}
 """A paper's figure -> the figure of seergate's own that shows the same."""
 
 APART = ("table2", *ATTENTION)
@@ -63,11 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     eval_args(parser, "samples", "max_new_tokens", "batch_size", "workers")
     parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
-    args = parser.add_argument_group("kept and recurrence")
-    args.add_argument(
-        "--method", type=listed(str), metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]"
-    )
-    args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
+    args = parser.add_argument_group("recurrence")
+    args.add_argument("--budget", type=int, metavar="N", help="size of a cache in tokens [several]")
     args.add_argument(
         "--alpha",
         type=float,
@@ -158,7 +151,7 @@ def _attention(
     """Draw one of the attention figures."""
     from seergate.durable import check_writable
     from seergate.eval import make_task
-    from seergate.eval.papers.attention import kept, recurrence
+    from seergate.eval.papers.attention import recurrence
 
     if options.alpha is not None and not 0 < options.alpha <= 1:
         raise ValueError(f"alpha is {options.alpha}; it must be greater than 0 and at most 1")
@@ -167,7 +160,7 @@ def _attention(
     check_writable(out)
     options.alpha = options.alpha or (0.01 if tiny else 1e-4)
     began = time.monotonic()
-    page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
+    page = recurrence(options, task, out)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
 
 

@@ -70,8 +70,7 @@ def run(options: argparse.Namespace) -> None:
     if options.trace is not None and not isinstance(method, SelectingMethod):
         raise SeergateError(
             f"--trace shows the blocks that are read, and {spec.name!r} selects none; it takes methods such as gate, "
-            "quest and oracle, which reads what dense attention looks at (what evicting methods keep: seergate figure "
-            "kept)"
+            "quest and oracle, which reads what dense attention looks at"
         )
     config = check_model(path, [method], [] if bank is None else [bank])
     tokenizer = load_tokenizer(path)

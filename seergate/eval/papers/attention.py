@@ -1,4 +1,4 @@
-"""``seergate figure kept`` and ``recurrence``: tokens that evicting methods keep, and when attention returns."""
+"""``seergate figure recurrence``: when attention returns to tokens."""
 
 from __future__ import annotations
 
@@ -10,86 +10,20 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.errors import SeergateError
 from seergate.eval import Limit, RunOptions, Task
-from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts
+from seergate.eval.calibration.calibrator import evenly_chosen_prompts
 from seergate.eval.calibration.recurrence import Recurrence, measure_recurrence
-from seergate.eval.papers.kept import KeptTokens, drawn_layer, kept_tokens
 from seergate.eval.report.plots import pyplot, save
 from seergate.eval.report.tables import markdown
-from seergate.eval.settings import grid
 from seergate.eval.store import write_json, write_text
 from seergate.eval.tasks.prompts import end_ids
-from seergate.methods import EvictingMethod
-from seergate.models.families import kv_heads
 from seergate.models.names import load_model, model_path
 from seergate.pretrained import load_tokenizer
 
-TINY_KEPT = [
-    "raas",
-    "rpc:interval=64:window=16",
-    "h2o:interval=8",
-    "snapkv:window=16:interval=16",
-    "lazy_eviction:window=auto:alpha=0.01",
-    "random_evict:interval=16",
-]
-REAL_KEPT = ["raas", "rpc:interval=1024", "h2o:interval=64", "snapkv", "lazy_eviction:window=auto", "random_evict"]
-TINY_BUDGET, REAL_BUDGET = 128, 1024
 BUDGETS = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Cache sizes of the milestone statistics, as fractions of the longest context."""
 KINDS = {"lasting": "#009E73", "milestone": "#56B4E9", "phoenix": "#D55E00", "idle": "#DDDDDD"}
 """RaaS's kinds of tokens (`Recurrence.kinds`) -> colour."""
-
-
-def kept(options: argparse.Namespace, task: Task, out: Path, tiny: bool) -> Path:
-    """Draw the tokens that each method keeps while it answers one problem (Figure 5 of RPC, Figure 3 of RaaS)."""
-    budget = options.budget or (TINY_BUDGET if tiny else REAL_BUDGET)
-    specs = grid(options.method or (TINY_KEPT if tiny else REAL_KEPT), [budget], None)
-    check_auto(specs)
-    for spec in specs:
-        if not spec.uncalibrated and not isinstance(spec.method(None), EvictingMethod):
-            raise SeergateError(f"{spec.name!r} evicts nothing, so there is nothing to see; give methods that evict")
-    model, tokenizer, limit, run = _loaded(options, task)
-    calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=run["sampling"])
-    prompt = evenly_chosen_prompts(tokenizer, task, 1)[0]
-    layer, head, by_method, rows = drawn_layer(kv_heads(model)), 0, {}, []
-    for spec in map(calibrated, specs):
-        method = spec.method(None)
-        assert isinstance(method, EvictingMethod)
-        name = spec.label.partition("-")[0]
-        name = spec.label if name in by_method else name
-        by_method[name] = tokens = kept_tokens(model, method, prompt, max_new_tokens=limit.of(len(prompt)), **run)
-        resident = tokens.resident(layer, head)
-        mean = resident.sum(1).mean() if len(resident) else tokens.prompt
-        survivors = resident[-1, : tokens.prompt].mean() if len(resident) and tokens.prompt else 1.0
-        rows.append([spec.label, str(tokens.tokens), f"{mean:.0f}", f"{100 * survivors:.0f}"])
-        print(f"{spec.label}: {tokens.tokens - tokens.prompt} tokens answered", flush=True)
-    kept_plot(by_method, out / "figure-kept.png", layer, head)
-    table = markdown(["method", "tokens seen", "resident, mean", "of the prompt at the end %"], rows)
-    text = (
-        f"# What stays: {options.model}, one problem of {task.name}, layer {layer}, KV head {head}\n\n"
-        "![What stays](figure-kept.png)\n\nA row is a decode step, a column a token, dark where its key was there "
-        "to be attended to. Each method answers for itself, so answers differ in length.\n\n" + table
-    )
-    write_text(out / "figure-kept.md", text + "\n")
-    return out / "figure-kept.md"
-
-
-def kept_plot(by_method: dict[str, KeptTokens], path: Path, layer: int, head: int) -> None:
-    """Draw one panel per method: a row per decode step, a column per token, dark where the token was resident."""
-    size = (3.2 * len(by_method), 3.4)
-    figure, panels = pyplot().subplots(1, len(by_method), squeeze=False, figsize=size, layout="constrained")
-    for axes, (name, tokens) in zip(panels[0], by_method.items(), strict=True):
-        resident = tokens.resident(layer, head)
-        axes.imshow(resident, aspect="auto", cmap="Greys", interpolation="none", vmin=0, vmax=1)
-        axes.axvline(tokens.prompt - 0.5, color="#D55E00", linewidth=1)
-        axes.tick_params(labelsize=8)
-        share = resident.sum(1).mean() / (np.arange(tokens.prompt, tokens.tokens) + 1).mean() if len(resident) else 1.0
-        axes.set_title(f"{name} ({100 * share:.0f} % resident)", fontsize=9)
-        axes.set_xlabel("token; the prompt ends at the line", fontsize=8)
-    figure.axes[0].set_ylabel("decode step")
-    figure.suptitle(f"What stays, layer {layer}, KV head {head}", fontsize=10)
-    save(figure, path)
 
 
 def recurrence(options: argparse.Namespace, task: Task, out: Path) -> Path:

@@ -16,7 +16,6 @@ from seergate.eval.sweep_plan import SweepPlan
 from tests.cli.test_evaluation import call
 from tests.support import evaluation as support
 from tests.support.made_reports import write_run
-from tests.support.models import tiny_model
 from tests.support.running import ROOT
 
 OF_SEER = [name for name, figure in FIGURES.items() if SEER in figure.source]
@@ -48,35 +47,14 @@ def test_figures_are_drawn(name, tmp_path):
         ]
 
 
-def test_the_layer_that_is_drawn_is_one_that_methods_have(tmp_path):
-    """Of a model whose layer 1 has a sliding window, and of one where only layer 0 has none."""
-    for types, layer in ((["full_attention", "sliding_attention", "full_attention"], 2), (["full_attention"], 0)):
-        place = tmp_path / f"layer{layer}"
-        config = {"layer_types": types, "num_hidden_layers": len(types), "vocab_size": len(support.tokenizer())}
-        tiny_model("gemma2", **config).save_pretrained(place / "model")
-        support.tokenizer().save_pretrained(place / "model")
-        small = ("--problems", 1, "--variables", 6, "--max-new-tokens", 20, "--task", "chain_sum")
-        options = ("--method", "h2o:interval=8", "--budget", 48, "--out", place)
-        assert call("figure", "kept", "--model", place / "model", *small, *options) == 0
-        assert f"layer {layer}, KV head 0" in (place / "figure-kept.md").read_text()
-
-
-def test_what_methods_do_to_one_answer_is_drawn(tmp_path, capsys):
+def test_when_attention_comes_back_is_drawn(tmp_path):
     problem = ["--problems", 1, "--variables", 8, "--max-new-tokens", 60, "--out", tmp_path]
-    methods = "raas,raas:block_size=8,h2o:interval=8,lazy_eviction:window=auto:alpha=0.01,rpc:interval=16:window=8"
-    assert call("figure", "kept", "--method", methods, "--budget", 48, *problem) == 0
-    text = (tmp_path / "figure-kept.md").read_text()
-    assert text.count("\n| ") == 1 + 5 + 1
-    assert (tmp_path / "figure-kept.png").stat().st_size > 10_000
     assert call("figure", "recurrence", *problem) == 0
     record = json.loads((tmp_path / "figure-recurrence.json").read_text())
     assert len(record["kinds"]) == 4 and sum(record["histogram"].values()) > 100
     for name in ("figure-recurrence", "figure-kinds"):
         assert f"({name}.png)" in (tmp_path / "figure-recurrence.md").read_text()
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert call("figure", "kept", "--method", "kv4bit", *problem) == 2
-    assert "'kv4bit' evicts nothing" in capsys.readouterr().err
-    assert call("figure", "kept", "--method", "quest", *problem) == 2
     assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
 
 
@@ -124,12 +102,9 @@ def test_the_document_lists_every_figure():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("5", "--budget", 32), "the figure 5 does not take --budget, which is for kept and recurrence"),
+        (("5", "--budget", 32), "the figure 5 does not take --budget, which is for recurrence"),
         (("table2", "--max-new-tokens", 9), "the figure table2 does not take --max-new-tokens"),
         (("table2", "--gates", "x"), "the figure table2 does not take --gates"),
-        (("kept", "--samples", 4), "the figure kept does not take --samples"),
-        (("kept", "--alpha", 0.1), "the figure kept does not take --alpha, which is for recurrence"),
-        (("recurrence", "--method", "raas"), "the figure recurrence does not take --method, which is for kept"),
         (("5", "--problems", 0), "problems is 0"),
         (("5", "--workers", -1, "--max-steps", 1), "workers is -1"),
         (("5", "--samples", 0, "--max-steps", 1), "samples is 0"),
