@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
@@ -21,8 +20,7 @@ HELP = (
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
     "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
-    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.\n"
-    "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
+    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.",
     [
         "seergate figure 5",
         "seergate figure 7 --out runs/fig7",
@@ -31,21 +29,11 @@ HELP = (
     ],
 )
 
-ATTENTION = {
-    "recurrence": ("budget", "alpha"),
-}
-"""Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
-
 TRAINS_ONLY = ("gates", "task", "task_source", "problems", "variables", "samples", "max_new_tokens", "batch_size")
 """Options that ``table2`` does not take, which distils and answers nothing."""
 
-ALIASES = {"lazy3": "recurrence"}
-"""A paper's figure -> the figure of seergate's own that shows the same."""
-
-APART = ("table2", *ATTENTION)
-"""Figures and tables that are not made from a sweep; the others are in `seergate.eval.papers.figures`."""
-
-NAMES = (*FIGURES, *APART, *ALIASES)
+NAMES = (*FIGURES, "table2")
+"""All names but ``table2`` are figures and tables that are made from a sweep."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,13 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
     eval_args(parser, "samples", "max_new_tokens", "batch_size", "workers")
     parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
-    args = parser.add_argument_group("recurrence")
-    args.add_argument("--budget", type=int, metavar="N", help="size of a cache in tokens [several]")
-    args.add_argument(
-        "--alpha",
-        type=float,
-        help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
-    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 
@@ -80,7 +61,6 @@ def run(options: argparse.Namespace) -> None:
             f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
             "what is not reproduced, and why)"
         )
-    options.name = ALIASES.get(options.name, options.name)
     if options.name != "table2":
         pyplot()  # fails before any work if matplotlib is missing
     _check_options(options)
@@ -91,18 +71,13 @@ def run(options: argparse.Namespace) -> None:
         check_writable(out)
         _table2(options, out)
         return
-    run: dict[str, Any] = {}
-    if options.name in FIGURES:
-        run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
+    run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
     if task == run.get("task"):
         defaults = run.get("task_options", {})
     source = {} if options.task_source is None else {"source": options.task_source}
     task_options = defaults | given(options, "problems", "variables") | source
-    if options.name in ATTENTION:
-        _attention(options, task, task_options, out, tiny)
-        return
     values: dict[str, Any] = {
         **run,
         **given(options, "samples", "max_new_tokens", "batch_size"),
@@ -132,36 +107,8 @@ def run(options: argparse.Namespace) -> None:
 def _check_options(options: argparse.Namespace) -> None:
     """Refuse options that the figure would ignore."""
     unused = given(options, *(TRAINS_ONLY if options.name == "table2" else ()))
-    unused |= given(options, *(("gates", "samples") if options.name in ATTENTION else ()))
     for name in unused:
         raise SeergateError(f"the figure {options.name} does not take --{name.replace('_', '-')}; leave it out")
-    option_names = dict.fromkeys(name for names in ATTENTION.values() for name in names)
-    for name in option_names:
-        if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):
-            takers = " and ".join(figure for figure, names in ATTENTION.items() if name in names)
-            raise SeergateError(
-                f"the figure {options.name} does not take --{name.replace('_', '-')}, which is for {takers}; leave it "
-                "out, or use `seergate eval`"
-            )
-
-
-def _attention(
-    options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
-) -> None:
-    """Draw one of the attention figures."""
-    from seergate.durable import check_writable
-    from seergate.eval import make_task
-    from seergate.eval.papers.attention import recurrence
-
-    if options.alpha is not None and not 0 < options.alpha <= 1:
-        raise ValueError(f"alpha is {options.alpha}; it must be greater than 0 and at most 1")
-    check_counts(options, optional=True, budget=1, max_new_tokens=1)
-    task = make_task(task_name, **task_options)
-    check_writable(out)
-    options.alpha = options.alpha or (0.01 if tiny else 1e-4)
-    began = time.monotonic()
-    page = recurrence(options, task, out)
-    print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 
 import pytest
 import yaml
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.cli.figure import ALIASES, NAMES, _distilled, _write
+from seergate.cli.figure import NAMES, _distilled, _write
 from seergate.eval.papers.figures import FIGURES, SEER
 from seergate.eval.papers.looks import STYLES
 from seergate.eval.sweep_plan import SweepPlan
@@ -47,17 +46,6 @@ def test_figures_are_drawn(name, tmp_path):
         ]
 
 
-def test_when_attention_comes_back_is_drawn(tmp_path):
-    problem = ["--problems", 1, "--variables", 8, "--max-new-tokens", 60, "--out", tmp_path]
-    assert call("figure", "recurrence", *problem) == 0
-    record = json.loads((tmp_path / "figure-recurrence.json").read_text())
-    assert len(record["kinds"]) == 4 and sum(record["histogram"].values()) > 100
-    for name in ("figure-recurrence", "figure-kinds"):
-        assert f"({name}.png)" in (tmp_path / "figure-recurrence.md").read_text()
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert call("figure", "recurrence", "--alpha", "2", *problem) == 2
-
-
 OF_OTHERS = [name for name in FIGURES if name not in OF_SEER]
 
 
@@ -79,7 +67,6 @@ def specs_of(values, sizes=(64,)):
 
 
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
-    assert set(ALIASES) <= set(NAMES)
     assert set(FIGURES) < set(NAMES) and {figure.style for figure in FIGURES.values()} == set(STYLES)
     for name, figure in FIGURES.items():
         for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
@@ -102,7 +89,6 @@ def test_the_document_lists_every_figure():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("5", "--budget", 32), "the figure 5 does not take --budget, which is for recurrence"),
         (("table2", "--max-new-tokens", 9), "the figure table2 does not take --max-new-tokens"),
         (("table2", "--gates", "x"), "the figure table2 does not take --gates"),
         (("5", "--problems", 0), "problems is 0"),
