@@ -19,7 +19,7 @@ HELP = (
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
-    "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
+    "4, 5, 7, 8, 9, table1: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
     "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.",
     [
         "seergate figure 5",
@@ -29,16 +29,10 @@ HELP = (
     ],
 )
 
-TRAINS_ONLY = ("gates", "task", "task_source", "problems", "variables", "samples", "max_new_tokens", "batch_size")
-"""Options that ``table2`` does not take, which distils and answers nothing."""
-
-NAMES = (*FIGURES, "table2")
-"""All names but ``table2`` are figures and tables that are made from a sweep."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("name", metavar="NAME", help=", ".join(FIGURES))
     eval_args(parser, "model")
     eval_args(parser, "gates", help="of gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
@@ -56,22 +50,17 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.report.plots import pyplot
     from seergate.models.names import is_tiny
 
-    if options.name not in NAMES:
+    if options.name not in FIGURES:
         raise SeergateError(
-            f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
+            f"there is no figure {options.name!r}; {did_you_mean(options.name, FIGURES)} (docs/reproduce.md says "
             "what is not reproduced, and why)"
         )
-    if options.name != "table2":
-        pyplot()  # fails before any work if matplotlib is missing
-    _check_options(options)
+    pyplot()  # fails before any work if matplotlib is missing
     tiny = is_tiny(options.model)
+    run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
+    _check_options(options, run, tiny)
     label = options.name if "table" in options.name else f"figure-{options.name}"
     out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
-    if options.name == "table2":
-        check_writable(out)
-        _table2(options, out)
-        return
-    run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
     if task == run.get("task"):
@@ -104,11 +93,15 @@ def run(options: argparse.Namespace) -> None:
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
 
 
-def _check_options(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace, run: dict[str, Any], tiny: bool) -> None:
     """Refuse options that the figure would ignore."""
-    unused = given(options, *(TRAINS_ONLY if options.name == "table2" else ()))
-    for name in unused:
-        raise SeergateError(f"the figure {options.name} does not take --{name.replace('_', '-')}; leave it out")
+    gated = "gate" in run["method"]
+    trained = gated and "block_size" in run and tiny and options.gates is None
+    for name in given(options, *(() if gated else ("gates",)), *(() if trained else ("max_steps",))):
+        why = "it trains no gates" if gated else "none of its methods has gates"
+        raise SeergateError(
+            f"the figure {options.name} does not take --{name.replace('_', '-')}, as {why}; leave it out"
+        )
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
@@ -175,35 +168,3 @@ def _write(name: str, out: Path, label: str) -> Path:
     for line in lines:
         print(f"- {markdown_text(line)}")
     return out / f"{label}.md"
-
-
-def _table2(options: argparse.Namespace, out: Path) -> None:
-    """Reproduce Table 2, the cost of distillation, by a timed training run."""
-    import torch
-
-    from seergate.distill import load_train_config, run_distillation
-    from seergate.eval.environment import processor
-    from seergate.eval.papers.figures import GPU_HOURS, STEPS, TOKENS
-    from seergate.eval.report.tables import markdown
-    from seergate.eval.store import write_text
-    from seergate.models.gate_bank import GateBank
-
-    directory = str(out / time.strftime("gates-%Y%m%d-%H%M%S"))
-    config = load_train_config(options.model, {"output_dir": directory, **given(options, "max_steps")})
-    began = time.monotonic()
-    gates = run_distillation(config)
-    hours = (time.monotonic() - began) / 3600
-    tokens = GateBank.from_pretrained(gates).training_record["tokens_seen"]
-    where = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{processor()}, {torch.get_num_threads()} threads"
-    )
-    rows = [
-        [options.model, f"{tokens:,}", str(config.max_steps), where, f"{hours:.3f}"],
-        *([f"{model}, published", TOKENS, str(STEPS), "MI300X", f"{spent:.1f}"] for model, spent in GPU_HOURS.items()),
-    ]
-    table = markdown(["model", "training tokens", "steps", "device", "device-hours"], rows)
-    note = "Ours is one device's wall-clock time for everything from loading the model to the saved adapter."
-    write_text(out / "table2.md", f"# Table 2 of SeerAttention-R: what distillation takes\n\n{table}\n\n{note}\n")
-    print(f"\n{table}\n\n{out / 'table2.md'}")

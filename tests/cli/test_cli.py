@@ -192,8 +192,6 @@ def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(
     for arguments in (("figure", "5"), ("demo",)):
         message = refusal(seergate(*arguments, "--out", str(out)))
         assert "plots need matplotlib" in message and "--no-report" not in message and not out.exists()
-    message = refusal(seergate("figure", "table2", "--model", "tiny-reasonr", "--out", str(out)))
-    assert "did you mean 'tiny-reasoner'" in message, "a table needs no plots"
 
 
 def test_interrupting_is_130_without_a_traceback(saved, tmp_path):

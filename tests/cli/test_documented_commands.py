@@ -32,7 +32,7 @@ LEFT_OUT = {
 
 SMALL = {
     "eval": ["--problems", "1", "--variables", "4", "--max-new-tokens", "24"],
-    "figure": ["--problems", "1", "--variables", "8", "--max-new-tokens", "40", "--max-steps", "2"],
+    "figure": ["--problems", "1", "--variables", "8", "--max-new-tokens", "40"],
     "generate": ["--max-new-tokens", "24"],
     "sweep": ["--problems", "1"],
     "calibrate": ["--problems", "1", "--max-new-tokens", "24"],

@@ -39,12 +39,6 @@ class Figure:
 
 SEER = "SeerAttention-R"
 
-GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
-"""Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
-
-STEPS, TOKENS = 800, "0.4B"
-"""Steps and training tokens of the runs of `GPU_HOURS` (section 5.5)."""
-
 TINY_BUDGETS = [32, 64, 128]
 PROMPT_AND_ANSWER = [128, 256, 512, 768]
 """Budgets that include the prompt, which for 30 variables has about 420 tokens and fills the first two."""
