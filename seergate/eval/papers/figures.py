@@ -125,11 +125,6 @@ FIGURES: dict[str, Figure] = {
         {"method": [*TINY_RAAS, "raas:block_size=8"], "budget": PROMPT_AND_ANSWER},
         {"method": FIVE, "budget": [64, 128, 256, 512, 1024], **FIRST_200},
     ),
-    "raas6": Figure(
-        "Figure 6 of RaaS", "Memory while an answer grows", "held",
-        {"method": ["dense", "quest:block_size=8", "raas:block_size=8"], "budget": [512]},
-        {"method": ["dense", QUEST, "raas"], "budget": [1024], "batch_size": 4, **FIRST_200},
-    ),
     "raas7": Figure(
         "Figure 7 of RaaS", "Lengths of answers by method", "lengths",
         {"method": [*TINY_RAAS, "raas:block_size=8"], "budget": PROMPT_AND_ANSWER},
@@ -141,15 +136,6 @@ FIGURES: dict[str, Figure] = {
         {"method": ["dense", *(f"raas{share}" for share in SHARES)], "budget": [128, 512, 1024], **FIRST_200},
     ),
     # ------------------------------------------------------------------------------------------------------- RPC
-    "rpc3": Figure(
-        "Figure 3 of RPC", "3-gram entropy of answers", "entropy",
-        {"method": ["dense"]}, {"method": ["dense"], **RPC_RUN},
-    ),
-    "rpc7": Figure(
-        "Figure 7 of RPC", "Memory while an answer grows", "held",
-        {"method": ["dense", "rpc:interval=64:window=8"]},
-        {"method": ["dense", "rpc:interval=4096", "rpc:interval=1024"], "batch_size": 16, **RPC_RUN},
-    ),
     "rpc8": Figure(
         "Figure 8 of RPC", "Compression interval", "costs",
         {"method": ["dense", *(f"rpc:interval={n}:window=8" for n in (4, 16, 64, 128))]},
@@ -179,10 +165,6 @@ FIGURES: dict[str, Figure] = {
             **{"rpc-interval=1024-window=32": 50.4, "rpc-interval=1024-window=128": 50.0},
         }},
     ),
-    "rpc-table3": Figure(
-        "Table 3 of RPC", "Lengths of answers", "length_statistics",
-        {"method": ["dense"]}, {"method": ["dense"], **RPC_RUN},
-    ),
     "rpc-table4": Figure(
         "Table 4 of RPC", "One decision for a layer, or one for each group of heads", "costs",
         {"method": ["dense", *(f"rpc:interval=64:window=8:scope={scope}" for scope in ("layer", "kv_head"))]},
@@ -205,11 +187,6 @@ FIGURES: dict[str, Figure] = {
         {"method": [*TINY_RIVALS, TINY_LAZY], "budget": PROMPT_AND_ANSWER},
         {"method": ["dense", "raas", "h2o", "tova", "r_kv", "lazy_eviction:window=auto"],
          "budget": [512, 1024, 1536, 2048], **MATH},
-    ),
-    "lazy6": Figure(
-        "Figure 6 of LazyEviction", "Memory while an answer grows", "held",
-        {"method": ["dense", "tova", "h2o", "raas:block_size=8", TINY_LAZY], "budget": [512]},
-        {"method": ["dense", "tova", "h2o", "raas", "lazy_eviction"], "budget": [1492], **MATH},
     ),
     "lazy-table1": Figure(
         "Table 1 of LazyEviction", "LazyEviction and other evictors", "costs",
@@ -261,10 +238,6 @@ FIGURES: dict[str, Figure] = {
         {(QWEN_7B, "gsm8k"): {"dense": 89.92}, (LLAMA_8B, "gsm8k"): {"dense": 81.73}},
     ),
     # ----------------------------------------------------------------------------------------------- ReasonCache
-    "reasoncache2": Figure(
-        "Figure 2 of ReasonCache", "Steps that repeat earlier ones", "repeats",
-        {"method": ["dense"]}, {"method": ["dense"]},
-    ),
     "reasoncache7": Figure(
         "Figure 7 of ReasonCache", "A threshold that adapts, and fixed ones", "costs",
         {"method": _sharing(["dense", "reason_cache", *(f"reason_cache:strict={t}:soft={t}" for t in (0.7, 0.9))])},

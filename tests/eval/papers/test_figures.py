@@ -42,7 +42,7 @@ OF_OTHERS = [name for name in FIGURES if name not in OF_SEER]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", support.mostly_soak(OF_OTHERS, "rpc3", "rpc7"))
+@pytest.mark.parametrize("name", support.mostly_soak(OF_OTHERS, "rpc8"))
 def test_figures_of_the_other_papers(name, tmp_path, capsys):
     """With their own settings for the tiny reasoner, on two small problems."""
     assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err

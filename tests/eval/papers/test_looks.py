@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 
 import pytest
 
 from seergate.eval.papers.figures import FIGURES
-from seergate.eval.papers.looks import STYLES, beside, ngram_entropy, repeated_steps
+from seergate.eval.papers.looks import STYLES, beside
 from seergate.eval.report import load_sweeps
 from seergate.eval.report.plots import draw_published, pyplot
 from seergate.eval.settings import MethodSpec, grid
@@ -111,18 +110,3 @@ def test_variants_without_a_common_problem_are_not_compared(tmp_path):
     parted(tmp_path / "b")
     (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
     assert STYLES["spread"].read(sweep) == []
-
-
-def test_entropy_of_ngrams_by_hand():
-    """Of a b a b a: the 3-grams aba, bab, aba: log2 3 - 2/3 bits. All different: log2 of their number."""
-    assert ngram_entropy(["a", "b", "a", "b", "a"]) == pytest.approx(math.log2(3) - 2 / 3)
-    assert ngram_entropy(["a", "b", "c", "d"]) == 1 and ngram_entropy(["a", "a", "a", "a", "a"]) == 0
-    assert ngram_entropy(["a", "b", "a", "b"], n=1) == 1
-
-
-def test_repeated_steps_by_hand():
-    """(2, 1) and (2, 2) have the cosine 6 / sqrt(5 * 8) = .949; of a and b, or of a b and b c, it is at most .5."""
-    assert repeated_steps("a a b\n\na a b b\n \nb c") == (1, 3)
-    assert repeated_steps("a b. b c. a b. ") == (1, 3)
-    assert repeated_steps("one step. 3.5 apples\n\nand another") == (0, 2), "a blank line, and full stops are none"
-    assert repeated_steps("") == (0, 0)
