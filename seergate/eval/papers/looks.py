@@ -19,7 +19,6 @@ from seergate.eval.report.plots import (
     conditions,
     draw_published,
     error_bars,
-    length_plot,
     powers_of_two,
     pyplot,
     save,
@@ -198,7 +197,6 @@ STYLES = {
     "by_block_size": PlotStyle(_block_sizes, accuracy_table, _read_spread),
     "by_threshold": PlotStyle(_threshold_and_budget, accuracy_table, _read_thresholds),
     "costs": PlotStyle(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
-    "lengths": PlotStyle(length_plot, length_table, _read_lengths),
     "length_table": PlotStyle(None, length_table, _read_lengths),
 }
 
