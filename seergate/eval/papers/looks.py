@@ -17,7 +17,6 @@ from seergate.eval.report.plots import (
     LEGEND,
     accuracy_plot,
     conditions,
-    draw_published,
     error_bars,
     powers_of_two,
     pyplot,
@@ -72,9 +71,7 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
             points[f"{s.method} {s.budget} tokens"].append((s.block_size, s))
     figure, axis = _panel(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals")
     _lines(axis, points, sweep, "block size (tokens)")
-    places = [place for line in points.values() for place in line]
-    powers_of_two(axis, sorted({int(x) for x, _ in places}))
-    draw_published(axis, sweep, places)
+    powers_of_two(axis, sorted({int(x) for line in points.values() for x, _ in line}))
     axis.legend(**LEGEND)
     return save(figure, path)
 
@@ -107,7 +104,6 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
         if group
     }
     _lines(right, points, sweep, "density: tokens read per token of context (%)")
-    draw_published(right, sweep, [])  # the paper has no densities
     right.legend(**LEGEND)
     right.set_title("(b) accuracy against density", fontsize=10)
     return save(figure, path)

@@ -17,7 +17,6 @@ from seergate.errors import SeergateError, how_to_install
 from seergate.escaping import visible
 from seergate.eval.report.findings import TRUNCATED
 from seergate.eval.report.load import Setting, Sweep, grouped
-from seergate.eval.report.published import published
 from seergate.eval.statistics.intervals import t95
 from seergate.methods import METHODS, EvictingMethod, method_class
 
@@ -257,8 +256,6 @@ def _against_budget(
         chance = sweep.config["task"].get("chance")
         if zero_to is not None and chance:
             axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
-        if zero_to is not None:
-            draw_published(axis, sweep, [(s.budget or 0, s) for method in methods for s in sweep.of(method)])
         budget_axis(axis, sweep.budgets)
         axis.set_title(name, fontsize=10)
         axis.set_ylabel(ylabel)
@@ -313,19 +310,6 @@ def error_bars(
     for (place, s), (mean, _, _) in zip(points, values, strict=True):
         if s.metrics["truncation_rate"] > TRUNCATED:
             axis.plot(place, mean, **{**how, "linestyle": "", "markerfacecolor": "white", "zorder": 4})
-
-
-def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
-    """Draw the paper's accuracy (%) for finished settings that it ran too: hollow markers, and a line for dense."""
-    for method in dict.fromkeys(s.method for _, s in points):
-        ours = [(x, s) for x, s in points if s.method == method and s.complete]
-        pairs = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
-        if pairs:
-            how = {**style(method), "linestyle": "", "markersize": 9, "markerfacecolor": "none"}
-            axis.plot(*zip(*pairs, strict=True), label=f"{method}, published", zorder=4, **how)
-    dense = published(sweep.dense.config) if sweep.dense is not None and sweep.dense.complete else None
-    if dense is not None:
-        axis.axhline(dense, color="#000000", linestyle=":", linewidth=1.2, label="dense, published")
 
 
 def budget_axis(axis: Axes, budgets: list[int]) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 from seergate.eval.papers.figures import FIGURES
 from seergate.eval.papers.looks import STYLES, beside
 from seergate.eval.report import load_sweeps
-from seergate.eval.report.plots import draw_published, pyplot
 from seergate.eval.settings import MethodSpec, grid
 from tests.eval.report.test_published import AIME, PAPER, write
 from tests.eval.report.test_report import parted
@@ -51,36 +47,17 @@ def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
         ]
 
 
-def runs_of(name: str, root: Path, bank) -> Path:
+@pytest.mark.parametrize("name", ["7", "9"])
+def test_figures_are_drawn_of_runs_from_elsewhere(name, tmp_path, bank):
     """Runs of all settings of a figure, as `seergate figure` makes them for Qwen3-8B on AIME24."""
     run = FIGURES[name].real
-    sizes = run.get("block_size", [64])
-    layers = [tuple(choice) for choice in run["dense_layers"]] if "dense_layers" in run else [None]
-    for spec in grid(run["method"], run.get("budget", [2048, 4096]), sizes, layers, run.get("threshold")):
-        write(root, spec, bank(spec.block_size) if spec.has_gates else None)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("name", "drawn"), [*((n, {"dense"}) for n in "49"), *((n, {"dense", "gate", "quest"}) for n in "578")]
-)
-def test_figures_have_the_numbers_that_are_known(name, drawn, tmp_path, bank):
-    """Figure 8, for one, whose series are named "gate, all sparse" and "gate, layers 0,1 dense"."""
-    (sweep,) = load_sweeps(runs_of(name, tmp_path, bank))
+    for spec in grid(run["method"], run["budget"], run.get("block_size", [64]), [None], run.get("threshold")):
+        write(tmp_path, spec, bank(spec.block_size) if spec.has_gates else None)
+    (sweep,) = load_sweeps(tmp_path)
     draw = STYLES[FIGURES[name].style].draw
     assert draw is not None
     text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
-    assert set(re.findall(r"<!-- (\w+), published -->", text)) == drawn
-
-
-def test_they_are_drawn_where_ours_stand(tmp_path, bank):
-    (sweep,) = load_sweeps(runs_of("7", tmp_path, bank))
-    figure, axis = pyplot().subplots()
-    draw_published(axis, sweep, [(s.block_size or 0, s) for s in sweep.settings if s.budget is not None])
-    lines = {str(line.get_label()): line.get_xydata().tolist() for line in axis.lines}
-    pyplot().close(figure)
-    assert lines["gate, published"] == [[64, 71.35]] and lines["quest, published"] == [[64, 44.2]]
-    assert [y for _, y in lines["dense, published"]] == [74.48, 74.48]
+    assert ("gate, threshold" if name == "9" else "quest 4096 tokens") in text
 
 
 def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
