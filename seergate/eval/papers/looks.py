@@ -28,8 +28,7 @@ from seergate.eval.report.tables import (
     NONE,
     SETTING,
     Columns,
-    accuracy_table,
-    cost_table,
+    core_table,
     figure_of,
     table,
     table_beside,
@@ -188,11 +187,11 @@ def _read_thresholds(sweep: Sweep) -> list[str]:
 
 
 STYLES = {
-    "by_budget": PlotStyle(accuracy_plot, accuracy_table, findings),
-    "spread": PlotStyle(accuracy_plot, accuracy_table, _read_spread),
-    "by_block_size": PlotStyle(_block_sizes, accuracy_table, _read_spread),
-    "by_threshold": PlotStyle(_threshold_and_budget, accuracy_table, _read_thresholds),
-    "costs": PlotStyle(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
+    "by_budget": PlotStyle(accuracy_plot, core_table, findings),
+    "spread": PlotStyle(accuracy_plot, core_table, _read_spread),
+    "by_block_size": PlotStyle(_block_sizes, core_table, _read_spread),
+    "by_threshold": PlotStyle(_threshold_and_budget, core_table, _read_thresholds),
+    "costs": PlotStyle(None, core_table, findings),
     "length_table": PlotStyle(None, length_table, _read_lengths),
 }
 

@@ -26,9 +26,7 @@ from seergate.eval.report.plots import accuracy_plot, bytes_plot, depth_plot, le
 from seergate.eval.report.published import deviations, published
 from seergate.eval.report.tables import (
     TEXTS,
-    accuracy_table,
     core_table,
-    cost_table,
     csv_text,
     equal_bytes,
     pass_table,
@@ -128,10 +126,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
 
 def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
     """The sections after the results of a sweep of answers."""
-    blocks = [
-        *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
-        *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
-    ]
+    blocks = list[str]()
     if any(s.evicts or (s.share, s.threshold) != (None, None) for s in sweep.settings) and (
         drawn := plot(bytes_plot, "bytes", "Accuracy against bytes held and bytes read")
     ):
@@ -188,9 +183,12 @@ _FOLDED = "<details><summary>"
 
 
 _CORE_NOTE = (
-    "Brackets, error bars and bands are 95 % intervals. *minus dense*: points, on the same problems. "
-    "*truncated*: the answer hit the length limit. *density*: tokens read per token of context. *held*: per sequence, "
-    "mean over steps."
+    "Brackets, error bars and bands are 95 % intervals, clustered by problem: Wilson's at the effective number of "
+    "samples; for *minus dense*, the paired difference on the same problems in points, that of Bonett and Price with "
+    "Student's t. *truncated*: the answer hit the length limit. *no answer*: the grader found none. *density*: tokens "
+    "read per token of context. *read per step* counts keys, values and whatever the method read to decide. *held*: "
+    "memory of a sequence's tokens and of the method's state for them, all layers, mean over steps. *tokens/s* is the "
+    "speed of the whole batch on the machine below, and depends on what else ran there."
 )
 _TEXTS_NOTE = (
     "The beginning of each text is read like a prompt; the tokens after it are given one by one. KL is to dense "
@@ -198,22 +196,6 @@ _TEXTS_NOTE = (
     "tokens, with 95 % intervals clustered by text; beside it the paired difference from the first gate's at the same "
     "budget. "
     "*read* and *held* are bytes, in percent of the first row's."
-)
-_ACCURACY_NOTE = (
-    "Accuracy is the mean over problems of the mean over a problem's samples; its interval is Wilson's at the "
-    "effective number of samples, clustered by problem. *minus dense* is the paired difference on the same problems, "
-    "in points; its interval is that of Bonett and Price with Student's t: two more problems are added, one won and "
-    "one lost. *truncated*: the answer hit the length limit. *no answer*: "
-    "the grader found none."
-)
-_COST_NOTE = (
-    "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "
-    "cached*: per layer and KV head, mean over steps; tokens quantised by kv4bit are not counted. *read per step* "
-    "counts keys, values and whatever the method read to decide. *held*: memory of a sequence's tokens and of the "
-    "method's state for them, the same in any batch; its peak is often the prompt. *allocated* is a sequence's equal "
-    "share of the batch's buffers, which are as long as the longest needs and have room to grow; on pages, of the "
-    "blocks in use. *tokens/s* is the speed of the whole batch on the machine below, and depends on what else ran "
-    "there."
 )
 _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "

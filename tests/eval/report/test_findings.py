@@ -95,7 +95,7 @@ def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
     (sweep,) = load_sweeps(runs)
     assert conditions(sweep) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
     text = write_report(runs).markdown.read_text()
-    assert text.count("| gate (unfinished) ") == 5, "in each table"
+    assert text.count("| gate (unfinished) ") == 3, "in each table"
     assert "with 7 to 20 problems, differences to dense" in text
 
 
