@@ -27,6 +27,7 @@ from tests.distill.test_trainer import (  # noqa: F401 (fixtures)
     pushes,
     weights,
 )
+from tests.support.made_reports import cells
 from tests.support.running import run_seergate
 
 
@@ -61,9 +62,7 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config: TrainConfi
     assert [o.tokens for o in first] == [first[0].tokens] * 2 and first[0].tokens > 0
     assert first[0].kl != first[1].kl and all(0 < o.recall[64] < 1 and o.seconds > 0 for o in first)
     lines = table(study, first).split("\n\n")[0].splitlines()
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
-        "variant", "parameters", "tokens", "held-out KL", "recall at 64", "s/step",
-    ]  # fmt: skip
+    assert cells(lines[0]) == [["variant", "parameters", "tokens", "held-out KL", "recall at 64", "s/step"]]
     assert len({len(line) for line in lines}) == 1 and f"{first[1].kl:.4f}" in lines[3]
 
     result = configs["max"].run_dir / "ablation.json"

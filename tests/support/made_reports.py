@@ -52,3 +52,9 @@ def reconfigure(directory, **sections):
     for name, values in sections.items():
         config[name] |= values
     path.write_text(yaml.safe_dump(config))
+
+
+def cells(text):
+    """The cells of every line of the Markdown tables in a text, heads and rules included."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -10,12 +10,7 @@ from seergate.eval.report import load_sweeps
 from seergate.eval.settings import MethodSpec, grid
 from tests.eval.report.test_published import AIME, PAPER, write
 from tests.eval.report.test_report import parted
-from tests.support.made_reports import reconfigure, write_run
-
-
-def cells(table):
-    """The rows of a Markdown table below its head."""
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+from tests.support.made_reports import cells, reconfigure, write_run
 
 
 def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
@@ -32,7 +27,7 @@ def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
         for spec in specs:
             write(tmp_path / name, spec, None, task, model, right=9, n=task["n_problems"], how=how)
         (sweep,) = load_sweeps(tmp_path / name)
-        rows = cells(beside(sweep, figure.published, figure.real))
+        rows = cells(beside(sweep, figure.published, figure.real))[2:]
         if name in ("half", "unfinished"):
             assert rows == []
             continue
@@ -66,7 +61,7 @@ def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):
     write(tmp_path, MethodSpec("gate", 8192, dense_layers=(0, 1)), bank(64))
     write(tmp_path, MethodSpec("quest", 4096, 16), None)
     (sweep,) = load_sweeps(tmp_path)
-    beside = {(row[0], row[1]): row[4:] for row in cells(STYLES["length_table"].table(sweep))}
+    beside = {(row[0], row[1]): row[4:] for row in cells(STYLES["length_table"].table(sweep))[2:]}
     assert beside == {
         ("dense", "–"): ["74.5", "15.1k", "samples 1 instead of 64"],
         ("gate, all sparse", "4096"): ["72.3", "16.3k", "samples 1 instead of 64"],

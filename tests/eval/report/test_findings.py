@@ -8,7 +8,7 @@ from seergate.errors import SeergateError
 from seergate.eval.report import load_sweeps, write_report
 from seergate.eval.report.findings import cautions, findings, idle, verdict
 from seergate.eval.report.plots import conditions
-from tests.support.made_reports import reconfigure, write_run
+from tests.support.made_reports import cells, reconfigure, write_run
 
 
 def sweep_of(*directories):
@@ -67,7 +67,7 @@ def test_few_problems_prove_little(tmp_path):
     write_run(tmp_path, "gate", 64, lambda i: True, n=3)
     write_run(tmp_path, "quest", 64, lambda i: False, n=3)
     text = write_report(tmp_path).markdown.read_text()
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| gate")]
+    rows = [row for row in cells(text) if row[0] == "gate"]
     assert [row[3] for row in rows[:2]] == ["-66.7 (-100 to +71)", "+0.0 (-88 to +88)"]
     assert "ahead beyond the 95 % interval at 0 of 1 budgets" in text
 

@@ -13,13 +13,12 @@ from seergate.eval.report import load_sweeps, write_report
 from seergate.eval.report.findings import cautions
 from seergate.eval.report.plots import pareto
 from seergate.eval.report.tables import markdown
-from tests.support.made_reports import reconfigure, write_run
+from tests.support.made_reports import cells, reconfigure, write_run
 
 
 def test_tables_hold_the_numbers(report):
     text = report.markdown.read_text()
-    lines = [line for line in text.splitlines() if re.match(r"\| gate +\| +32 ", line)]
-    core, proxies, recall = ([c.strip() for c in line.strip("|").split("|")] for line in lines)
+    core, proxies, recall = (row for row in cells(text) if row[:2] == ["gate", "32"])
     # 12 of 20 right; six problems of 20 lost, one more lost and one won: -27.3 ± 2.080 * 11.74
     assert core[:4] == ["gate", "32", "60.0 (39 to 78)", "-30.0 (-52 to -3)"]
     assert core[4:] == ["45.0", "0.0", "0.0", "32.0", "5.0", "70.0", "89.9"]
