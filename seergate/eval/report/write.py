@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -36,7 +35,6 @@ from seergate.eval.report.tables import (
     table_beside,
 )
 from seergate.eval.sampling import Sampling
-from seergate.eval.statistics.intervals import correlation
 from seergate.eval.store import flatten, write_text
 
 
@@ -208,9 +206,8 @@ _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all 
 
 
 def _proxy_note(sweep: Sweep) -> str:
-    measured = sweep.having("next_token_kl")
-    first = measured[0].proxies or {}
-    note = (
+    first = sweep.having("next_token_kl")[0].proxies or {}
+    return (
         f"Measured on {_windows(first)} of "
         f"{_whose(sweep)}, read densely up to the window (evicting methods decode their way there, but not from "
         "further back than 1024 tokens) and then decoded token by token: how far the distribution of the "
@@ -218,16 +215,6 @@ def _proxy_note(sweep: Sweep) -> str:
         "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
         "these figures."
     )
-    sparse = [s for s in measured if s.method != "dense"]
-    if len(sparse) >= 4 and sweep.proxies_on is not None:
-        rank = correlation([-s.metrics["next_token_kl"] for s in sparse], [s.metrics["accuracy"] for s in sparse])
-        if not math.isnan(rank):
-            note += f" Over these {len(sparse)} settings, rank correlation of accuracy with small KL: {rank:.2f}"
-            weighed = [s for s in sparse if s.metrics["recall"] is not None]
-            pairs = [s.metrics["recall"] for s in weighed], [s.metrics["accuracy"] for s in weighed]
-            recall = correlation(*pairs) if len(weighed) >= 4 else math.nan
-            note += "." if math.isnan(recall) else f"; with recall: {recall:.2f}."
-    return note
 
 
 def _whose(sweep: Sweep) -> str:

@@ -265,10 +265,8 @@ def test_gates_are_told_apart(tmp_path):
     assert {s.series for s in sweep.settings} == {"h2o+gate, gate.block_size=8", "h2o+gate, gate.block_size=16"}
 
 
-def test_proxies_and_their_correlation(report):
+def test_what_proxies_were_measured_on(report):
     text = report.markdown.read_text()
-    # accuracies 60, 90, 10, 45; recalls .6, .85, .35, .65: ranks 2 3 0 1 against 1 3 0 2 give 0.8
-    assert "rank correlation of accuracy with small KL: 0.80; with recall: 0.80." in text
     assert text.count("4 windows of 8 tokens of dense's own generations, the same for every method") == 2
 
 
@@ -277,6 +275,6 @@ def test_figures_of_different_contexts_are_not_compared(runs):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": "other"}))
     report = write_report(runs)
     text = report.markdown.read_text()
-    assert "rank correlation" not in text and "the same for every method" not in text
+    assert "the same for every method" not in text
     assert text.count("not known to be the same for all settings") == 2
     assert not [line for line in report.findings if line.startswith("recall")]
