@@ -24,6 +24,8 @@ UNGRADED = "ungraded.jsonl"
 GRADE = ("pred", "correct")
 FIELDS = ("completion", "gold", "n_prompt_tokens", "n_tokens", "finish_reason", "seconds", *GRADE)
 """What every graded sample holds beside its `Key`. An ungraded one lacks the `GRADE`."""
+FIELDS_OF_TEXTS = ("n_tokens", "loss", "dense_loss", "agreement")
+"""What every scored text holds beside its `Key` and ``kl``."""
 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
@@ -82,7 +84,7 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
             raise SeergateError(
                 f"{path}, line {number} is damaged; remove that line to have its sample made again"
             ) from error
-        needed = ("n_tokens",) if "kl" in sample else of_answers  # scored texts have no answers
+        needed = FIELDS_OF_TEXTS if "kl" in sample else of_answers
         if missing := [name for name in needed if name not in sample]:
             raise SeergateError(
                 f"{path}, line {number} has a sample without {missing[0]!r}; remove that line to have it made again"

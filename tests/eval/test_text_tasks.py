@@ -66,6 +66,9 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
     assert sweep(model, tokenizer, task, specs, tmp_path / "runs", options)["dense"]["kl"] == metrics["dense"]["kl"]
     (now,) = seen
     assert (now.done, now.made, now.tokens) == (4, 1, 24), "three texts were there: they say nothing about the pace"
+    kept.write_text(whole.replace('"dense_loss"', '"densloss"', 1))
+    with pytest.raises(SeergateError, match="line 1 has a sample without 'dense_loss'"):
+        load_sweeps(tmp_path / "runs")
     kept.write_text(whole)  # with the seconds that the metrics have
 
     def never(*_):

@@ -117,8 +117,6 @@ def test_software_that_differs_is_told(runs):
     ("file", "old", "new", "said"),
     [
         ("samples.jsonl", '"correct"', '"corect"', "has a sample without 'correct'"),
-        ("config.yaml", "temperature:", "temprature:", "has no generation.temperature"),
-        ("config.yaml", "task:", "task: 3\nx:", "has no task;"),
         ("proxies.json", None, "[1]", "does not hold an object"),
     ],
 )

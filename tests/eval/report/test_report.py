@@ -88,18 +88,6 @@ def test_the_pareto_front_holds_what_none_beats(tmp_path):
     )
 
 
-def test_a_run_from_before_budgets_were_written_in_words(tmp_path):
-    write_run(tmp_path, "dense", None, lambda i: True)
-    path = write_run(tmp_path, "kv4bit", None, lambda i: True) / "config.yaml"
-    write_run(tmp_path, "gate", 32, lambda i: True)
-    for config in tmp_path.glob("*/config.yaml"):
-        config.write_text(re.sub(" *nominal: .*\n", "", config.read_text()))
-    assert "nominal" not in path.read_text()
-    text = write_report(tmp_path).markdown.read_text()
-    assert re.search(r"\| dense +\| +– \|", text) and re.search(r"\| gate +\| unknown \|", text)
-    assert "- kv4bit (unknown) is +0.0" in text
-
-
 def test_names_in_plots_are_no_formulas(tmp_path):
     name = "a$x^{$b\x1b*<script>"
     write_run(tmp_path, "dense", None, lambda i: True, model=name)
