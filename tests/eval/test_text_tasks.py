@@ -124,8 +124,12 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
     (with_ends,) = table(report, TEXTS, [ours]).splitlines()[2:]
     assert f"{apart.mean:+.4f} (" in with_ends and with_ends.count("(") == 3 and alone.count("(") == 2
     assert "nan" not in with_ends + alone
-    drawn = text_plot(report, tmp_path / "kl.png")
+    own = replace(low, config=low.config | {"method": low.config["method"] | {"name": "own"}}, series="own")
+    drawn = text_plot(Sweep([*report.settings, high, own]), tmp_path / "kl.png")  # the class of one is not known
     assert drawn is not None and drawn.stat().st_size > 20_000
+    text = drawn.with_suffix(".svg").read_text()
+    lines = ["gate [msa]", "gate [attn_gate]", "streaming_llm", "gate [msa], thresholds", "own, thresholds"]
+    assert [text.count(f"<!-- {line} -->") for line in lines] == [2, 2, 1, 2, 1], "gates are in both panels"
     assert text_plot(Sweep(report.settings[1:]), tmp_path / "none.png") is None
 
 

@@ -18,7 +18,7 @@ from seergate.escaping import visible
 from seergate.eval.report.findings import TRUNCATED
 from seergate.eval.report.load import Setting, Sweep, grouped
 from seergate.eval.statistics.intervals import t95
-from seergate.methods import METHODS, EvictingMethod, method_class
+from seergate.methods import METHODS, EvictingMethod
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -214,15 +214,15 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
     """
     if sweep.dense is None:
         return None
-    lines = grouped((s for s in sweep.settings if s is not sweep.dense), lambda s: s.marked)
+    lines = grouped((s for s in sweep.settings if s is not sweep.dense), _line_of)
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharex=True, sharey=True, layout="constrained")
-    evicting = {name for name in lines if issubclass(method_class(name_of(name)), EvictingMethod)}
+    evicting = {name for name, own in lines.items() if issubclass(own[0].kind, EvictingMethod)}
     gates = {name for name in lines if name_of(name) == "gate"}
     for axis, names in zip(axes, (lines.keys() - evicting, evicting | gates), strict=True):
         drawn = [name for name in lines if name in names]
         for name in drawn:
-            shares = [sweep.share(s, "bytes_read_per_step") for s in lines[name]]
-            axis.plot(shares, [s.metrics["kl"] for s in lines[name]], label=name, **style(name, drawn))
+            points = sorted((sweep.share(s, "bytes_read_per_step"), s.metrics["kl"]) for s in lines[name])
+            axis.plot(*zip(*points, strict=True), label=name, **style(name, drawn))
         axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
         for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             ticks(lambda value, _: f"{value:g}")

@@ -146,6 +146,14 @@ def test_cautions(tmp_path):
     assert "guessing gets 10 % right" in text
 
 
+@pytest.mark.parametrize(("other", "compared"), [("kv4bit", False), ("h2o", True)])
+def test_evicting_and_selecting_methods_are_to_be_compared_by_bytes(tmp_path, other, compared):
+    """A method that compresses and has no budget is neither."""
+    for method, budget in (("dense", None), ("gate", 64), (other, 64 if compared else None)):
+        write_run(tmp_path, method, budget, lambda i: True)
+    assert any("compare the two by bytes" in line for line in cautions(sweep_of(tmp_path))) == compared
+
+
 @pytest.mark.parametrize(
     ("problems", "n_problems", "complete"),
     [(None, 20, True), (100, 20, True), (None, 30, False), (20, 20, True), (None, None, False)],
