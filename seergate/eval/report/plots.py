@@ -155,32 +155,22 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     """Accuracy against mean bytes held, and against bytes read per step; ``None`` with fewer than two points.
 
     A grey line shows the Pareto front: the settings above chance that no other setting beats in both bytes and
-    accuracy. With more than `CROWD` lines, those without a setting on either front are grey, except dense.
+    accuracy.
     """
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in PER_BYTE)]
     if len(measured) < 2:
         return None
     lines = grouped(measured, _line_of)
     chance = sweep.config["task"].get("chance") or 0.0
-    fronts = {metric: pareto(measured, metric, chance) for metric in PER_BYTE}
-    ahead = {s.directory for front in fronts.values() for s in front}
-    behind = {n for n, own in lines.items() if n != "dense" and not ahead & {s.directory for s in own}}
-    grey = behind if len(lines) > CROWD else set()
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
     for axis, (metric, label) in zip(axes, PER_BYTE.items(), strict=True):
         for name, settings in lines.items():
             points = sorted(((s.metrics[metric] / 1e3, s) for s in settings), key=lambda point: point[0])
-            if name not in grey:
-                error_bars(axis, name, list(lines), points)
-                continue
-            how = {**style(name), "color": "#CCCCCC", "linewidth": 0.8, "markersize": 3, "zorder": 1}
-            axis.plot([x for x, _ in points], [100 * s.accuracy.mean for _, s in points], **how)
-        if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]:
+            error_bars(axis, name, list(lines), points)
+        if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in pareto(measured, metric, chance)]:
             (first, _), (_, best), last = front[0], front[-1], max(s.metrics[metric] / 1e3 for s in measured)
             x, y = zip((first, 100 * chance), *front, (last, best), strict=True)
             axis.step(x, y, where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
-        if grey:
-            axis.plot([], [], color="#CCCCCC", linewidth=0.8, label=f"{len(grey)} others")
         axis.set_xscale("log", base=2)
         axis.minorticks_off()
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
