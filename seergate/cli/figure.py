@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
-    eval_args(parser, "samples", "max_new_tokens", "batch_size", "workers")
+    eval_args(parser, "max_new_tokens", "batch_size")
     parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
@@ -69,11 +69,10 @@ def run(options: argparse.Namespace) -> None:
     task_options = defaults | given(options, "problems", "variables") | source
     values: dict[str, Any] = {
         **run,
-        **given(options, "samples", "max_new_tokens", "batch_size"),
+        **given(options, "max_new_tokens", "batch_size"),
         "model": options.model,
         "task": task,
         "task_options": task_options,
-        "workers": options.workers,
         "out": str(out / "eval"),
     }
     from seergate.eval.running import checked_task, run_plan

@@ -87,8 +87,6 @@ def test_the_document_lists_every_figure():
         (("7", "--gates", "x", "--max-steps", 9), "the figure 7 does not take --max-steps"),
         (("7", "--model", "Qwen3-4B", "--max-steps", 9), "the figure 7 does not take --max-steps"),
         (("5", "--problems", 0), "problems is 0"),
-        (("5", "--workers", -1), "workers is -1"),
-        (("5", "--samples", 0), "samples is 0"),
         (("5", "--task", "perplexity:length=64:scored=8"), "the figure 5 compares answers, and 'perplexity"),
     ],
 )
