@@ -78,8 +78,6 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
     ("arguments", "said"),
     [
         (["evl"], "did you mean 'eval'?"),
-        (["evaluate"], "did you mean 'eval'?"),
-        (["figur"], "did you mean 'figure'?"),
         (["zzz"], "there are demo, plan, prepare, train, "),
         (["eval", "--methd", "dense"], "'--methd' is not an option; did you mean '--method'? (see seergate eval --h"),
         (["eval", "--problems", "many"], "--problems"),
@@ -91,7 +89,6 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["eval", "--task", "chain_sun"], "did you mean 'chain_sum'?"),
         (["eval", "--task", "none.jsonl"], "none.jsonl does not exist"),
         (["eval", "--variables", "2"], "variables is 2"),
-        (["eval", "--model", "tiny-reasonr"], "did you mean 'tiny-reasoner'?"),
         (["eval", "--top-p", "0.9"], "without --temperature"),
         (["report", "/nonexistent/run"], "/nonexistent/run does not exist"),
         (["demo", "--problems", "0"], "problems is 0"),
@@ -99,7 +96,6 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["doctor", "foo"], "'foo' is not an option (see seergate doctor --help)"),
         (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
         (["train", "--max-stepz", "3"], "is not an option; did you mean '--max-steps'? (see seergate train --help)"),
-        (["train", "--lr", "3"], "did you mean '--learning-rate'?"),
         (
             ["eval", "--method", "quest:blocksize=3"],
             "the method 'quest' has no option 'blocksize'; did you mean 'bloc",
