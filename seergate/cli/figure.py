@@ -95,9 +95,10 @@ def run(options: argparse.Namespace) -> None:
 def _check_options(options: argparse.Namespace, run: dict[str, Any], tiny: bool) -> None:
     """Refuse options that the figure would ignore."""
     gated = "gate" in run["method"]
-    trained = gated and "block_size" in run and tiny and options.gates is None
-    for name in given(options, *(() if gated else ("gates",)), *(() if trained else ("max_steps",))):
-        why = "it trains no gates" if gated else "none of its methods has gates"
+    trains = gated and tiny and "block_size" in run and options.gates is None
+    ignored = ([] if gated else ["gates"]) + ([] if trains else ["max_steps"])
+    why = "it trains no gates" if gated else "none of its methods has gates"
+    for name in given(options, *ignored):
         raise SeergateError(
             f"the figure {options.name} does not take --{name.replace('_', '-')}, as {why}; leave it out"
         )
