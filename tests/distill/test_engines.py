@@ -1,21 +1,16 @@
 """One optimizer step, worked out by hand."""
 
 import json
-import os
-import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from seergate.config import GateConfig
 from seergate.distill.distributed import DistributedState
-from seergate.distill.engines import BETAS, BUILD_SECONDS, PlainEngine, bucket_bytes, deepspeed_config, wait_for_builds
+from seergate.distill.engines import BETAS, PlainEngine, bucket_bytes, deepspeed_config
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
-from seergate.errors import SeergateError
 from seergate.models.gate_bank import GateBank
 from seergate.paths import shipped
 from tests.support.models import prompt
@@ -88,31 +83,3 @@ def test_deepspeed_does_not_wait_for_the_device_to_time_it(config):
     settings = pytest.importorskip("deepspeed.utils.config")
     values = deepspeed_config(replace(config, deepspeed=str(shipped("ds_configs/zero2.json"))), 1)
     assert settings.get_timers_config(values).enabled is False
-
-
-@pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What PyTorch leaves of one of DeepSpeed's extensions while it is compiled."""
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    build = tmp_path / "cpu_adam"
-    build.mkdir()
-    for name in ("build.ninja", "lock"):
-        (build / name).write_text("")
-    return build / "lock"
-
-
-def test_the_lock_of_a_build_is_waited_for_unless_it_was_killed(lock, capsys):
-    """PyTorch itself waits for as long as there is a lock."""
-    then = time.time() - BUILD_SECONDS - 120
-    for file in lock.parent.iterdir():
-        os.utime(file, (then, then))
-    with pytest.raises(SeergateError, match=f"{lock} is there and nothing has changed beside it for 12 minutes"):
-        wait_for_builds()
-    (lock.parent / "adam.o").write_text("")  # compiled just now
-    (other := lock.parents[1] / "somebodys_extension").mkdir()
-    (other / "lock").write_text("")
-    threading.Timer(1.0, lock.unlink).start()
-    started = time.monotonic()
-    wait_for_builds()
-    assert time.monotonic() - started >= 0.9 and str(lock) in capsys.readouterr().out
