@@ -53,7 +53,7 @@ OWN_MODEL = ROOT / "docs" / "your_model.md"
 SMALL_OWN = {
     "generate": ["--max-new-tokens", "4"],
     "traces": ["--max-new-tokens", "40", "--limit", "2"],
-    "plan": ["--no-measure"],
+    "plan": [],
     "train": ["--max-length", "256", "--max-steps", "2", "--recall-budgets", "64"],
     "eval": ["--max-new-tokens", "4", "--budget", "64", "--method", "dense,gate"],
     "dense-layers": ["--budget", "64", "--task", "needle:length=400:problems=1"],

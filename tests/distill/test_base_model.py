@@ -93,10 +93,10 @@ def test_packs_are_as_long_as_the_model_has_positions(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = replace(config, max_length=32768, recall_budgets=(32, 2048, 4096), max_steps=1)
-    assert make_plan(recipe, measure=False).config.max_length == 2048
+    assert make_plan(recipe).config.max_length == 2048
     stretched = replace(recipe, rope_scaling=json.dumps(YARN))
-    assert make_plan(stretched, measure=False).config.max_length == 8192
-    assert make_plan(replace(recipe, max_length=256), measure=False).config.max_length == 256
+    assert make_plan(stretched).config.max_length == 8192
+    assert make_plan(replace(recipe, max_length=256)).config.max_length == 256
     heard = Recorder()
     gates = GateBank.from_pretrained(run_distillation(recipe, [heard]))
     assert gates.training_record["config"]["max_length"] == 2048

@@ -182,7 +182,7 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
     )  # fmt: skip
     Qwen3ForCausalLM._from_config(shape, dtype="bfloat16").save_pretrained(tmp_path / "model")
     run = replace(config, model=str(tmp_path / "model"), dtype="float32", shard_base=True)
-    plan = make_plan(run, processes=2, device="cpu", measure=False).memory
+    plan = make_plan(run, processes=2, device="cpu").memory
     run.save(tmp_path / "run.yaml")
     for done in pair(["-c", LOADS, str(tmp_path / "run.yaml")]):
         assert done.returncode == 0, done
@@ -200,13 +200,13 @@ def test_who_cannot_divide_is_told(config: TrainConfig) -> None:  # noqa: F811
 
 def test_the_plan_divides_what_does_not_fit_whole() -> None:
     run = load_train_config("qwen3-32b")
-    alone, eight = (make_plan(run, memory_gb=48, processes=n, measure=False) for n in (1, 8))
+    alone, eight = (make_plan(run, memory_gb=48, processes=n) for n in (1, 8))
     assert not alone.fits and alone.memory.gathered == 0 and not alone.config.shard_base
     assert eight.fits and eight.config.shard_base
     assert eight.memory.base == pytest.approx(alone.memory.base / 8, rel=1e-6)
     assert eight.memory.base + eight.memory.base_elsewhere == alone.memory.base
     assert "frozen model (bfloat16, without LM head), 1/8" in eight.text() and "processes: 8" in eight.text()
-    roomy = make_plan(run, memory_gb=96, processes=8, measure=False)
+    roomy = make_plan(run, memory_gb=96, processes=8)
     assert roomy.fits and not roomy.config.shard_base
-    whole = make_plan(replace(run, shard_base=False), memory_gb=48, processes=8, measure=False)
+    whole = make_plan(replace(run, shard_base=False), memory_gb=48, processes=8)
     assert not whole.fits and whole.memory.base == alone.memory.base
