@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from seergate.config import SCORERS, is_retention
+from seergate.config import SCORERS
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
@@ -509,8 +509,6 @@ class _Run:
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {self.engine.name} on "
             f"{world.device.type}{processes}"
         )
-        if world.device.type == "cuda" and (slow := without_kernel(self.bank, config)):
-            yield slow
         if config.eval_steps and config.eval_packs and not self.data.held_out:
             yield (
                 f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
@@ -627,16 +625,6 @@ class _Run:
     def _say(self, text: str) -> None:
         for callback in self.callbacks:
             callback.on_message(text)
-
-
-def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
-    """Return a warning if the loss has no GPU kernel; ``None`` if it has one."""
-    if is_retention(config.scorer) or (bank.gate(bank.geometry.layers[0]).fused and config.target == "max"):
-        return None
-    return (
-        f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r} and target {config.target!r} has no kernel for "
-        "GPUs: PyTorch computes the teacher's scores in float32, which takes longer"
-    )
 
 
 @contextmanager

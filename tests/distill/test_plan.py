@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from seergate import GateBank, GateConfig
+from seergate import GateBank
 from seergate.cli.main import main
 from seergate.distill import load_train_config
 from seergate.distill.base_model import gate_config
@@ -21,11 +21,9 @@ from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import loss_pairs, make_plan, pack_flop, pairs
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
-from seergate.distill.trainer import without_kernel
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
 from tests.support.memory import peak_bytes
-from tests.support.models import tiny_model
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
@@ -204,14 +202,6 @@ def test_pairs() -> None:
 
     assert pairs(4) == 10 and counted(10, 8, 0.0) == 19 and counted(40, 8, 0.75) == pairs(40) - pairs(30)
     assert counted(100, 8, 0.5, 2) == (pairs(100) - pairs(50)) / 2 and counted(5, 8, 0.0) == 0
-
-
-def test_what_has_no_kernel_for_gpus_is_named():
-    model, common = tiny_model("qwen3"), {"recipe": "paper", "block_size": 8, "max_length": 1024}
-    for options, named in (({"sink_blocks": 1}, None), ({"scorer": "msa"}, "'msa'"), ({"target": "sum"}, "'sum'")):
-        config = load_train_config("someone/model", common | options)
-        message = without_kernel(GateBank.for_model(model, GateConfig(8, 16, scorer=config.scorer)), config)
-        assert message is None if named is None else named in message
 
 
 def test_the_command(capsys):
