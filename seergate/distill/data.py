@@ -7,8 +7,6 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +18,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
-from seergate.durable import check_writable, naming
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
 from seergate.progress import working
@@ -228,14 +226,9 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
         the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
     """
-    with _usable(token_cache(config)) as cache:
-        return _tokenised(config, tokenizer, cache)
-
-
-def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Dataset:
-    """Do the work of `tokenised` with the cache in that directory."""
     from datasets import Features, Sequence, Value
 
+    cache = _cache(config)
     rows = open_source(config, cache)
     if not len(rows):
         raise SeergateError(no_rows(config.data))
@@ -301,8 +294,7 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     Returns:
         Row number -> the turns before the row's last answer; and reason -> number of rows without a question.
     """
-    with _usable(token_cache(config)) as cache:
-        rows = open_source(config, cache)
+    rows = open_source(config, _cache(config))
     by_row: dict[int, list[dict[str, str]]] = {}
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
@@ -325,25 +317,14 @@ def _parsed(row: dict[str, Any]) -> Any:
         raise MalformedRow("not JSON") from error
 
 
-def token_cache(config: TrainConfig) -> Path:
-    """Return the directory of tokenised data."""
+def _cache(config: TrainConfig) -> Path:
+    """Return the directory of tokenised data, made unless it exists; refuse one that cannot be written to."""
     if config.token_cache:
-        return Path(config.token_cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
-
-
-@contextmanager
-def _usable(cache: Path) -> Iterator[Path]:
-    """Make the directory of tokenised data, and name the option if it cannot be made or written to."""
-    try:
-        check_writable(cache)
-    except SeergateError as error:
-        raise SeergateError(
-            f"the directory of tokenised data, {cache}, cannot be used: {error}; name another with --token-cache "
-            "(token_cache), or its parent with XDG_CACHE_HOME"
-        ) from error
-    with naming(cache):
-        yield cache
+        cache = Path(config.token_cache)
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
+    check_writable(cache)
+    return cache
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:
