@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
+from seergate.distill.formatting import TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.durable import check_writable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 3
+FORMAT = 4
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -44,7 +44,7 @@ class DataReport:
         duplicates: samples left out because they equal an earlier one.
         too_short: samples left out because no token has two past blocks to choose from, besides sink blocks.
         malformed: reason -> number of rows left out for it.
-        think_added, no_reasoning, earlier_reasoning, unanswered: number of rows with this note of `TrainingText`.
+        notes: note of `TrainingText` -> number of rows with it.
         efficiency: share of the packs' capacity that is filled with tokens.
         mixed: source -> number of its rows; empty without a mixture.
     """
@@ -58,10 +58,7 @@ class DataReport:
     duplicates: int
     too_short: int
     malformed: dict[str, int]
-    think_added: int
-    no_reasoning: int
-    earlier_reasoning: int
-    unanswered: int
+    notes: dict[str, int]
     packs: int
     held_out: int
     efficiency: float
@@ -80,10 +77,7 @@ class DataReport:
             "dropped as too long": self.dropped,
             "duplicates left out": self.duplicates,
             "too short to choose between blocks left out": self.too_short,
-            "given their opening think tag": self.think_added,
-            "without reasoning": self.no_reasoning,
-            "without the reasoning of their earlier turns": self.earlier_reasoning,
-            "cut off after their last answer": self.unanswered,
+            **self.notes,
             **{f"malformed ({reason})": count for reason, count in self.malformed.items()},
         }
         notes = [f"{count:,} {what}" for what, count in left_out.items() if count]
@@ -164,7 +158,7 @@ def prepare_data(
             first[digest] = row, length
             if length > config.max_length:
                 counts["truncated" if config.over_length == "truncate" else "dropped"] += 1
-    counts |= {"malformed": dict(malformed), **{note: notes[note] for note in NOTES}}
+    counts |= {"malformed": dict(malformed), "notes": dict(notes)}
     long = config.max_length if config.over_length == "drop" else float("inf")
     unique = {digest: place for digest, place in first.items() if place[1] <= long}
     samples = Samples(tokens, [r for r, _ in unique.values()], [min(n, config.max_length) for _, n in unique.values()])

@@ -48,7 +48,7 @@ def test_reasoning_survives_behind_exactly_one_think_tag(
     assert text.index("3 * 5") < text.index("<think>") < text.index(REASONING) < text.index("</think>")
     assert text.index("</think>") < text.index("\\boxed{15}")
     report = prepare_data(config, tokenizer).report
-    assert report.think_added == (opening == "") and report.no_reasoning == 0
+    assert report.notes == ({} if opening else {"given their opening think tag": 1})
 
 
 def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
@@ -79,11 +79,11 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
     text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", **answer}]})
     first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
     last = "<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
-    assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "no_reasoning" not in notes
+    assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "without reasoning" not in notes
     text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", "content": "2"}]})
-    assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["no_reasoning"]
+    assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["without reasoning"]
     empty = formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>\n\n</think>2"}]})
-    assert empty.text == text and empty.notes == ["no_reasoning"]
+    assert empty.text == text and empty.notes == notes
     picky = PLAIN.replace("{{ m.content }}", "{{ m.content if 'thinking' not in m else raise_exception('no') }}")
     assert (
         "<think>one</think>2"
@@ -98,7 +98,7 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
     text, is_chat, notes = Formatter(tokenizer).text({"messages": turns})
-    assert notes == ["earlier_reasoning"]
+    assert notes == ["without the reasoning of their earlier turns"]
     assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
@@ -128,14 +128,13 @@ def test_what_is_left_out_of_a_conversation_is_counted(
     data = prepare_data(config, tokenizer)
     report = data.report
     assert (report.samples, report.malformed) == (9, {"no assistant turn": 1})
-    assert (report.earlier_reasoning, report.unanswered) == (4, 3)
-    assert not any("unanswered" in tokenizer.decode(data.samples[i]) for i in range(9))
     summary = report.summary()
     assert (
         "4 without the reasoning of their earlier turns" in summary and "3 cut off after their last answer" in summary
     )
+    assert not any("unanswered" in tokenizer.decode(data.samples[i]) for i in range(9))
     assert prepare_data(config, tokenizer).report == report  # also when it is found tokenised
-    assert json.loads(json.dumps(asdict(report)))["unanswered"] == 3
+    assert json.loads(json.dumps(asdict(report)))["notes"] == report.notes
 
 
 def test_several_chat_templates_by_name(config: TrainConfig) -> None:
@@ -146,10 +145,10 @@ def test_several_chat_templates_by_name(config: TrainConfig) -> None:
     assert Formatter(tokenizer).text(row) == expected
     assert only_text(config, tokenizer, row) == expected.text
     tokenizer.chat_template = {"tool_use": TEMPLATES["plain"], "rag": TEMPLATES["plain"]}
-    with pytest.raises(SeergateError, match=r"several chat templates \(tool_use, rag\) and none is called default"):
+    with pytest.raises(SeergateError, match=r"multiple chat templates with no default.*; give one with chat_template"):
         Formatter(tokenizer).text(row)
     tokenizer.chat_template = {}
-    with pytest.raises(SeergateError, match="has no chat template"):
+    with pytest.raises(SeergateError, match="gives no chat template"):
         Formatter(tokenizer).text(row)
 
 
@@ -168,8 +167,16 @@ def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path: 
     (tmp_path / "own.jinja").write_text("{% for %}")
     with pytest.raises(SeergateError, match="cannot be read"):
         prepare_data(mended, tokenizer)
-    with pytest.raises(SeergateError, match="has no chat template"):
+    with pytest.raises(SeergateError, match="gives no chat template"):
         training_template(byte_tokenizer(None))
+
+
+def test_a_template_that_refuses_the_probe_is_one_that_cannot_be_used() -> None:
+    refusing = "{{ raise_exception('no thinking') if '<think>' in messages[-1].content }}"
+    with pytest.raises(SeergateError, match="deletes the reasoning .*, or refuses it"):
+        training_template(byte_tokenizer(refusing))
+    replacement = training_template(byte_tokenizer(f"{refusing}<|im_start|>"))
+    assert "<|im_start|>" in replacement and "raise_exception" not in replacement
 
 
 def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
