@@ -314,8 +314,9 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         shares = [part.share if part else 0.0 for part in self._shares()]
         names = [part.name for part in self._shares() if part]
         mixed = all(shares) and len(set(names)) == len(names)
-        one = not names and ("," not in self.data or exists(self.data))
-        self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
+        self._must(
+            "data", not names or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)"
+        )
         if self.rope_scaling is not None:
             self._must("rope_scaling", "rope_type" in self.rope_parameters, 'a JSON object with "rope_type"')
         blocks = all(budget >= self.block_size for budget in self.recall_budgets)

@@ -262,7 +262,7 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
     problems = [""] * len(rows)
     for number, row in enumerate(rows):
         try:
-            texts[number] = formatter.text(_parsed(row))
+            texts[number] = formatter.text(parsed(row))
         except MalformedRow as reason:
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
@@ -293,13 +293,13 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
         try:
-            by_row[number] = question(_parsed(row))
+            by_row[number] = question(parsed(row))
         except MalformedRow as reason:
             reasons[f"malformed ({reason})"] += 1
     return by_row, reasons
 
 
-def _parsed(row: dict[str, Any]) -> Any:
+def parsed(row: dict[str, Any]) -> Any:
     """Return the contents of a row; rows of files and streams are stored as JSON text and parsed here."""
     if tuple(row) != RAW:
         return row

@@ -179,9 +179,9 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         advice = "`seergate plan` with the same options says what it needs; max_length and quantize help"
         if through_model:
             advice = f"scorer {through_model[0]!r} trains through the whole model; make max_length smaller"
+        longest = max(run.config.max_length for run in members)
         raise SeergateError(
-            f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
-            f"{advice}"
+            f"a pack of {longest} tokens does not fit in the memory that {world.device} has left; {advice}"
         ) from error
     finally:
         for run in members:

@@ -16,6 +16,7 @@ from seergate.cli.main import main
 from seergate.distill import TrainConfig, run_distillation, trainer
 from seergate.distill.ablation import Outcome, Study, load_study, run_studies, studies, table, variant_configs
 from seergate.distill.callbacks import StepLog
+from seergate.distill.config import MAX_LENGTH
 from seergate.distill.trainer import Stopped, run_together
 from seergate.errors import SeergateError
 from tests.distill.test_trainer import (  # noqa: F401 (fixtures)
@@ -155,9 +156,10 @@ def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) 
         def on_step(self, log: StepLog) -> None:
             raise torch.OutOfMemoryError
 
-    first = replace(config, max_steps=1, packs_per_step=1, eval_packs=0, output_dir=str(tmp_path / "first"))
+    small = replace(config, max_steps=1, packs_per_step=1, eval_packs=0)
+    first = replace(small, max_length=MAX_LENGTH, output_dir=str(tmp_path / "first"))  # of which there are 2048
     second = replace(first, scorer="trim_kv", gate_dim=None, output_dir=str(tmp_path / "second"))
-    with pytest.raises(SeergateError, match="trains through the whole model; make max_length smaller"):
+    with pytest.raises(SeergateError, match="a pack of 2048 tokens .* trains through the whole model; make max_leng"):
         run_together({"first": (first, [Full()]), "second": (second, [])})
     for run in (first, second):
         assert "shard_base: false" in (run.run_dir / "train_config.yaml").read_text()

@@ -100,7 +100,8 @@ def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(config: Trai
 @pytest.mark.parametrize(
     ("name", "contents", "why"),
     [
-        ("none.jsonl", None, "does not exist"),
+        ("none.jsonl", None, "does not exist$"),
+        ("a.jsonl,b", None, "does not exist; several sources need a share each"),
         ("bad.parquet", b"PAR1 no parquet", "cannot be read"),
         ("bad.json", b'[{"messages": ', "begins like a JSON list"),
         ("notes.txt", b"hello", "holds no data"),
