@@ -55,14 +55,6 @@ def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
             load_train_config(model)
 
 
-def test_aliases_may_not_stand_for_too_many_values(tmp_path: Path) -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 9)]
-    (tmp_path / "c.yaml").write_text("\n".join(lines), encoding="utf-8")
-    with pytest.raises(SeergateError, match="holds more than 100,000 values"):
-        read_yaml(tmp_path / "c.yaml")
-
-
 def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = vars(train_parser(None, "", ()).parse_args(["--data", "org/a:0.7", "b.jsonl:0.3", "--seed", "1"]))
     config = resolve(options)
