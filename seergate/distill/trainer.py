@@ -47,11 +47,9 @@ from seergate.distill.checkpoint import (
     clear_drafts,
     load_checkpoint,
     newest_checkpoint,
-    random_states,
     read_record,
     remove_checkpoints,
     save_checkpoint,
-    set_random_states,
 )
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
@@ -202,16 +200,14 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
         stop = False
         for run in active:
-            with run.own_random():
-                stop |= run.update(step, outputs[run], started, bool(requested))
+            stop |= run.update(step, outputs[run], started, bool(requested))
         held_out = dict[_Run, list[DistillOutput]]()
         for group in _sharing([run for run in active if run.evaluates(step)]):
             held_out |= _distill(group, group[0].data.held_out, 0, held_out=True)
         for run in active:
-            with run.own_random():
-                if run in held_out:
-                    run.evaluated(step, held_out[run])
-                run.save(step, stop)
+            if run in held_out:
+                run.evaluated(step, held_out[run])
+            run.save(step, stop)
         if stop:
             number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
             raise Stopped(f"after step {step + 1} of {max(run.config.max_steps for run in active)}", number)
@@ -370,7 +366,6 @@ class _Run:
         self.bank, self.base = bank, base
         self.engine = make_engine(bank, config, world)
         self.done = self._resume()
-        self.random = random_states()
         with world.fail_together():
             if world.is_main:
                 console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.shows_steps)
@@ -489,7 +484,6 @@ class _Run:
             checkpoint = load_checkpoint(newest)
             check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
         self.engine.load(checkpoint.state, checkpoint.step)
-        set_random_states(checkpoint.random)
         self.progress = _Progress(**checkpoint.progress)
         return checkpoint.step
 
@@ -516,13 +510,6 @@ class _Run:
             )
         if self.done:
             yield f"continuing after step {self.done} of {config.max_steps}"
-
-    @contextmanager
-    def own_random(self) -> Iterator[None]:
-        """Use the run's own random states in the ``with`` block, since other runs draw random numbers in between."""
-        set_random_states(self.random)
-        yield
-        self.random = random_states()
 
     def packs(self, step: int) -> list[list[int]]:
         """Return the sample numbers of each pack of a step, over all processes."""
@@ -603,7 +590,7 @@ class _Run:
         if not (stop or done == self.config.max_steps or (every and done % every == 0)):
             return
         state = self.engine.state()  # all processes must call it
-        checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
+        checkpoint = Checkpoint(done, state, self.identity, vars(self.progress).copy())
         root, keep = self.dir / "checkpoints", self.config.save_total_limit
         self.world.from_main(lambda: save_checkpoint(root, checkpoint, keep))
 
