@@ -110,7 +110,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
     ``output_dir``. An interrupted run in ``output_dir`` can still be resumed. Raises `SeergateError` as a run does.
     """
     alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    run = _Run("", config, alone, (), shows_steps=False)
+    run = _Run("", config, alone, ())
     try:
         run.check()
         run.check_checkpoint()
@@ -127,8 +127,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     Each run gives the same result as on its own. Returns the directories of the adapters.
 
     Args:
-        runs: name -> configuration and callbacks of the run. Only the first run shows its steps; every message begins
-            with the name of its run.
+        runs: name -> configuration and callbacks of the run. Only the first run with steps to take shows them; every
+            message begins with the name of its run.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
@@ -157,15 +157,16 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                 config = config.in_processes(world.size)
                 if through_model:  # gradients flow through the model, which cannot be sharded
                     config = replace(config, shard_base=False)
-                members.append(_Run(name, config, world, callbacks, shows_steps=not members))
+                members.append(_Run(name, config, world, callbacks))
                 members[-1].begin()
             for run in members:
                 run.gather()
             # The runs share the model, so it is sharded if one of them has no memory for a full copy.
             sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
-            base = None
+            base, shown = None, False
             for run in members:
-                base = run.prepare(base, sharded, headless=not through_model)
+                base = run.prepare(base, sharded, headless=not through_model, shows_steps=not shown)
+                shown |= run.done < run.config.max_steps
         expect_steps()
         with _stop_requests(world.is_main) as requested:
             _train(members, requested)
@@ -258,6 +259,7 @@ class _Progress:
 
     tokens: int = 0
     held_out_kl: float | None = None  # of the current gates
+    held_out_recall: dict[str, float] | None = None  # token budget -> mean recall of the current gates
     best_kl: float | None = None
     best_step: int | None = None
     final_kl: float | None = None
@@ -312,15 +314,8 @@ class Averages:
 class _Run:
     """A run of `run_together`. Its stages: `begin`, `gather`, `prepare`, steps of training, `finish`, `close`."""
 
-    def __init__(
-        self,
-        name: str,
-        config: TrainConfig,
-        world: DistributedState,
-        callbacks: Iterable[Callback],
-        shows_steps: bool,
-    ) -> None:
-        self.name, self.world, self.shows_steps, self.dir = name, world, shows_steps, config.run_dir
+    def __init__(self, name: str, config: TrainConfig, world: DistributedState, callbacks: Iterable[Callback]) -> None:
+        self.name, self.world, self.dir = name, world, config.run_dir
         with world.fail_together():
             self.model_path = locate_model(config).model
         self.config = replace(config, output_dir=str(self.dir))
@@ -345,7 +340,9 @@ class _Run:
         with world.fail_together():
             self.check_checkpoint()
 
-    def prepare(self, base: PreTrainedModel | None, sharded: bool, headless: bool) -> PreTrainedModel:
+    def prepare(
+        self, base: PreTrainedModel | None, sharded: bool, headless: bool, shows_steps: bool
+    ) -> PreTrainedModel:
         """Create gates and engine, resume, and open the callbacks; returns the frozen model, loaded if ``None``."""
         self.sharded = sharded
         config, world = self.config, self.world
@@ -368,7 +365,7 @@ class _Run:
         self.done = self._resume()
         with world.fail_together():
             if world.is_main:
-                console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.shows_steps)
+                console = Console(config.max_steps, self.done, config.logging_steps, self.name, shows_steps)
                 self.callbacks += [console, *open_trackers(config, self.done + 1)]
             for text in self._introduction():
                 self._say(text)
@@ -544,7 +541,7 @@ class _Run:
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
-        progress.held_out_kl = None
+        progress.held_out_kl = progress.held_out_recall = None
         if math.isfinite(kl := sum(means.kl_per_layer) / len(self.bank)):
             progress.final_kl = kl
         log = StepLog(
@@ -579,8 +576,11 @@ class _Run:
         for callback in self.callbacks:
             callback.on_eval(log)
         progress = self.progress
-        progress.held_out_kl = log.kl if math.isfinite(log.kl) else None
-        if progress.held_out_kl is not None and (progress.best_kl is None or log.kl < progress.best_kl):
+        if not math.isfinite(log.kl):
+            return
+        progress.held_out_kl = log.kl
+        progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
+        if progress.best_kl is None or log.kl < progress.best_kl:
             progress.best_kl, progress.best_step = log.kl, step + 1
             self._export(self.dir / "best")
 
@@ -606,6 +606,7 @@ class _Run:
             "kl_last_step": self.progress.final_kl,
             "kl_held_out": self.progress.held_out_kl,
             "kl_held_out_best": self.progress.best_kl,
+            "recall_held_out": self.progress.held_out_recall,
         }
         save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
 

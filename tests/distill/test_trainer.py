@@ -139,6 +139,7 @@ def test_it_learns_and_leaves_an_adapter_that_loads(config: TrainConfig, model_d
     best = min(heard.evals, key=lambda log: log.kl)
     assert GateBank.from_pretrained(out / "best").training_record["kl_held_out"] == best.kl
     assert bank.training_record["kl_held_out"] == heard.evals[-1].kl
+    assert bank.training_record["recall_held_out"] == {str(b): x for b, x in heard.evals[-1].mean_recall().items()}
     assert bank.training_record["kl_held_out_best"] == best.kl
     assert TrainConfig.from_dict(read_yaml(out / "train_config.yaml")) == config
     assert json.loads((out / "data.json").read_text())["samples"] == 80
@@ -319,7 +320,8 @@ def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(confi
     message = f"{count} of {count} held-out packs gave no finite loss and were left out"
     assert [f"step {step}: {message}" in heard.messages for step in (1, 2)] == [True, True]
     training = json.loads((out / "gate_config.json").read_text(encoding="utf-8"))["training"]
-    assert training["kl_held_out"] is training["kl_held_out_best"] is None and math.isfinite(training["kl_last_step"])
+    assert training["kl_held_out"] is training["kl_held_out_best"] is training["recall_held_out"] is None
+    assert math.isfinite(training["kl_last_step"])
     assert not (out / "best").exists()
 
 
