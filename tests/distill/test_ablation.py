@@ -19,15 +19,7 @@ from seergate.distill.callbacks import StepLog
 from seergate.distill.config import MAX_LENGTH
 from seergate.distill.trainer import Stopped, run_together
 from seergate.errors import SeergateError
-from tests.distill.test_trainer import (  # noqa: F401 (fixtures)
-    Recorder,
-    Signalled,
-    assert_identical,
-    config,
-    model_dir,
-    pushes,
-    weights,
-)
+from tests.distill.conftest import Recorder, Signalled, assert_identical, weights
 from tests.support.made_reports import cells
 from tests.support.running import run_seergate
 
@@ -36,7 +28,7 @@ def run_study(study: Study, configs: dict[str, TrainConfig]) -> list[Outcome]:
     return run_studies([(study, configs)])[0]
 
 
-def options_of(config: TrainConfig, **changes: Any) -> dict[str, Any]:  # noqa: F811
+def options_of(config: TrainConfig, **changes: Any) -> dict[str, Any]:
     return {**config.to_dict(), "max_steps": 3, "recall_budgets": (64,), **changes}
 
 
@@ -53,7 +45,7 @@ def test_a_shipped_study_can_run_on_the_tiny_reasoner(name: str) -> None:
         assert differ <= {*given, "output_dir"}  # nothing else varies
 
 
-def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatch):  # noqa: F811
+def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatch):
     study = Study(
         "pooling", {"learning_rate": 5e-3}, {"max": {"k_pooling": "max"}, "all three": {"k_pooling": "max,min,avg"}}
     )
@@ -73,7 +65,7 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatc
         run_study(study, variant_configs(study, config.model, options_of(config, learning_rate=2e-2)))
 
 
-def test_variants_without_held_out_packs_cannot_be_compared(config):  # noqa: F811
+def test_variants_without_held_out_packs_cannot_be_compared(config):
     configs = variant_configs(study := Study("s", {}, {"a": {"rope": True}}), config.model, options_of(config))
     with pytest.raises(SeergateError, match="/a holds no evaluation: there are too few packs"):
         run_study(study, {"a": replace(configs["a"], data_limit=9, max_steps=1)})
@@ -104,7 +96,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-def assert_alone(config: TrainConfig, alone: Path) -> None:  # noqa: F811
+def assert_alone(config: TrainConfig, alone: Path) -> None:
     for part in (".", "best"):
         assert_identical(weights(config.run_dir / part), weights(alone / part))
     assert_identical(
@@ -112,7 +104,7 @@ def assert_alone(config: TrainConfig, alone: Path) -> None:  # noqa: F811
     )
 
 
-def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatch):  # noqa: F811
+def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatch):
     config = replace(config, max_steps=4, eval_steps=2, save_steps=1, save_total_limit=1, recall_budgets=(64,))
     config = replace(config, max_length=1536)  # no sample is longer
     runs = {
@@ -135,7 +127,7 @@ def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatc
     assert len(seen) == packs + 2 + alone_with_theirs  # the fourth ends with an evaluation of its own
 
 
-def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, max_steps=6, save_steps=2, save_total_limit=1, eval_packs=0)
     first = replace(config, output_dir=str(tmp_path / "first"))
     second = replace(config, output_dir=str(tmp_path / "second"), k_pooling=("max",))
@@ -149,7 +141,7 @@ def test_runs_in_one_forward_go_on_from_where_each_stopped(config: TrainConfig, 
         assert_identical(weights(run.run_dir), weights(path))
 
 
-def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) -> None:
     """It is whole where gates are trained through it, whichever run comes first; what needs less memory is said."""
     with pytest.raises(SeergateError, match="must have the same dtype"):
         run_together({"a": (config, []), "b": (replace(config, dtype="bfloat16"), [])})
@@ -167,7 +159,7 @@ def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) 
         assert "shard_base: false" in (run.run_dir / "train_config.yaml").read_text()
 
 
-def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, monkeypatch):  # noqa: F811
+def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, monkeypatch):
     """Whichever comes first. Its gates are larger, as if in two processes with room for those of the other."""
     decide, shard_flags = trainer.decide_sharding, list[bool | None]()
 
@@ -185,7 +177,7 @@ def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, m
     assert shard_flags == [False, True, True]
 
 
-def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:
     runs = [replace(config, output_dir=str(tmp_path / name), save_steps=0) for name in ("first", "second")]
     with pytest.raises(Stopped):
         run_together({"first": (runs[0], [Signalled(2, signal.SIGTERM)]), "second": (runs[1], [])})
@@ -193,7 +185,7 @@ def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:  
     assert saved == [["step-00000002"], ["step-00000002"]]  # the second heard of it before its step was over
 
 
-def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_path: Path) -> None:
     for name, variants in {"one": "{a: {rope: true}, b: {rope: false}}", "two": "{c: {qk_norm: false}}"}.items():
         (tmp_path / f"{name}.yaml").write_text(f"variants: {variants}")
     config.save(tmp_path / "run.yaml")
@@ -209,7 +201,7 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     }
 
 
-def test_the_variants_of_a_study_share_their_commits(config, pushes):  # noqa: F811
+def test_the_variants_of_a_study_share_their_commits(config, pushes):
     study = Study("pooling", {}, {"max": {"k_pooling": "max"}, "min": {"k_pooling": "min"}})
     options = options_of(config, data="org/rows", data_revision="main", max_steps=1)
     configs = variant_configs(study, config.model, options)
@@ -258,7 +250,7 @@ def test_the_names_of_studies(capsys):
     assert all(f"{name}: runs/ablation-{name}-tiny-reasoner/" in out for name in studies())
 
 
-def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> None:  # noqa: F811
+def test_rows_that_teach_are_compared_on_the_same_rows(config: TrainConfig) -> None:
     study = load_study("loss-rows")
     options = options_of(config, learning_rate=1e-30, min_lr=0.0)
     del options["row_start"], options["eval_row_start"]

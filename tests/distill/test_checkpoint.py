@@ -18,7 +18,7 @@ from seergate.distill.checkpoint import (
 )
 from seergate.distill.engines import MOMENTS
 from seergate.errors import SeergateError
-from tests.distill.test_trainer import assert_identical
+from tests.distill.conftest import assert_identical
 
 
 def make(step: int) -> Checkpoint:

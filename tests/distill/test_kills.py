@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from seergate.distill import TrainConfig
-from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
 from tests.support.kills import PHASES, same, storm
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
 @pytest.mark.parametrize("kills", [4, pytest.param(15, marks=pytest.mark.soak)])
-def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig, kills: int) -> None:  # noqa: F811
+def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig, kills: int) -> None:
     fell = storm(replace(config, packs_per_step=1, eval_packs=1), kills=kills)
     assert fell.total() == kills and (kills < 15 or set(fell) == set(PHASES))
 

@@ -21,7 +21,7 @@ from seergate.distill import TrainConfig, run_distillation
 from seergate.distill.callbacks import StepLog
 from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.distributed import STEP_HOURS
-from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.distill.conftest import Recorder, assert_identical, weights
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
@@ -30,7 +30,7 @@ STEPS = 5
 pytestmark = [pytest.mark.timeout(900)]  # processes that import everything, several at once
 
 
-def arguments(config: TrainConfig, tmp_path: Path) -> list[str]:  # noqa: F811
+def arguments(config: TrainConfig, tmp_path: Path) -> list[str]:
     file = tmp_path / f"{config.run_dir.name}.yaml"
     config.save(file)
     return [str(ROOT / "train.py"), "--model", config.model, "--config", str(file)]
@@ -88,7 +88,7 @@ def agree(run: Path, other: Path) -> None:
 
 
 @pytest.fixture
-def alone(config: TrainConfig, tmp_path: Path) -> tuple[TrainConfig, Path]:  # noqa: F811
+def alone(config: TrainConfig, tmp_path: Path) -> tuple[TrainConfig, Path]:
     """A run in one process that nothing has disturbed. Its three packs a step cannot be shared evenly by two, and each
     has rows of its own.
     """
@@ -166,7 +166,7 @@ def test_a_run_goes_on_with_deepspeed_and_without_it(alone: tuple[TrainConfig, P
 
 
 @pytest.mark.soak
-def test_more_processes_than_packs(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_more_processes_than_packs(config: TrainConfig, tmp_path: Path) -> None:
     """The second of two processes has nothing to do, and neither waits."""
     config = replace(config, packs_per_step=1, max_steps=2, eval_packs=0)
     alone = run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
@@ -184,7 +184,7 @@ def steps_of(process: subprocess.Popen[str], count: int) -> list[int]:
 
 
 @pytest.mark.soak
-def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, max_steps=40, save_steps=3, eval_steps=4, logging_steps=1)  # its end is far
     whole = replace(config, output_dir=str(tmp_path / "whole"))
     finish([*launch("deepspeed"), *arguments(whole, tmp_path)])
