@@ -26,7 +26,6 @@ LEFT_OUT = {
     "--budget 64 --block-size 8": "the module on that page; tests/methods/test_new_method.py runs the line with it",
     "seergate prepare --model qwen3-8b --token-cache /shared/tokens": "a tokenizer from the Hub; "
     "tests/distill/test_trainer.py prepares for a model of its own",
-    "seergate plan --model qwen3-8b": "minutes for one layer; tests/distill/test_plan.py plans for smaller ones",
 }
 """Line -> what it needs that a test does not have. All others are run."""
 

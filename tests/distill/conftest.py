@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.sources import open_source
 
 PLAIN = """\
@@ -179,7 +180,21 @@ def weights(directory: Path | str) -> dict[str, torch.Tensor]:
 def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     for name in a:
-        assert torch.equal(a[name], b[name]), name
+        assert torch.equal(a[name], b[name]), f"{name} differs"
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a run's newest checkpoint."""
+    return load_file(Path(str(newest_checkpoint(run / "checkpoints"))) / "state.safetensors")
+
+
+def scalars(run: Path, name: str = "loss") -> list[tuple[int, float]]:
+    """Steps and values of a curve, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
 
 
 @pytest.fixture(name="pushes")

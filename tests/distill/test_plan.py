@@ -44,12 +44,22 @@ def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> No
     assert plan.memory.gradients == 2 * plan.memory.gates and plan.checkpoint == 3 * plan.memory.gates
 
 
-def test_some_of_a_gpu_is_not_for_tensors() -> None:
-    """CUDA, NCCL and what fragments; the processes divide the frozen model rather than have too little left."""
-    run = load_train_config("qwen3-235b-a22b")
-    bytes_of_tensors = make_plan(run, memory_gb=1000, processes=16).memory.total
-    assert make_plan(run, memory_gb=(bytes_of_tensors + 1.1e9) / 0.93e9, processes=16).config.shard_base is False
-    assert make_plan(run, memory_gb=(bytes_of_tensors + 0.9e9) / 0.93e9, processes=16).config.shard_base is True
+def test_the_plan_divides_what_does_not_fit_whole() -> None:
+    run = load_train_config("qwen3-32b")
+    alone, eight = (make_plan(run, memory_gb=48, processes=n) for n in (1, 8))
+    assert not alone.fits and alone.memory.gathered == 0 and not alone.config.shard_base
+    assert eight.fits and eight.config.shard_base
+    assert eight.memory.base == pytest.approx(alone.memory.base / 8, rel=1e-6)
+    assert eight.memory.base + eight.memory.base_elsewhere == alone.memory.base
+    assert "frozen model (bfloat16, without LM head), 1/8" in eight.text() and "processes: 8" in eight.text()
+    roomy = make_plan(run, memory_gb=96, processes=8)
+    assert roomy.fits and not roomy.config.shard_base
+    whole = make_plan(replace(run, shard_base=False), memory_gb=48, processes=8)
+    assert not whole.fits and whole.memory.base == alone.memory.base
+    huge = load_train_config("qwen3-235b-a22b")  # CUDA, NCCL and what fragments leave less for tensors
+    tensors = make_plan(huge, memory_gb=1000, processes=16).memory.total
+    room = [make_plan(huge, memory_gb=(tensors + more) / 0.93e9, processes=16) for more in (1.1e9, 0.9e9)]
+    assert [plan.config.shard_base for plan in room] == [False, True]
 
 
 def test_a_step_takes_as_long_as_the_process_with_most_packs() -> None:

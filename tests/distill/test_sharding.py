@@ -24,8 +24,7 @@ from seergate.distill.distributed import DistributedState
 from seergate.distill.estimate import make_plan
 from seergate.errors import SeergateError
 from seergate.models.families import decoder_of
-from tests.distill.conftest import PLAIN, assert_identical, byte_tokenizer, weights
-from tests.distill.test_processes import scalars, state
+from tests.distill.conftest import PLAIN, assert_identical, byte_tokenizer, scalars, state, weights
 from tests.support.models import tiny_model
 from tests.support.pairs import ROOT, free_port, pair
 
@@ -195,17 +194,3 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
 def test_who_cannot_divide_is_told(config: TrainConfig) -> None:
     with pytest.raises(SeergateError, match="shard_base is true; it needs several processes"):
         run_distillation(replace(config, shard_base=True, data="/does/not/exist.jsonl"))
-
-
-def test_the_plan_divides_what_does_not_fit_whole() -> None:
-    run = load_train_config("qwen3-32b")
-    alone, eight = (make_plan(run, memory_gb=48, processes=n) for n in (1, 8))
-    assert not alone.fits and alone.memory.gathered == 0 and not alone.config.shard_base
-    assert eight.fits and eight.config.shard_base
-    assert eight.memory.base == pytest.approx(alone.memory.base / 8, rel=1e-6)
-    assert eight.memory.base + eight.memory.base_elsewhere == alone.memory.base
-    assert "frozen model (bfloat16, without LM head), 1/8" in eight.text() and "processes: 8" in eight.text()
-    roomy = make_plan(run, memory_gb=96, processes=8)
-    assert roomy.fits and not roomy.config.shard_base
-    whole = make_plan(replace(run, shard_base=False), memory_gb=48, processes=8)
-    assert not whole.fits and whole.memory.base == alone.memory.base

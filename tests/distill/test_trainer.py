@@ -351,27 +351,6 @@ def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(co
     assert heard.steps[-1].kl < heard.steps[0].kl
 
 
-def test_the_weighting_changes_the_loss_and_not_what_is_reported(config, model_dir, tmp_path):
-    """A pack of one sample, of which all is known: what its rows say is summed and divided by other numbers."""
-    before, file = load_file(model_dir / "model.safetensors"), tmp_path / "rows.jsonl"
-    file.write_text(json.dumps({"text": "some text to learn from " * 20}) + "\n")
-    config = replace(
-        config, data=str(file), max_length=200, row_start=0.0, packs_per_step=1, max_steps=1, eval_packs=0
-    )
-    logs = []
-    for reduction in ("row_mean", "published"):
-        heard = Recorder()
-        out = str(config.run_dir) + reduction
-        run_distillation(replace(config, reduction=reduction, output_dir=out), [heard])
-        logs.append(heard.steps[0])
-    mean, published = logs
-    assert mean.tokens == 200 and published.kl_per_layer == mean.kl_per_layer
-    assert mean.loss == pytest.approx(sum(mean.kl_per_layer) / 2, rel=1e-5)
-    rows, blocks = 200 - 16, 13  # with a past block; begun
-    assert published.loss == pytest.approx(10 * sum(mean.kl_per_layer) * rows / (200 * blocks), rel=1e-5)
-    assert_identical(load_file(model_dir / "model.safetensors"), before)  # only gates are trained
-
-
 def test_preparing_leaves_a_run_that_has_begun_as_it_is(config: TrainConfig) -> None:
     run = run_distillation(replace(config, max_steps=1))
     before = {path: path.read_text() for path in run.glob("*.[jy][sa]*")}
