@@ -185,14 +185,10 @@ class RecipeOptions:
     reduction: Literal["row_mean", "published"] = option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
-    target: Literal["max", "sum", "selected"] = option(
-        "max",
-        "what the gate learns of a block's attention: the largest probability, the sum of all, or the sum restricted "
-        "to the blocks that the gate selects",
+    target: Literal["max", "sum"] = option(
+        "max", "what the gate learns of a block's attention: the largest probability, or the sum of all"
     )
-    target_budget: int = option(
-        2048, "token budget of the gate's selection (target selected), or of a KV head's cache (scorer trim_kv)"
-    )
+    target_budget: int = option(2048, "token budget of a KV head's cache, with scorer trim_kv")
     seed: int = option(0, "seed of the gates' initial values and of the order of the packs")
 
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from seergate.checks import check, check_count, is_int, is_number
-from seergate.config import check_rows, check_target
+from seergate.checks import check, check_count, check_one_of, is_int, is_number
+from seergate.config import TARGETS, check_rows
 from seergate.ops.arguments import check_scale, check_tensor, readable
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import run
@@ -140,7 +140,6 @@ def scorer_kl(
     scores: Scores,
     entry_tokens: int,
     target: str = "max",
-    target_budget: int | None = None,
     row_start: float = 0.0,
     sm_scale: float | None = None,
     reduction: str = "row_mean",
@@ -160,10 +159,6 @@ def scorer_kl(
     * ``"max"``: ``max over h, max over s in j of p_h(t, s)`` (SeerAttention-R);
     * ``"sum"``: ``sum over h, sum over s in j of p_h(t, s)`` (MiniMax's group average; the warm-up of DeepSeek-V3.2
       has tokens in place of blocks and sums over all heads);
-    * ``"selected"``: ``"sum"``, with target and scores restricted to the blocks that the scorer itself selects within
-      ``target_budget`` (the second stage of DeepSeek-V3.2). No gradient flows through the selection. DeepSeek's report
-      does not say how the restricted target is normalised. Here the sum over heads is renormalised, as in MindSpeed's
-      trainer; Megatron-LM's normalises each head over the selected blocks before the sum;
 
     normalised to sum 1 over the blocks that count. The forward computes the gradients with respect to ``qs`` and
     ``ks``, in chunks of rows, by autograd through ``scores``. There is no GPU kernel: torch runs there too.
@@ -175,10 +170,9 @@ def scorer_kl(
         cu_seqlens, block_size: see `gate_kl`.
         scores: computes block scores from queries of some rows and keys of consecutive blocks of a segment.
         entry_tokens: tokens per key; divides ``block_size``.
-        target: ``"max"``, ``"sum"`` or ``"selected"``.
-        target_budget: tokens that a scorer with target ``"selected"`` selects; at least ``2 + sink_blocks`` blocks.
+        target: ``"max"`` or ``"sum"``.
         row_start, sm_scale, reduction, sink_blocks, row_stride, row_shift, sinks, softcap, lse: see `gate_kl`.
-        recall_budgets: see `gate_kl`; recall is a share of the target, for ``"selected"`` of the target ``"sum"``.
+        recall_budgets: see `gate_kl`; recall is a share of the target.
 
     Returns:
         As `gate_kl`, which also lists the errors.
@@ -194,10 +188,10 @@ def scorer_kl(
     check_tensor("ks", ks, (entries, "J", "E"), on=("q", q))
     options = LossOptions(row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift)
     options = _checked(options, ("block_size", block_size), lse, q)
-    check_target(target, target_budget, block_size, sink_blocks)
+    check_one_of("target", target, TARGETS)
     return run(
         "scorer_kl", q.device, pack=pack, qs=qs, ks=ks, block_size=block_size, options=options, lse=lse,
-        scores=scores, entry_tokens=entry_tokens, target=target, target_budget=target_budget,
+        scores=scores, entry_tokens=entry_tokens, target=target,
     )  # fmt: skip
 
 

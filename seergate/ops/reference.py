@@ -179,7 +179,6 @@ def scorer_kl(
     scores: Scores,
     entry_tokens: int,
     target: str = "max",
-    target_budget: int | None = None,
     row_start: float = 0.0,
     sm_scale: float | None = None,
     reduction: str = "row_mean",
@@ -220,10 +219,6 @@ def scorer_kl(
                 ranked = logits.detach().sort(descending=True, stable=True).indices  # ties: lower index first
                 for i, budget in enumerate(recall_budgets):
                     recall[i, g] += p[ranked[: max(0, budget // block_size - 1 - sink_blocks)]].sum()
-                if target == "selected":
-                    assert target_budget is not None
-                    chosen = ranked[: target_budget // block_size - 1 - sink_blocks]
-                    p, logits = p[chosen] / p[chosen].sum(), logits[chosen]
                 kl = (torch.special.xlogy(p, p) - p * logits.log_softmax(0)).sum()
                 kl_per_head[g] += kl.detach()
                 weight = 1.0 if reduction == "row_mean" else 1.0 / (kv_heads * (length - begin) * targets.shape[-1])

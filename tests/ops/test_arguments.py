@@ -65,7 +65,7 @@ WRONG = {
     "row_start": ((1.0, -0.1), "at least 0 and less than 1"),
     "reduction": (("mean",), "one of row_mean, published"),
     "recall_budgets": ((64, (2,), (9.5,)), "each must be an integer of at least"),
-    "target": (("mean",), "'max' or 'sum' or 'selected'"),
+    "target": (("mean",), "'max' or 'sum'"),
     "entry_tokens": ((3, 0, 1.0), "it must divide block_size (8)"),
     "kinds": ((None, "max", (), ("max", "max"), ("mean",), [[1]]), "it must be"),
     "token_budget": ((7, 16.0), "with block_size 8 and 0 sink blocks it must be an integer of at least 8"),
@@ -119,7 +119,6 @@ def pages(table, page=8, **changes):
 
 NO_RULE = {"token_budget": None}
 SHARE = NO_RULE | {"budget_share": 0.5}
-SELECTED = {"target": "selected", "target_budget": 23}
 ODD = {"weight": zeros(K, D, 5), "compressed": zeros(2, K, 6, 5), "norm_weight": None, "inv_freq": zeros(2)}
 TABLE = torch.arange(6).expand(2, 6).int()
 CASES = {
@@ -148,9 +147,6 @@ CASES = {
     ],
     ops.scorer_kl: [
         ({"recall_budgets": (7,)}, "recall_budgets is (7,); each must be an integer of at least block_size (8)"),
-        ({"target": "selected"}, "target_budget is None; with target 'selected' it must be"),
-        ({"target": "selected", "target_budget": 15}, "target_budget is 15"),
-        (SELECTED | {"sink_blocks": 1}, "target_budget is 23; with target 'selected' it must be a number of"),
         ({"entry_tokens": 4}, "ks has shape [4, 2, 6]; it must be [7, J, E]"),
     ],
     ops.select_blocks: [
