@@ -2,8 +2,8 @@
 
     runs/<id>/<method>-<budget>/{config.yaml, samples.jsonl, metrics.json, proxies.json}
 
-Every finished sample is written at once (to `ungraded.jsonl` until it is graded). Repeating the call after a kill
-generates the missing samples; it raises if anything that affects results has changed.
+Every sample is written as soon as it is graded. Repeating the call after a kill generates the missing samples; it
+raises if anything that affects results has changed.
 """
 
 from __future__ import annotations
@@ -190,8 +190,10 @@ def evaluate(
         golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
         with attached(model, spec.method(bank), correction=spec.correction) as handle:
             if missing:
-                ungraded = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
-                unmade = {key: problem for key, problem in missing.items() if key not in ungraded}
+                requests = _requests(tokenizer, missing, encoded, options.seed, task.stop)
+                longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
+                prefix = common_prefix([ids for _, ids in encoded.values()])
+                job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling, prefix)
                 with (
                     GradingPool(processes, run_programs=options.run_programs) as judges,
                     Collector(
@@ -199,18 +201,12 @@ def evaluate(
                     ) as sink,
                 ):
                     sink.report()
-                    sink.take_kept([ungraded[key] for key in missing if key in ungraded])
-                    if unmade:
-                        requests = _requests(tokenizer, unmade, encoded, options.seed, task.stop)
-                        longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
-                        prefix = common_prefix([ids for _, ids in encoded.values()])
-                        job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling, prefix)
-                        if cluster is not None:
-                            cluster.generate(job, fingerprint(model), spec.weights(bank), requests, sink.take)
-                        elif options.engine in SERVERS:
-                            generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
-                        else:
-                            Engine(handle, tokenizer, job, sink.take).run(requests)
+                    if cluster is not None:
+                        cluster.generate(job, fingerprint(model), spec.weights(bank), requests, sink.take)
+                    elif options.engine in SERVERS:
+                        generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
+                    else:
+                        Engine(handle, tokenizer, job, sink.take).run(requests)
             if unmeasured:
                 reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
                 with working(f"measuring proxies of {spec.label}"):
