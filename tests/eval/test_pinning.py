@@ -4,7 +4,6 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task
-from seergate.eval.runner import reference_in
 from tests.eval.test_runner import small
 from tests.support import evaluation as support
 
@@ -72,17 +71,6 @@ def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, m
     with pytest.raises(SeergateError, match=r"other settings: environment\.math-verify was '[\d.]+' and is '0'; use"):
         run("math")
     run("exact")  # compares by itself
-
-
-def test_proxies_are_measured_on_answers_of_the_same_model_and_prompts(tmp_path):
-    small(tmp_path / "dense")
-    task = make_task("chain_sum", problems=4, variables=5)
-    model, tokenizer = support.model(), support.tokenizer()
-    yarn, template = with_yarn(support.model()), with_other_template(support.tokenizer())
-    assert reference_in(tmp_path, model, tokenizer, task) is not None
-    assert reference_in(tmp_path, yarn, tokenizer, task) is None
-    assert reference_in(tmp_path, model, template, task) is None
-    assert reference_in(tmp_path, model, tokenizer, make_task("chain_sum", problems=3, variables=5)) is None
 
 
 def test_batch_size_may_differ_on_resume_but_versions_may_not(tmp_path):
