@@ -57,12 +57,12 @@ def regrade(
     if not isinstance(task, dict) or "grader" not in task:
         raise SeergateError(f"{directory / store.CONFIG} has no task.grader; it is not from an evaluation, or damaged")
     name = grader or str(task["grader"])
-    check_grader(name)
     # the log keeps other processes from appending; opening it mends the file, which a dry run must not do
     with nullcontext() if dry_run else store.SampleLog(directory):
         samples = store.read_samples(directory)
-        if not samples:
+        if not samples or "completion" not in samples[0]:  # texts that were scored have no answers
             return Regraded(0, float("nan"), float("nan"), [])
+        check_grader(name)
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes, run_programs=run_programs) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)

@@ -77,6 +77,8 @@ def sweep(
     several = bool(workers or ray_address)
     if several and loader is None:
         raise SeergateError("workers need a loader, which makes their models")
+    if several and options.engine in SERVERS:
+        raise SeergateError(f"engine is {options.engine!r}, a server, which generates without workers; leave them out")
 
     _check_distinct(specs, gates)
     options.check_reference(specs)

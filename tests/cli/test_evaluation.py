@@ -91,6 +91,15 @@ def test_regrade_tells_what_changes(runs, capsys):
     assert call("regrade", runs / "nowhere") == 2
 
 
+def test_regrade_passes_over_scored_texts(tmp_path, capsys):
+    support.save(tmp_path / "model")
+    options = ["--model", tmp_path / "model", "--method", "dense", "--out", tmp_path / "runs", "--no-report"]
+    assert call("eval", *options, "--task", "perplexity:problems=1:length=140:scored=2") == 0
+    for grader in ([], ["--grader", "exact"]):
+        assert call("regrade", tmp_path / "runs", *grader) == 0
+        assert f"{tmp_path / 'runs' / 'dense'}: no answers to grade" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -102,6 +111,7 @@ def test_regrade_tells_what_changes(runs, capsys):
         ({"gates": {"eight": 3}}, "gates is {'eight': 3}; it must be str | dict[int | str, str] | None"),
         ({"method": []}, "method is empty; it must name at least one method"),
         ({"threshold": "1e-2"}, "threshold is ['1e-2']; it must be list[float | int]"),
+        ({"engine": "vllm", "ray_address": "auto"}, "ray_address is 'auto'; with --engine vllm it must be left out"),
     ],
 )
 def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):

@@ -308,6 +308,9 @@ def test_settings_are_checked_before_work(tmp_path):
     twins = dict.fromkeys("ab", GateBank.for_model(support.model(), GateConfig(8, 16)))
     with pytest.raises(SeergateError, match="'gate-32-a' and 'gate-32-b' mean the same"):
         sweep(*arguments, with_each(grid(["gate"], [32], 8), twins), tmp_path / "out", RunOptions(), gates=twins)
+    with pytest.raises(SeergateError, match="engine is 'vllm', a server, which generates without workers"):
+        options, workers = RunOptions(engine="vllm"), {"loader": lambda: None, "ray_address": "auto"}
+        sweep(*arguments, [MethodSpec("dense")], tmp_path / "out", options, **workers)
     with pytest.raises(SeergateError, match="measure_recall needs dense among the methods"):
         sweep(*arguments, grid(["oracle"], [32], 8), tmp_path / "out", RunOptions(measure_recall=True))
     assert not (tmp_path / "out").exists()

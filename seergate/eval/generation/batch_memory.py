@@ -32,7 +32,7 @@ def free_bytes(device: torch.device) -> int:
     if limit.strip() == "max":
         return free
     # pages of files that were read, such as weights, count as used, although the kernel frees them on demand
-    file_pages = dict(line.split() for line in counts.splitlines())["inactive_file"]
+    file_pages = dict(line.split() for line in counts.splitlines()).get("inactive_file", 0)
     return min(free, int(limit) - int(used) + int(file_pages))
 
 
