@@ -17,10 +17,6 @@ from seergate.eval.runner import write_metrics
 from seergate.eval.statistics.intervals import clustered
 from seergate.eval.statistics.metrics import by_problem
 
-UNFINISHED = "regrading"
-"""A key of the task in `config.yaml` while samples are being replaced. A kill leaves it there, so that the run is not
-resumed or compared as one of either grader until it has been graded again."""
-
 
 @dataclass(frozen=True)
 class Regraded:
@@ -75,23 +71,24 @@ def regrade(
                 changed.append((str(sample["problem_id"]), int(sample["sample_idx"]), old, new))
         after = clustered(by_problem(samples, "correct")).mean
         if not dry_run:
-            now = _graded_by(name, config)
-            if changed:
-                if now != config:
-                    unfinished = {**now["task"], UNFINISHED: "cut short, to be done again"}
-                    store.write_yaml(directory / store.CONFIG, {**now, "task": unfinished})
-                lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-                store.write_text(directory / store.SAMPLES, lines)
-            if now != config:
-                store.write_yaml(directory / store.CONFIG, now)
-    if not dry_run:
-        write_metrics(directory)
+            _write(directory, _graded_by(name, config), samples)
     return Regraded(len(samples), before, after, changed)
+
+
+def _write(directory: Path, config: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """Replace the configuration, the samples and the metrics of a run."""
+    try:
+        store.write_yaml(directory / store.CONFIG, config)
+        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        store.write_text(directory / store.SAMPLES, lines)
+        write_metrics(directory)
+    except OSError as error:
+        raise SeergateError(f"{directory} is only graded in part: {error}; repeat the command") from error
 
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The run's configuration with this grader and the installed version of its library."""
-    task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
+    task = {key: value for key, value in config["task"].items() if key != "regrading"}  # of older versions
     environment = {
         key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()
     }

@@ -17,6 +17,7 @@ from seergate.eval.grading import confined
 from seergate.eval.grading.graders import check_gold
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.grading.programs import FIELDS, answered_program, run_program
+from seergate.eval.store import in_order, read_samples
 from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
 
@@ -157,14 +158,14 @@ def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch, capsys):
     assert "must be allowed: give --run-programs" in capsys.readouterr().err and not (tmp_path / "runs").exists()
     assert main([*command, "--run-programs"]) == 0
     run = tmp_path / "runs" / "dense"
-    rows = sorted(map(json.loads, (run / "samples.jsonl").read_text().splitlines()), key=lambda r: r["problem_id"])
+    rows = in_order(read_samples(run))
     assert [(row["problem_id"], row["grade_reason"]) for row in rows] == [
         ("HumanEval/0", "no program"),
         ("HumanEval/1", "no program"),
     ]
-    rows[0]["completion"] = f"```python\n{PROBLEMS['HumanEval/0']['prompt']}"
-    rows[0]["completion"] += f"{PROBLEMS['HumanEval/0']['canonical_solution']}```"
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program = PROBLEMS["HumanEval/0"]["prompt"] + PROBLEMS["HumanEval/0"]["canonical_solution"]
+    rows[0]["completion"] = f"```python\n{program}```"
+    support.edit_samples(run, lambda _: rows)
     capsys.readouterr()
     assert main(["regrade", str(run)]) == 2
     assert main(["regrade", str(run), "--run-programs"]) == 0

@@ -11,7 +11,7 @@ import pytest
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Task, evaluate
 from seergate.eval.generation.engine import Generation, Request
-from seergate.eval.store import read_config
+from seergate.eval.store import read_config, read_samples
 from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.shots import MINERVA
 from seergate.eval.tasks.task import Problem
@@ -99,10 +99,10 @@ def test_generation_ends_at_a_stop_text(tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     options = RunOptions(max_new_tokens=12, batch_size=2)
     evaluate(model, tokenizer, task, MethodSpec("dense"), whole, options)
-    rows = {row["problem_id"]: row for row in map(json.loads, (whole / "samples.jsonl").read_text().splitlines())}
+    rows = {row["problem_id"]: row for row in read_samples(whole)}
     stop = next(iter(rows.values()))["completion"].split()[4]
     evaluate(model, tokenizer, replace(task, stop=(stop,)), MethodSpec("dense"), cut, options)
-    for row in map(json.loads, (cut / "samples.jsonl").read_text().splitlines()):
+    for row in read_samples(cut):
         text = rows[row["problem_id"]]["completion"]
         assert row["completion"] == text.partition(stop)[0]
         if stop in text:

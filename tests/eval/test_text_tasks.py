@@ -61,7 +61,7 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
 
     kept = tmp_path / "runs" / "dense" / "samples.jsonl"
     whole = kept.read_text()
-    kept.write_text("".join(whole.splitlines(keepends=True)[1:]))
+    support.edit_samples(kept.parent, lambda rows: rows[1:])
     seen.clear()
     assert sweep(model, tokenizer, task, specs, tmp_path / "runs", options)["dense"]["kl"] == metrics["dense"]["kl"]
     (now,) = seen

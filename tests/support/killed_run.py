@@ -7,7 +7,6 @@ and an output directory, this is the run that is killed.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -94,11 +93,10 @@ def storm(model: str, root: Path, kills: int, seed: int = 0) -> dict:
     return met
 
 
-def samples(out: Path) -> dict[tuple[str, int], dict]:
+def samples(out: Path) -> dict[store.Key, dict]:
     """What a run has of each sample."""
-    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-    by_sample = {(row["problem_id"], row["sample_idx"]): compared(row) for row in rows}
-    assert len(rows) == len(by_sample) == SAMPLES, f"{len(rows)} samples, {len(by_sample)} different ones of {SAMPLES}"
+    by_sample = {store.key_of(row): compared(row) for row in store.read_samples(out)}
+    assert len(by_sample) == SAMPLES, f"{len(by_sample)} samples of {SAMPLES}"
     return by_sample
 
 
