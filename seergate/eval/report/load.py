@@ -344,4 +344,4 @@ def _rank(setting: Setting) -> tuple[Any, ...]:
     method_index = list(METHODS).index(name) if name in METHODS and METHODS[name].plot_style else len(METHODS)
     limits = setting.budget or 10**9, setting.share or 0.0, setting.threshold or 0.0
     rest = setting.block_size or 0, setting.dense_layers, *limits
-    return method_index, setting.method, *rest, setting.metrics.get("resident_bytes_mean") or 0.0
+    return method_index, setting.method, *rest, setting.metrics.get("own_bytes_mean") or 0.0
