@@ -13,6 +13,7 @@ from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
 from seergate.eval.grading.graders import check_grader
 from seergate.eval.grading.judge import GradingPool
+from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.runner import write_metrics
 from seergate.eval.statistics.intervals import clustered
 from seergate.eval.statistics.metrics import by_problem
@@ -59,6 +60,8 @@ def regrade(
         if not samples or "completion" not in samples[0]:  # texts that were scored have no answers
             return Regraded(0, float("nan"), float("nan"), [])
         check_grader(name)
+        if name == PROGRAM and task["name"] != "humaneval":
+            raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; {directory} is of {task['name']}")
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes, run_programs=run_programs) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
