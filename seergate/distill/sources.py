@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
-from seergate.eval.tasks.chain_sum import make_problems
+from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.hub import hub_call
 from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-TRAINING_SEEDS = 1_000_000
-"""Smallest seed of training problems; evaluation problems have smaller seeds."""
 
 CHAIN_SUM_PROBLEMS = 2000
 """Number of problems of `chain_sum` if ``data_limit`` is not given."""
