@@ -190,9 +190,10 @@ def evaluate(
                         Engine(handle, tokenizer, job, sink.take).run(requests)
             if unmeasured:
                 whose = spec.label if reference is None else Dense.name
+                if reference is None:
+                    reference = store.in_order(store.read_samples(out_dir))
                 with working(f"measuring proxies of {spec.label}"):
-                    samples = store.in_order(store.read_samples(out_dir)) if reference is None else reference
-                    proxies = measure_proxies(handle, tokenizer, samples)
+                    proxies = measure_proxies(handle, tokenizer, reference)
                 if proxies is not None:
                     store.write_json(out_dir / store.PROXIES, {"reference": whose, **proxies})
     return write_metrics(out_dir)
