@@ -30,6 +30,7 @@ REFUSED = [
     (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside a server"),
     (["--method", "quest:min_pages=2", "--budget", "128"], "the option 'min_pages' of 'quest' does not exist"),
     (["--method", "dense", "--workers", "1"], "workers is 1; with --engine {} it must be left out"),
+    (["--method", "dense", "--ray-address", "auto"], "ray_address is 'auto'; with --engine {} it must be left out"),
 ]
 """Arguments of `seergate eval` that no server runs, and what is said."""
 
