@@ -65,7 +65,7 @@ def test_all_figures_are_in_a_file_for_programs(report):
     lengths = [gate[f"token_quantiles.{share}"] for share in (0.1, 0.5, 0.9)] + [gate["max_tokens"]]
     assert lengths == ["44", "45", "46", "46"]  # in turn
     assert (gate["block_size"], gate["cached_tokens"], gate["own_bytes_peak"]) == ("16", "150.0", "80000.0")
-    assert (gate["resident_bytes_mean"], gate["recall"]) == ("75000.0", "0.6")
+    assert gate["recall"] == "0.6"
     assert not any("[" in value for value in gate.values()), "recall by layer is in the report"
 
 
