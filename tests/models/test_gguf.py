@@ -208,7 +208,7 @@ def test_what_a_file_cannot_do(file: Path, tmp_path: Path, monkeypatch: pytest.M
     model = llama()
     bank = GateBank.for_model(model, GateConfig(8, 16))
     assert decide_sharding(model, bank, config, torch.device("cpu"), 4, room=0).shard_base is False
-    assert "does NOT fit" in (text := make_plan(config, memory_gb=1e-3, measure=False).text())
+    assert "does NOT fit" in (text := make_plan(config, memory_gb=1e-3).text())
     assert "--quantize" not in text and "--base-memory-gb" not in text and "--processes" not in text
     left_out = "^quantization_config is given; it must be left out for"
     refused(left_out, load_base, file, quantization_config=object())
