@@ -129,7 +129,7 @@ results: install $(DVC)/.installed
 stages: $(DVC)/.installed
 	@$(DVC)/bin/dvc stage list
 	@echo; echo "out of date:"
-	@$(DVC)/bin/dvc status | grep '^[a-z]'
+	@$(DVC)/bin/dvc status | sed -n '/^[a-z]/p'
 
 docs: install
 	$(BIN)/mkdocs build --strict

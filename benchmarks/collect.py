@@ -18,9 +18,7 @@ from seergate.gates import CONFIG_FILE
 
 KEPT = (
     *("accuracy", "accuracy_se", "n_problems", "mean_prompt_tokens", "mean_tokens", "truncation_rate", "density"),
-    *("bytes_read_per_step", "own_bytes_mean", "own_bytes_peak", "resident_bytes_mean", "resident_bytes_peak"),
-    "tokens_per_second",
-    *("recall", "next_token_kl"),
+    *("bytes_read_per_step", "own_bytes_mean", "own_bytes_peak", "tokens_per_second", "recall", "next_token_kl"),
     *("kl", "kl_se", "kl_low", "kl_high", "kl_p99", "kl_p99_low", "kl_p99_high", "agreement", "perplexity"),
     "reply_logprob",
 )

@@ -84,16 +84,6 @@ def flashinfer(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     return lambda: wrapper.run(q, cache)
 
 
-def xformers(q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-    """xFormers' dispatch, with the group as an axis along which keys and values are broadcast."""
-    package = importlib.import_module("xformers.ops")
-    grouped = q.unflatten(1, (k.shape[1], -1))[:, None]
-    k, v = (
-        x.transpose(1, 2).contiguous()[:, :, :, None].expand(-1, -1, -1, grouped.shape[3], -1) for x in (k, v)
-    )  # [B, S, Hkv, G, d]
-    return lambda: package.memory_efficient_attention(grouped, k, v)[:, 0].flatten(1, 2)
-
-
 ON_CPU: dict[str, Attention] = {"sdpa_stock": sdpa_stock, "sdpa_packed": sdpa_packed, "seergate_dense": seergate_dense}
 ON_GPU: dict[str, Attention] = ON_CPU | {
     "sdpa_flash": packed_with(SDPBackend.FLASH_ATTENTION),
@@ -102,7 +92,6 @@ ON_GPU: dict[str, Attention] = ON_CPU | {
     "flex": flex,
     "flash_attn": flash_attn,
     "flashinfer": flashinfer,
-    "xformers": xformers,
 }
 
 

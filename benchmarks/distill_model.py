@@ -186,7 +186,7 @@ def measure(way: str, layers: int, length: int, folder: Path, options: argparse.
     """Measure one cell: a step, the memory of the process and, for ``seergate``, the plan's prediction."""
     torch.set_num_threads(options.threads)
     run = make_run(folder, length, options)
-    plan = make_plan(run, device="cpu", measure=False)  # before weights are loaded, as for a user
+    plan = make_plan(run, device="cpu")  # before weights are loaded, as for a user
     step = make_step(run, way)
     random = torch.Generator().manual_seed(2)
     ids = torch.randint(0, VOCABULARY, (1, length), generator=random)

@@ -276,22 +276,6 @@ def first_token(model: PreTrainedModel, options: argparse.Namespace) -> dict[str
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def break_even(rows: list[dict[str, Any]], name: str) -> float | None:
-    """Length above which a way is faster than the best dense way at batch 1, interpolated between measured lengths.
-
-    ``None`` if it never is faster; the shortest measured length if it always is.
-    """
-    points = [(row["lengths"][0], 1 - 1 / row["speedup"][name]) for row in rows if row["batch"] == 1]
-    points.sort()
-    slower = [i for i, (_, gain) in enumerate(points) if gain <= 0]
-    if not points or (slower and slower[-1] == len(points) - 1):
-        return None
-    if not slower:
-        return points[0][0]
-    (x0, y0), (x1, y1) = points[slower[-1]], points[slower[-1] + 1]
-    return x0 - y0 * (x1 - x0) / (y1 - y0)
-
-
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add options of `build` and `ways`: by default two layers of Qwen3-8B's attention; block size and budget."""
     parser.add_argument("--budget", type=int, default=2048)
@@ -342,10 +326,8 @@ def main() -> None:
     add_ceilings(rows, options.budget)
     print("at most, at batch 1:", {row["lengths"][0]: round(row["ceiling"], 2) for row in rows if "ceiling" in row})
     print("first token after", options.prompt, "tokens:", {name: round(value, 3) for name, value in seconds.items()})
-    even = {name: break_even(rows, name) for name in ("gate", "quest", "gate_offloaded")}
-    print("break-even length:", {name: length and round(length) for name, length in even.items()})
     device, dtype = torch.device(options.device), str(options.dtype).removeprefix("torch.")
-    settings = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds, "break_even": even}
+    settings = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds}
     settings |= {"transformers": version("transformers")}
     name = f"end_to_end-{device.type}-{dtype}" + f"-{options.threads}t" * (device.type == "cpu")
     print("saved", save(name, settings, rows, options.output, device))

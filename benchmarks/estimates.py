@@ -224,7 +224,7 @@ def plan_table(_: Shape) -> list[str]:
             f"{plan.total / 1e9:.1f}",
             share,
             f"{memory.gathered / 1e9:.1f}",
-            f"{next(iter(plan.step_seconds.values())):.1f}",
+            f"{plan.step_seconds:.1f}",
         )
         rows.append((f"`{name}`", f"{processes}", *numbers))
     return table(("preset", "processes", "GB", "frozen model", "layers", "seconds a step"), rows)

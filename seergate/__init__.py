@@ -14,15 +14,22 @@ from typing import TYPE_CHECKING, Any
 from seergate.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from seergate import methods, ops
-    from seergate.cache.offload import Offload
-    from seergate.cache.paging import Paging
-    from seergate.config import DecodeConfig, GateConfig, Rectify
-    from seergate.errors import SeergateError
-    from seergate.models.attach import Handle, attach, attached, handle_of
-    from seergate.models.gate_bank import GateBank
-    from seergate.models.gated_model import load
-    from seergate.models.score import Scores, score
+    from seergate import methods as methods
+    from seergate import ops as ops
+    from seergate.cache.offload import Offload as Offload
+    from seergate.cache.paging import Paging as Paging
+    from seergate.config import DecodeConfig as DecodeConfig
+    from seergate.config import GateConfig as GateConfig
+    from seergate.config import Rectify as Rectify
+    from seergate.errors import SeergateError as SeergateError
+    from seergate.models.attach import Handle as Handle
+    from seergate.models.attach import attach as attach
+    from seergate.models.attach import attached as attached
+    from seergate.models.attach import handle_of as handle_of
+    from seergate.models.gate_bank import GateBank as GateBank
+    from seergate.models.gated_model import load as load
+    from seergate.models.score import Scores as Scores
+    from seergate.models.score import score as score
 
 _HOMES = {
     "GateConfig": "seergate.config",
@@ -42,23 +49,7 @@ _HOMES = {
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops")
 
-__all__ = [
-    "DecodeConfig",
-    "GateBank",
-    "GateConfig",
-    "Handle",
-    "Offload",
-    "Paging",
-    "Rectify",
-    "Scores",
-    "SeergateError",
-    "attach",
-    "attached",
-    "handle_of",
-    "load",
-    "score",
-]
-__all__ += ["distill", "methods", "ops"]
+__all__ = [*_HOMES, "distill", "methods", "ops"]
 
 
 def __getattr__(name: str) -> Any:

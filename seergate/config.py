@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from seergate.checks import check, check_count, check_counts, check_flags, check_one_of, is_int, is_number
 
-TARGETS = ("max", "sum", "selected")
+TARGETS = ("max", "sum")
 POOLINGS = ("max", "min", "avg")
 Q_POOLINGS = ("proj", "avgproj", "avg", "none")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
@@ -106,7 +106,7 @@ def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: 
     scorer = gates.scorer
     if not gates.retention:
         check_rows(reduction, gates.sink_blocks, row_stride)
-        return check_target(target, target_budget, gates.block_size, gates.sink_blocks)
+        return check_one_of("target", target, TARGETS)
     given = (("target", target, "max"), ("reduction", reduction, "row_mean"), ("row_stride", row_stride, 1))
     for name, value, default in given:
         if value != default:
@@ -115,17 +115,6 @@ def check_recipe(gates: GateConfig, target: str, reduction: str, target_budget: 
         raise ValueError(
             f"target_budget is {target_budget!r}; with scorer {scorer!r} it must be the number of tokens that each KV "
             "head learns to do with"
-        )
-
-
-def check_target(target: str, target_budget: int | None, block_size: int, sink_blocks: int) -> None:
-    """Check that the target is known, and has at least ``2 + sink_blocks`` blocks of budget if ``"selected"``."""
-    check_one_of("target", target, TARGETS)
-    least = (2 + sink_blocks) * block_size
-    if target == "selected" and (not is_int(target_budget) or target_budget < least):
-        raise ValueError(
-            f"target_budget is {target_budget!r}; with target 'selected' it must be a number of tokens, at least "
-            f"{2 + sink_blocks} blocks ({least})"
         )
 
 

@@ -7,8 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
@@ -18,7 +16,7 @@ from seergate.paths import GGUF, directory_here, gguf_file, is_hub_id, resolve_m
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHARD = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", re.IGNORECASE)
 _MERGE = "seergate reads one file: merge them with `llama-gguf-split --merge FIRST_FILE MERGED_FILE`"
 
 DATE = datetime(2024, 7, 26)
@@ -48,7 +46,7 @@ def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[...,
     if file is not None:
         if importlib.util.find_spec("gguf") is None:
             raise SeergateError(f"{file} is a GGUF file, which needs the package gguf; {how_to_install('gguf')}")
-        if _is_shard(file, file.stat().st_mtime_ns):
+        if _SHARD.search(file.name):
             raise SeergateError(f"{file} is one of several files of a GGUF model; {_MERGE}")
         options["gguf_file"] = file.name
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
@@ -56,18 +54,6 @@ def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[...,
     unread = f"the {what} {name}{' is no directory here and' if from_hub else ''} could not be loaded"
     with hub_call(unread, asks=from_hub and not options.get("local_files_only")):
         return read(resolve_model(name) if file is None else str(here), **options)
-
-
-@lru_cache
-def _is_shard(file: Path, changed: int) -> bool:
-    """Return whether a GGUF file is a part of a split model; ``changed`` is its time stamp, for the cache."""
-    from gguf import GGUFReader
-
-    try:
-        count = GGUFReader(file).get_field("split.count")
-    except (OSError, ValueError, IndexError, KeyError):  # damaged, which transformers reports
-        return False
-    return count is not None and int(count.contents()) > 1
 
 
 def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTokenizerBase:

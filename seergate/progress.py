@@ -1,4 +1,4 @@
-"""Progress on the console: a bar on a terminal, plain lines elsewhere, and a line where a command is silent."""
+"""Progress on the console: a bar on a terminal, plain lines elsewhere, and a line about work that takes long."""
 
 from __future__ import annotations
 
@@ -8,30 +8,22 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TextIO
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from seergate.escaping import Terminal, visible
 
 SILENT_SECONDS = 10.0
-"""Seconds without output after which a command prints a line about its work."""
+"""Seconds between two lines of a command about the same work, and before the first."""
 
-
-class _Work:
-    """Work in progress: what it is, and when it began."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.began = text, time.monotonic()
-
-
-_works: list[_Work] = []
+_works: list[tuple[str, float]] = []
 _threads: list[threading.Thread] = []
 
 
 @contextlib.contextmanager
 def working(what: str) -> Iterator[None]:
     """Name the work of the ``with`` block in the lines of `heartbeat`, such as ``loading the model``."""
-    work = _Work(what)
+    work = what, time.monotonic()
     _works.append(work)
     try:
         yield
@@ -39,52 +31,32 @@ def working(what: str) -> Iterator[None]:
         _works.remove(work)
 
 
-class _Watched:
-    """A text stream that notes the time of the last output to any stream of its kind."""
-
-    written = 0.0
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-
-    def write(self, text: str) -> int:
-        """Write a text, and note the time."""
-        _Watched.written = time.monotonic()
-        return self.stream.write(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        """Write texts."""
-        for line in lines:
-            self.write(line)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-
 @contextlib.contextmanager
 def heartbeat(wanted: bool = True) -> Iterator[None]:
-    """In the ``with`` block, print a line to standard error whenever nothing was printed for `SILENT_SECONDS`, such as
-    ``still loading the model (20 s)``. Has no effect inside of another such block or if it is not ``wanted``.
+    """In the ``with`` block, print a line to standard error every `SILENT_SECONDS` while the innermost `working` block
+    lasts, such as ``still loading the model (20 s)``, unless a `ProgressBar` is shown. Has no effect inside of another
+    such block or if it is not ``wanted``.
     """
-    if _threads or not wanted or sys.stdout is None or sys.stderr is None:
+    if _threads or not wanted or sys.stderr is None:
         yield
         return
-    out, error = _Watched(sys.stdout), _Watched(sys.stderr)
-    began, ended = _Work("working"), threading.Event()
+    ended = threading.Event()
 
     def beat() -> None:
-        while not ended.wait(max(0.01, _Watched.written + SILENT_SECONDS - time.monotonic())):
-            if time.monotonic() - _Watched.written >= SILENT_SECONDS:
-                work = [began, *(each for each in _works.copy() if each.began >= began.began)][-1]
-                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream, or it is closed
-                    print(f"still {work.text} ({duration(time.monotonic() - work.began)})", file=error, flush=True)
+        while not ended.wait(SILENT_SECONDS):
+            for what, began in _works[-1:]:
+                seconds = time.monotonic() - began
+                if seconds < SILENT_SECONDS or hasattr(sys.stdout, "rich_proxied_file"):
+                    continue
+                from tqdm import tqdm
 
-    _Watched.written = time.monotonic()
+                with contextlib.suppress(OSError, ValueError):  # nobody reads the stream, or it is closed
+                    tqdm.write(f"still {what} ({duration(seconds)})", file=sys.stderr)  # above bars of libraries
+
     _threads.append(threading.Thread(target=beat, name="heartbeat", daemon=True))
     _threads[0].start()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):  # type: ignore[type-var]
-            yield
+        yield
     finally:
         ended.set()
         _threads.pop().join()
@@ -109,51 +81,38 @@ def bars_on_terminals_only() -> Iterator[None]:
 
 
 class ProgressBar:
-    """One progress bar per task on a terminal. Elsewhere there are no bars: `say` prints plain lines, and `heartbeat`
-    names the last task.
+    """One progress bar per task on a terminal. Elsewhere there are no bars, and `say` prints plain lines.
 
     Attributes:
         shown: whether bars are shown: they are ``wanted`` and standard output is a terminal.
     """
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self.shown, self._wanted = wanted and sys.stdout is not None and sys.stdout.isatty(), wanted
-        self._work: _Work | None = None
-        if self.shown:
-            from rich import console, progress
+        from rich import console, progress
 
-            # The bar's own escape sequences must reach the terminal.
-            out: Any = sys.stdout
-            while isinstance(out, (Terminal, _Watched)):
-                out = out.stream
-            self._bar: Any = progress.Progress(
-                progress.TextColumn("{task.description}", markup=False),
-                progress.BarColumn(bar_width=24),
-                progress.MofNCompleteColumn(),
-                progress.TimeElapsedColumn(),
-                progress.TextColumn("{task.fields[note]}", markup=False),
-                console=console.Console(file=_Watched(out)),  # type: ignore[arg-type]
-            )
-            self._bar.start()
+        self.shown = wanted and sys.stdout is not None and sys.stdout.isatty()
+        # The bar's own escape sequences must reach the terminal.
+        out: Any = sys.stdout
+        while isinstance(out, Terminal):
+            out = out.stream
+        self._bar: Any = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=24),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[note]}", markup=False),
+            console=console.Console(file=out),
+            disable=not self.shown,
+        )
+        self._bar.start()
 
     def add(self, description: str, total: int, done: int = 0) -> Any:
         """Start a task; returns its handle for `update`."""
-        description = visible(description)
-        if self.shown:
-            return self._bar.add_task(description, total=total, completed=done, note="")
-        self._forget()
-        if self._wanted:
-            self._work = _Work(f"at {description}, {done}/{total}")
-            _works.append(self._work)
-        return description, total
+        return self._bar.add_task(visible(description), total=total, completed=done, note="")
 
     def update(self, task: Any, done: int, note: str) -> None:
         """Show the progress of a task, and a note next to it."""
-        if self.shown:
-            self._bar.update(task, completed=done, note=note)
-        elif self._work is not None:
-            description, total = task
-            self._work.text = f"at {description}, {done}/{total}" + (f", {note}" if note else "")
+        self._bar.update(task, completed=done, note=note)
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -164,13 +123,8 @@ class ProgressBar:
 
     def close(self) -> None:
         """Stop updating; the bars stay on the screen."""
-        if self.shown:
+        if self.shown:  # older releases of rich end a disabled bar with an empty line
             self._bar.stop()
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._work in _works:
-            _works.remove(self._work)
 
 
 def duration(seconds: float) -> str:

@@ -10,32 +10,9 @@ import yaml
 from seergate.errors import SeergateError, first_line
 from seergate.paths import resolve_file
 
-MOST_VALUES = 100_000
-"""Largest number of values in a file, where each alias (``*name``) counts as all values that it stands for."""
-
 
 class _Loader(yaml.SafeLoader):
-    """A safe YAML loader that refuses repeated keys, of which PyYAML would take the last, and aliases of aliases that
-    stand for too many values.
-    """
-
-    def get_single_node(self) -> yaml.Node | None:
-        """Compose the document."""
-        node: yaml.Node | None = super().get_single_node()
-        if node is not None and self._count(node, {}) > MOST_VALUES:
-            raise yaml.MarkedYAMLError(
-                problem=f"it holds more than {MOST_VALUES:,} values", problem_mark=node.start_mark
-            )
-        return node
-
-    def _count(self, node: yaml.Node, counts: dict[int, int]) -> int:
-        """Number of values in a node; ``counts`` holds those of nodes that were counted before."""
-        if id(node) not in counts:
-            counts[id(node)] = 1  # also where an alias stands inside the node that it names
-            parts = node.value if isinstance(node, yaml.CollectionNode) else []
-            each = [part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,))]
-            counts[id(node)] += sum(self._count(part, counts) for part in each)
-        return counts[id(node)]
+    """A safe YAML loader that refuses repeated keys, of which PyYAML would take the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Compose a mapping; refuse repeated keys."""

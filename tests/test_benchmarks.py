@@ -6,7 +6,6 @@ import argparse
 import json
 import re
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from seergate import GateBank, GateConfig, methods, ops
-from seergate.distill.losses import teacher_forward
 from seergate.models.families import head_dim_of
 from tests.distill.conftest import byte_tokenizer
 from tests.support.models import tiny_model
@@ -26,9 +24,6 @@ SMALL = {
     "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
     "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
-    "recipe": "--threads 1 --packs 2 --epochs 2 --length 512 --row-stride 40 --text-length 400 --texts 2 --needles 1 "
-    "--needle-length 500 --budget 96",
-    "variants": f"{HEADS} --heads 4 --hidden-size 32 --length 256 --rounds 1 --variants 1 3",
 }
 TINY = {
     "anchors": "--threads 1 --texts 1 --lengths 100 --scored 16 --calibration-texts 1 --rows 8 --rounds 1 --steps 1",
@@ -39,12 +34,6 @@ TINY = {
     "tiny_reasoner": "--threads 1 --lengths --medium 5 --medium-problems 1 --medium-budgets 32",
 }
 """Benchmarks that a test only runs, at the smallest sizes."""
-LONG = {
-    "anchors": "--texts 2 --lengths 300 400 --scored 32 --rows 16 --rounds 2 --steps 2",
-    "distill_model": "--hidden-size 4096 --lengths 512 --ways seergate frozen materialised",
-    "reason_cache": "--rows 5 --requests 4 --length 192",
-}
-"""Other sizes in `make soak`."""
 ELSEWHERE = {
     "board": "test_board",
     "estimates": "tests/test_estimates.py",
@@ -104,15 +93,6 @@ def test_resources_of_kernels_are_listed() -> None:
     pytest.importorskip("triton")
     done = run_script("benchmarks/kernel_resources.py", "--gpus", "H200", "--only", "update_compressed_keys")
     assert done.returncode == 0 and re.search(r"\b[1-9]\d* kernels, 0 with faults", done.stdout), done.stderr
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", LONG)
-def test_long_ones_run_and_record(name: str, tmp_path: Path) -> None:
-    done = run(name, tmp_path, *LONG[name].split())
-    assert done.returncode == 0, done.stderr
-    assert record_of(tmp_path)["rows"]
 
 
 def test_decode(tmp_path: Path) -> None:
@@ -237,19 +217,6 @@ def test_wrong_results_are_not_timed(name, options, op, wrong, message, tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, three = recorded("variants", tmp_path)["rows"]
-    assert (one["variants"], one["ratio"], three["variants"]) == (1, 1.0, 3)
-    assert three["ratio"] == pytest.approx(three["seconds"] / one["seconds"], rel=0.1)
-    together = teacher_forward.distill_steps
-
-    def wrong(lessons, *rest):
-        return [replace(out, loss=out.loss * len(lessons)) for out in together(lessons, *rest)]
-
-    monkeypatch.setattr(teacher_forward, "distill_steps", wrong)
-    assert "nothing is measured" in run("variants", tmp_path).stderr
-
-
 def random_model(folder: Path) -> str:
     """A directory with a random model whose tokens are bytes."""
     tiny_model("qwen3", vocab_size=260).save_pretrained(folder)
@@ -314,46 +281,11 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {line[0].strip("*`"): line[1:] for line in tables.all_methods()}
     assert lines["tiny"][:6] == ("2 texts", tables.MISSING, *["2 problems"] * 4)
     assert set(lines["smollm2"][:6]) == {tables.MISSING}
-    assert [
-        len(set(lines[name][i]) - {tables.MISSING}) > 0 for name in ("dense", "gate", "tova") for i in range(10)
-    ] == [
-        *(True, False, True, True, True, True, True, True, True, False),
-        *(True, False, True, True, True, True, True, True, True, False),
-        *(True, False, False, False, False, False, True, True, False, False),
-    ]
+    missing = {name: [i for i in range(10) if not set(lines[name][i]) - {tables.MISSING}] for name in lines}
+    assert missing["dense"] == missing["gate"] == [1, 9] and missing["tova"] == [1, 2, 3, 4, 5, 8, 9]
     assert "[" in lines["quest"][4] and lines["quest"][2] == tables.MISSING
     record["rows"] += [row | {"model": "smollm2"} for row in record["rows"] if row["part"] == "texts"]
     (tmp_path / "board.json").write_text(json.dumps(record))
     panels = trade_off.draw_board(tmp_path).axes  # no column of needles, which neither model has
-    sparse = len(board.METHODS) - 1
-    assert [len(axes.containers) for axes in panels] == [sparse, 2, 2, 3, 2, 2, sparse, 0, 0, 0, 0, 0]
+    assert [len(axes.containers) > 0 for axes in panels] == 7 * [True] + 5 * [False]
     assert [text.get_text() for axes in panels for text in axes.texts] == 5 * ["not measured"]
-
-
-def test_recipe(tmp_path: Path) -> None:
-    """On a tiny random model; a budget of everything gives dense attention's results."""
-    random_model(tmp_path / "model")
-    words = (ROOT / "README.md").read_text()
-    for name, first in (("train", 0), ("held-out", 1200)):
-        rows = [json.dumps({"text": words[first + 600 * i :][:600]}) for i in range(2)]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    given = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "train.jsonl")]
-    given += ["--held-out", str(tmp_path / "held-out.jsonl")]
-    variants = ("recommended", "untrained", "the paper's start and target, blocks of 32", "a query per head")
-    baselines = ("oracle, blocks of 16", "Quest, blocks of 32", "window, blocks of 16")
-    done = run("recipe", tmp_path / "out", *given, "--only", *variants, *baselines)
-    assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in record_of(tmp_path / "out")["rows"]}
-    assert rows.keys() == {*variants, *baselines, "dense"}
-    window = rows["window, blocks of 16"]["kl"]
-    assert rows["dense"]["kl"] < 1e-3 < window > rows["oracle, blocks of 16"]["kl"]
-    assert rows["recommended"]["kl_texts"] != rows["untrained"]["kl_texts"]
-    gate = rows[variants[2]]["gate"]
-    assert gate["block_size"] == 32 and gate["qk_norm"] and "sink_blocks" not in gate
-    done = run("recipe", tmp_path / "all", *given, "--budget", "512", "--only", "recommended")
-    assert done.returncode == 0, done.stderr
-    (recommended, dense) = record_of(tmp_path / "all")["rows"]
-    assert recommended["kl"] < 1e-3
-    assert recommended["needle_logprob"] == pytest.approx(dense["needle_logprob"], abs=0.05)
-    done = run("recipe", tmp_path / "none", *given, "--packs", "3")
-    assert done.returncode == 2 and "has 2 texts of 512 tokens" in done.stderr

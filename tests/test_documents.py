@@ -9,14 +9,12 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
-from statistics import median
 from types import ModuleType
 
 import pytest
 
 import seergate
 from seergate.eval import report
-from seergate.eval.statistics.intervals import mean_and_error
 from tests.support.running import ROOT
 
 DOCS = ROOT / "docs"
@@ -48,39 +46,6 @@ def test_the_figure_of_the_readme_draws_the_results(monkeypatch: pytest.MonkeyPa
     assert len(right.lines) == 4
     for line in right.lines:
         assert list(line.get_xdata()) == [1, 4, 16] and min(line.get_ydata()) > 0
-
-
-def test_the_figures_of_the_recipe_are_those_of_the_search() -> None:
-    record = json.loads((ROOT / "benchmarks/results/recipe_search.json").read_text())
-    rows = {row["variant"]: row for row in record["rows"]}
-    tables = re.findall(r"(?:^\|.*\n)+", (DOCS / "recipe.md").read_text(encoding="utf-8"), re.M)
-    cells = ([[x.strip() for x in line.split("|")[1:-1]] for line in t.splitlines()[2:]] for t in tables)
-    measured, compared, lost, learned, wide, answers = cells
-    for name, packs, *figures in measured:
-        keys = ("kl", "kl_median", "kl_p99", "needles", "needle_logprob")
-        assert [float(x) if x else None for x in figures] == [rows[name].get(key) for key in keys], name
-        assert packs in ("", "none") or packs == f"{rows[name]['packs']} x {rows[name]['epochs']}", name
-    for _, ours, theirs, difference, better in compared:
-        pairs = zip(rows[ours]["kl_texts"], rows[theirs]["kl_texts"], strict=True)
-        gains = [other - own for own, other in pairs]
-        gain = mean_and_error(gains)
-        assert difference == f"{gain.mean:.3f} ± {gain.se:.3f}".replace("0.", "."), ours
-        assert int(better.split()[0]) == sum(gain > 1e-9 for gain in gains), ours
-    facts = json.loads((ROOT / "benchmarks/results/facts_lost.json").read_text())
-    logprobs = {row["setting"]: row["logprob_where_dense_is_right"] for row in facts["rows"]}
-    assert len(logprobs) == 38 and all(float(logprob) == logprobs[name] for name, logprob in lost)
-    steps = {row["texts"]: (row["steps"], row["kept"], row["kl"]) for row in facts["learned"]}
-    assert {name: tuple(map(float, figures)) for name, *figures in learned} == steps
-    gemma = json.loads((ROOT / "benchmarks/results/recipe_gemma.json").read_text())
-    for (name, *figures), row in zip(wide, gemma["rows"], strict=True):
-        shown = [row.get(key) for key in ("held_out_kl", "kl", "kl_median")]
-        written = ["" if x is None else f"{x:.{digits}f}" for x, digits in zip(shown, (2, 3, 3), strict=True)]
-        assert [name, *figures] == [row["gates"], *(x.removeprefix("0") for x in written)], name
-    long = json.loads((ROOT / "benchmarks/results/recipe_answers.json").read_text())["rows"]
-    kls = {row["setting"]: (row["kl"], median(row["kl_texts"])) for row in long}
-    assert {name: tuple(figures) for name, *figures in answers} == {
-        name: tuple(f"{x:.3f}".removeprefix("0") for x in each) for name, each in kls.items()
-    }
 
 
 def public_names() -> dict[str, str]:

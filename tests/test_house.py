@@ -263,12 +263,15 @@ def check_options(options_by_command: dict[str, set[str]], monkeypatch: pytest.M
 
 
 def test_documented_commands_have_their_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands and scripts in the shell blocks of the documents exist, with the options that are passed to them."""
+    """Commands and scripts in the shell blocks of the documents, and in the comments of the files for clusters, exist,
+    with the options that are passed to them.
+    """
     options_by_command: dict[str, set[str]] = {}
-    for path in DOCUMENTS:
-        for line in (line for block in code_blocks(path, "bash", "sh", "console") for line in shell_lines(block)):
-            if match := re.search(r"(seergate [a-z-]+|\b[\w/]+\.py\b)(.*)", line):
-                options_by_command.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
+    blocks = [block for path in DOCUMENTS for block in code_blocks(path, "bash", "sh", "console")]
+    blocks += [path.read_text(encoding="utf-8").replace("#", "") for path in (ROOT / "train" / "cluster").iterdir()]
+    for line in (line for block in blocks for line in shell_lines(block)):
+        if match := re.search(r"(seergate [a-z-]+|\b[\w/]+\.py\b)(.*)", line):
+            options_by_command.setdefault(match[1], set()).update(re.findall(r"--[a-z][a-z-]*", match[2]))
     check_options(options_by_command, monkeypatch)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.gate_math import Branch
+from seergate.ops.losses import LossOptions
 from seergate.ops.triton_impl import compression, decode, gate_kl, packed_attention, packs, selection, teacher
 from seergate.serving.common import paged_kernels as paged
 
@@ -74,7 +75,6 @@ def examples() -> Iterator[Example]:
         lessons,
         packed_attentions,
         paged_steps,
-        poolings,
         scorings,
         selections,
         sparse_decodes,
@@ -165,13 +165,11 @@ LESSONS: tuple[tuple[torch.dtype, torch.dtype, int, int, int, int, int, bool], .
     (torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, True),
     *((torch.bfloat16, torch.bfloat16, 256, 4, 64, tokens, 4096, True) for tokens in (16384, 8192, 4096)),
     # What else the op takes: no log-sum-exp, other dtypes and gate dimensions, narrow and very wide rows of blocks.
-    (torch.bfloat16, torch.float32, 128, 4, 64, 32768, 4096, False),
-    (torch.bfloat16, torch.float32, 128, 4, 16, 131072, 512, False),  # in two passes
-    (torch.bfloat16, torch.bfloat16, 128, 4, 64, 4096, 4096, False),
+    (torch.bfloat16, torch.float32, 128, 4, 16, 131072, 512, False),
+    (torch.bfloat16, torch.bfloat16, 128, 4, 64, 4096, 4096, True),
     (torch.float16, torch.float16, 128, 4, 16, 4096, 4096, True),
-    (torch.bfloat16, torch.bfloat16, 64, 4, 64, 32768, 4096, False),
+    (torch.bfloat16, torch.bfloat16, 64, 4, 64, 32768, 4096, True),
     (torch.bfloat16, torch.bfloat16, 256, 4, 64, 131072, 1024, True),
-    (torch.float32, torch.float32, 128, 4, 16, 32768, 1024, False),
 )
 """Configurations to compile. The teacher's kernels depend on the group and not on the gate's dtype, the gate's kernels
 the other way round."""
@@ -229,8 +227,8 @@ def gate_kl_example(
         + f" rows by {row_stride}" * (row_stride > 1)
         + " evaluation" * (not gradients),
         partial(
-            gate_kl.evaluate, q, k, qg, kg, torch.tensor([0, tokens], dtype=torch.int32), block_size, 0.1, 0.1,
-            row_start, "row_mean", [4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
+            gate_kl.evaluate, Pack(q, k, torch.tensor([0, tokens], dtype=torch.int32), 0.1), qg, kg, block_size, 0.1,
+            LossOptions(row_start, "row_mean", (4096,), sink_blocks, row_stride), lse, gradients, gradients,
         ),
         gate_products + ((teacher_kernel,) if dtype != torch.float32 else ()),
         kernels,
@@ -280,10 +278,10 @@ def paged_example(dtype: torch.dtype, dim: int, block_size: int, page: int) -> E
     summary = memory.as_strided((2048, kv_heads, dim), (numbers, dim, 1), kv_heads * page * 2 * dim)
     table, lengths = meta(rows, 32768 // page, dtype=torch.int32), meta(rows, dtype=torch.int32)
     q = meta(rows, (group + 2) * kv_heads, dim, dtype=dtype)[:, : group * kv_heads]
-    rotation = paged.Rotation(meta(40960, dim, dtype=dtype), True)
+    angles = meta(40960, dim, dtype=dtype)
     key_weight, query_weight = meta(kv_heads, 3 * dim, dim, dtype=dtype), meta(kv_heads, group, dim, dim, dtype=dtype)
     end = meta(dim, dtype=dtype), meta(dim // 2, dtype=torch.float32), 1.0
-    step = summary, table, lengths, rotation
+    step = summary, table, lengths, angles, True
 
     def call() -> None:
         paged.close_blocks(cache, *step, Branch(key_weight, *end), block_size, ("max", "min", "avg"))
@@ -292,26 +290,6 @@ def paged_example(dtype: torch.dtype, dim: int, block_size: int, page: int) -> E
 
     name = f"paged step {short(dtype)} d{dim} block {block_size} page {page}"
     return Example(name, call, wide=("close_kernel", "paged_score_kernel"))
-
-
-def poolings() -> Iterator[Example]:
-    """Head dimensions, dtypes and block sizes; 8 KV heads, 32k tokens."""
-    for dtype in DTYPES:
-        for dim in (64, 96, 128, 256):
-            yield pool_example(dtype, dim, 64)
-    for block_size in (16, 32, 128, 256):
-        yield pool_example(torch.bfloat16, 128, block_size)
-
-
-def pool_example(dtype: torch.dtype, dim: int, block_size: int) -> Example:
-    """Max, min and mean of one row's keys."""
-    k = meta(1, 8, 32768, dim, dtype=dtype)
-    lengths = meta(1, dtype=torch.int64)
-    return Example(
-        f"pool_keys {short(dtype)} d{dim} block {block_size}",
-        lambda: compression.pool(k, block_size, ("max", "min", "avg"), lengths),
-        wide=("pool_kernel",),
-    )
 
 
 def scorings() -> Iterator[Example]:
@@ -469,4 +447,4 @@ def _from_lse(pack: Pack, block_size: int) -> None:
     (tiles,) = packs.to_device([packs.row_tiles(pieces, side.launch().rows, packed=True)], q.device)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     width = -(-q.shape[0] // block_size)
-    side.log_targets(tiles, lse.new_empty(q.shape[0], side.kv_heads, width), lse, known=True)
+    side.maxima(tiles, lse, lse.new_empty(q.shape[0], side.kv_heads, width), 1)

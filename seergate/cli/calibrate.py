@@ -1,4 +1,4 @@
-"""``seergate calibrate``: measures the options of a method that depend on the model."""
+"""``seergate calibrate``: measures the option of a method that depends on the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure the method's model-dependent options on a task, and write a file for each."""
+    """Measure the method's model-dependent option on a task, and write it to a file."""
     from seergate.durable import check_writable
     from seergate.eval import RunOptions, make_task
     from seergate.eval.calibration.calibrator import (
@@ -60,27 +60,20 @@ def run(options: argparse.Namespace) -> None:
     from seergate.pretrained import load_tokenizer
 
     kind = method_class(options.method)
-    calibrations = {option: calibration_of(kind, option).of(vars(options)) for option in kind.calibrates}
-    if not calibrations:
+    if not kind.calibrates:
         can = ", ".join(name for name, _ in calibrated_options())
         raise SeergateError(f"{options.method!r} has nothing to calibrate; the method must be one of {can}")
-    if options.out and len(calibrations) > 1:
-        raise SeergateError(
-            f"{options.method} has several options to calibrate ({', '.join(calibrations)}), and each gets a file; "
-            "leave out --out"
-        )
+    (option,) = kind.calibrates
+    calibration = calibration_of(kind, option).of(vars(options))
     check_counts(options, optional=True, problems=1, max_new_tokens=1)
     path = model_path(options.model)
     tokenizer = load_tokenizer(path)
     task = make_task(options.task).bound(tokenizer)
     problems = task.problems()
-    targets = {}
-    for option, calibration in calibrations.items():
-        of_option = f"-{option}" if len(calibrations) > 1 else ""
-        name = f"calibrate-{Path(options.model).name}-{options.method}{of_option}{Path(calibration.file_name).suffix}"
-        targets[option] = options.out or Path("runs") / name
-        _check_target(targets[option], calibration, options.method)
-        check_writable(targets[option].parent)
+    name = f"calibrate-{Path(options.model).name}-{options.method}{Path(calibration.file_name).suffix}"
+    target = options.out or Path("runs") / name
+    _check_target(target, calibration, options.method)
+    check_writable(target.parent)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     longest = max(map(len, prompts))
     given = RunOptions(max_new_tokens=options.max_new_tokens)
@@ -95,8 +88,7 @@ def run(options: argparse.Namespace) -> None:
     made = made_on(model, task, prompts, limit, sampling)
     about = {"model": options.model, "task": options.task, "made": made}
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}
-    for option, calibration in calibrations.items():
-        print("\n".join(calibration.measure(model, prompts, targets[option], about, **how)))
+    print("\n".join(calibration.measure(model, prompts, target, about, **how)))
 
 
 def _check_target(target: Path, calibration: Calibration, method: str) -> None:

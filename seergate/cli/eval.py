@@ -60,9 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="text of needle and perplexity [Python's own documentation], or before each function of humaneval",
     )
     task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~27 tokens each [40]")
-    task.add_argument(
-        "--task-seed", type=int, metavar="N", help="chain_sum's problems, the order of GPQA's options [0]"
-    )
+    task.add_argument("--task-seed", type=int, metavar="N", help="seed of generated problems [0]")
     task.add_argument("--task-source", metavar="FILE", help="local copy of a Hub task (json, parquet, csv)")
     task.add_argument("--shots-source", metavar="FILE", help="worked examples of gsm8k and math500, with shots=N")
     task.add_argument("--grader", help="of a file: math, letter, digit, exact, contains or number [math]")

@@ -8,25 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES
-from seergate.options import listed
 
 HELP = (
-    "regenerate a figure or table of one of five papers, or see what methods do to one answer",
+    "regenerate a figure or table of one of five papers",
     "Run what a figure of the paper compares and draw it: by default on the tiny reasoner, in minutes on a CPU; with\n"
     "--model on a real model and the paper's task, block sizes and budgets. Gates that are missing for the tiny\n"
     "reasoner are distilled first; for other models give them with --gates DIR, or --gates NAME=DIR,NAME=DIR where\n"
     "several are compared. What is there already is kept, so an interrupted figure continues.\n\n"
-    "4, 5, 7, 8, 9, table1, table2: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
-    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.\n"
-    "kept, rpc5: which tokens evicting methods keep over one answer (as Figure 5 of RPC and Figure 3 of RaaS).\n"
-    "recurrence, lazy3: when attention comes back to tokens (as Figure 3c of LazyEviction); milestones and phoenixes.",
+    "4, 5, 7, 8, 9, table1: of SeerAttention-R. raas..., rpc..., lazy..., reasoncache...: of RaaS, RPC,\n"
+    "LazyEviction and ReasonCache; docs/reproduce.md lists them, and what is not reproduced and why.",
     [
-        "seergate figure kept --method raas,h2o:interval=8 --budget 128",
         "seergate figure 5",
         "seergate figure 7 --out runs/fig7",
         "seergate figure 4 --model Qwen3-14B --task math500",
@@ -34,45 +29,18 @@ HELP = (
     ],
 )
 
-ATTENTION = {
-    "kept": ("method", "budget"),
-    "recurrence": ("budget", "alpha"),
-}
-"""Attention figure -> its own options. Other figures refuse these options and run the paper's settings."""
-
-TRAINS_ONLY = ("gates", "task", "task_source", "problems", "variables", "samples", "max_new_tokens", "batch_size")
-"""Options that ``table2`` does not take, which distils and answers nothing."""
-
-ALIASES = {"rpc5": "kept", "lazy3": "recurrence"}
-"""A paper's figure -> the figure of seergate's own that shows the same."""
-
-APART = ("table2", *ATTENTION)
-"""Figures and tables that are not made from a sweep; the others are in `seergate.eval.papers.figures`."""
-
-NAMES = (*FIGURES, *APART, *ALIASES)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("name", metavar="NAME", help=", ".join(FIGURES))
     eval_args(parser, "model")
     eval_args(parser, "gates", help="of gates; or NAME=DIR, several with commas")
     parser.add_argument("--task", help="[chain_sum for the tiny reasoner, else the figure's, or aime24]")
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
-    eval_args(parser, "samples", "max_new_tokens", "batch_size", "workers")
+    eval_args(parser, "max_new_tokens", "batch_size")
     parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
-    args = parser.add_argument_group("kept and recurrence")
-    args.add_argument(
-        "--method", type=listed(str), metavar="A,B", help="evicting methods, NAME:OPTION=VALUE [six of them]"
-    )
-    args.add_argument("--budget", type=int, metavar="N", help="token budget of the methods [128 or 1024; several]")
-    args.add_argument(
-        "--alpha",
-        type=float,
-        help="probability of an active token [1e-4; for the tiny reasoner's short contexts 0.01]",
-    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
 
@@ -82,41 +50,29 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.report.plots import pyplot
     from seergate.models.names import is_tiny
 
-    if options.name not in NAMES:
+    if options.name not in FIGURES:
         raise SeergateError(
-            f"there is no figure {options.name!r}; {did_you_mean(options.name, NAMES)} (docs/reproduce.md says "
+            f"there is no figure {options.name!r}; {did_you_mean(options.name, FIGURES)} (docs/reproduce.md says "
             "what is not reproduced, and why)"
         )
-    options.name = ALIASES.get(options.name, options.name)
-    if options.name != "table2":
-        pyplot()  # fails before any work if matplotlib is missing
-    _check_options(options)
+    pyplot()  # fails before any work if matplotlib is missing
     tiny = is_tiny(options.model)
+    run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
+    _check_options(options, run, tiny)
     label = options.name if "table" in options.name else f"figure-{options.name}"
     out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
-    if options.name == "table2":
-        check_writable(out)
-        _table2(options, out)
-        return
-    run: dict[str, Any] = {}
-    if options.name in FIGURES:
-        run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
     if task == run.get("task"):
         defaults = run.get("task_options", {})
     source = {} if options.task_source is None else {"source": options.task_source}
     task_options = defaults | given(options, "problems", "variables") | source
-    if options.name in ATTENTION:
-        _attention(options, task, task_options, out, tiny)
-        return
     values: dict[str, Any] = {
         **run,
-        **given(options, "samples", "max_new_tokens", "batch_size"),
+        **given(options, "max_new_tokens", "batch_size"),
         "model": options.model,
         "task": task,
         "task_options": task_options,
-        "workers": options.workers,
         "out": str(out / "eval"),
     }
     from seergate.eval.running import checked_task, run_plan
@@ -136,39 +92,16 @@ def run(options: argparse.Namespace) -> None:
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
 
 
-def _check_options(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace, run: dict[str, Any], tiny: bool) -> None:
     """Refuse options that the figure would ignore."""
-    unused = given(options, *(TRAINS_ONLY if options.name == "table2" else ()))
-    unused |= given(options, *(("gates", "samples") if options.name in ATTENTION else ()))
-    for name in unused:
-        raise SeergateError(f"the figure {options.name} does not take --{name.replace('_', '-')}; leave it out")
-    option_names = dict.fromkeys(name for names in ATTENTION.values() for name in names)
-    for name in option_names:
-        if getattr(options, name) is not None and name not in ATTENTION.get(options.name, ()):
-            takers = " and ".join(figure for figure, names in ATTENTION.items() if name in names)
-            raise SeergateError(
-                f"the figure {options.name} does not take --{name.replace('_', '-')}, which is for {takers}; leave it "
-                "out, or use `seergate eval`"
-            )
-
-
-def _attention(
-    options: argparse.Namespace, task_name: str, task_options: dict[str, Any], out: Path, tiny: bool
-) -> None:
-    """Draw one of the attention figures."""
-    from seergate.durable import check_writable
-    from seergate.eval import make_task
-    from seergate.eval.papers.attention import kept, recurrence
-
-    if options.alpha is not None and not 0 < options.alpha <= 1:
-        raise ValueError(f"alpha is {options.alpha}; it must be greater than 0 and at most 1")
-    check_counts(options, optional=True, budget=1, max_new_tokens=1)
-    task = make_task(task_name, **task_options)
-    check_writable(out)
-    options.alpha = options.alpha or (0.01 if tiny else 1e-4)
-    began = time.monotonic()
-    page = kept(options, task, out, tiny) if options.name == "kept" else recurrence(options, task, out)
-    print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+    gated = "gate" in run["method"]
+    trains = gated and tiny and "block_size" in run and options.gates is None
+    ignored = ([] if gated else ["gates"]) + ([] if trains else ["max_steps"])
+    why = "it trains no gates" if gated else "none of its methods has gates"
+    for name in given(options, *ignored):
+        raise SeergateError(
+            f"the figure {options.name} does not take --{name.replace('_', '-')}, as {why}; leave it out"
+        )
 
 
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
@@ -235,35 +168,3 @@ def _write(name: str, out: Path, label: str) -> Path:
     for line in lines:
         print(f"- {markdown_text(line)}")
     return out / f"{label}.md"
-
-
-def _table2(options: argparse.Namespace, out: Path) -> None:
-    """Reproduce Table 2, the cost of distillation, by a timed training run."""
-    import torch
-
-    from seergate.distill import load_train_config, run_distillation
-    from seergate.eval.environment import processor
-    from seergate.eval.papers.figures import GPU_HOURS, STEPS, TOKENS
-    from seergate.eval.report.tables import markdown
-    from seergate.eval.store import write_text
-    from seergate.models.gate_bank import GateBank
-
-    directory = str(out / time.strftime("gates-%Y%m%d-%H%M%S"))
-    config = load_train_config(options.model, {"output_dir": directory, **given(options, "max_steps")})
-    began = time.monotonic()
-    gates = run_distillation(config)
-    hours = (time.monotonic() - began) / 3600
-    tokens = GateBank.from_pretrained(gates).training_record["tokens_seen"]
-    where = (
-        torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{processor()}, {torch.get_num_threads()} threads"
-    )
-    rows = [
-        [options.model, f"{tokens:,}", str(config.max_steps), where, f"{hours:.3f}"],
-        *([f"{model}, published", TOKENS, str(STEPS), "MI300X", f"{spent:.1f}"] for model, spent in GPU_HOURS.items()),
-    ]
-    table = markdown(["model", "training tokens", "steps", "device", "device-hours"], rows)
-    note = "Ours is one device's wall-clock time for everything from loading the model to the saved adapter."
-    write_text(out / "table2.md", f"# Table 2 of SeerAttention-R: what distillation takes\n\n{table}\n\n{note}\n")
-    print(f"\n{table}\n\n{out / 'table2.md'}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
 import tempfile
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_count, check_counts
 from seergate.cli.arguments import decoding_args, eval_args, model_args
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
 from seergate.escaping import Terminal
 
@@ -32,8 +32,6 @@ HELP = (
 )
 TAKES_METHODS = True
 TINY_BUDGET, REAL_BUDGET = 128, 4096
-PAGE_TITLE, PAGE_HEAD = b"<title>What was read</title>", 1000
-"""The title of pages that --trace writes, and how many of their first bytes hold it. Other files are not replaced."""
 LONG_PROMPT = 1000
 """A message is printed before the prefill of a prompt with more tokens than this."""
 
@@ -70,8 +68,7 @@ def run(options: argparse.Namespace) -> None:
     if options.trace is not None and not isinstance(method, SelectingMethod):
         raise SeergateError(
             f"--trace shows the blocks that are read, and {spec.name!r} selects none; it takes methods such as gate, "
-            "quest and oracle, which reads what dense attention looks at (what evicting methods keep: seergate figure "
-            "kept)"
+            "quest and oracle, which reads what dense attention looks at"
         )
     config = check_model(path, [method], [] if bank is None else [bank])
     tokenizer = load_tokenizer(path)
@@ -142,19 +139,9 @@ def _check(options: argparse.Namespace) -> None:
         return
     if options.max_new_tokens < 2:
         raise ValueError("max_new_tokens is 1; the first token comes from the prompt, and --trace shows later ones")
-    if options.trace.is_dir():
-        raise SeergateError(f"--trace is {options.trace}, a directory; it must be a file such as read.html")
-    if not options.trace.absolute().parent.is_dir():
-        raise SeergateError(f"--trace is {options.trace}, and there is no directory {options.trace.parent}")
-    if options.trace.is_file():
-        with options.trace.open("rb") as file:
-            head = file.read(PAGE_HEAD)
-        if head and PAGE_TITLE not in head:
-            raise SeergateError(f"--trace is {options.trace}, which exists and is no page of --trace; name a new file")
-    elif options.trace.suffix.lower() not in (".html", ".htm"):
-        raise SeergateError(f"--trace is {options.trace}; the page's name must end in .html, such as read.html")
-    if not os.access(options.trace if options.trace.exists() else options.trace.absolute().parent, os.W_OK):
-        raise SeergateError(f"--trace is {options.trace}, which cannot be written to")
+    if options.trace.is_dir() or options.trace.suffix.lower() not in (".html", ".htm"):
+        raise SeergateError(f"--trace is {options.trace}; it must name a file that ends in .html, such as read.html")
+    check_writable(options.trace.parent)
 
 
 def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
@@ -172,10 +159,6 @@ def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
         raise SeergateError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     if text is None:
         return make_task("chain_sum", problems=1, variables=16).problems()[0]
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise SeergateError(f"the prompt is not UTF-8 text: {error}") from error
     if not text.strip():
         raise SeergateError("the prompt is empty; there is nothing to answer")
     return Problem("prompt", "", messages=({"role": "user", "content": text},)) if chats else Problem("", "", (), text)

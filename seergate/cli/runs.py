@@ -74,7 +74,7 @@ def _regrade(options: argparse.Namespace) -> None:
             run_programs=options.run_programs,
         )
         if not result.total:
-            print(f"{directory}: no samples yet")
+            print(f"{directory}: no answers to grade")
             continue
         print(
             f"{directory}: {result.total} samples, {len(result.changed)} changed; accuracy "

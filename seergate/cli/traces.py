@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -178,10 +178,7 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
-    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file, and no
-    directory that was made for it.
-    """
-    missing = [place for place in path.parents if not place.exists()]
+    """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
     check_writable(path.parent)
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
@@ -191,9 +188,6 @@ def _locked(path: Path) -> Iterator[FileIO]:
             if not path.stat().st_size:
                 path.unlink()
                 record_path(path).unlink(missing_ok=True)
-                with suppress(OSError):
-                    for place in missing:
-                        place.rmdir()
             raise
 
 
@@ -210,11 +204,9 @@ def recorded_commit(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = 
     from seergate.yaml_file import read_yaml
 
     record = read_yaml(record_path(path))
-    if "commit" not in record:
-        raise SeergateError(f"{record_path(path)} names no commit: an earlier seergate wrote it; name another --out")
     if different := differences(record, now, ("commit", *unknown)):
         raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
-    return record["commit"]
+    return record.get("commit")
 
 
 def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:

@@ -196,12 +196,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--processes", type=int, default=1, help="processes that share the work [1]")
     group.add_argument("--memory-gb", type=float, help="memory of the GPU that will train [this machine's]")
     group.add_argument("--device", choices=("cpu", "cuda"), help="plan for this kind of device [what is here]")
-    group.add_argument("--tflops", type=float, help="speed of a device in TFLOP/s, instead of measuring it")
-    group.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True, help="time one layer here")
+    group.add_argument("--tflops", type=float, help="speed that a device sustains, in TFLOP/s, to compute the time")
 
 
 def _plan(options: argparse.Namespace) -> None:
-    names = ("processes", "memory_gb", "device", "tflops", "measure")
+    names = ("processes", "memory_gb", "device", "tflops")
     values = vars(options)
     own = {name: values.pop(name) for name in names}
     config = resolve(values)
@@ -212,8 +211,8 @@ def _plan(options: argparse.Namespace) -> None:
 
 PLAN = Command(
     (
-        "estimate the memory, time and disk space of a training run",
-        "Estimate the memory, time and disk space of a training run. Takes all options of seergate train, and:",
+        "estimate the memory, work and disk space of a training run",
+        "Estimate the memory, work and disk space of a training run. Takes all options of seergate train, and:",
         ["seergate plan --model Qwen3-8B --memory-gb 24", "seergate plan --model tiny-reasoner"],
     ),
     _plan_arguments,

@@ -160,7 +160,7 @@ def _checked(options: argparse.Namespace) -> _Job:
                 f"budget is {budget}; it must be at least {least}, which is {2 + config.sink_blocks} blocks, and "
                 f"below {job.length}, the length of the texts that are scored"
             )
-    plan = make_plan(config, measure=False)
+    plan = make_plan(config)
     if not plan.fits:
         print(plan.text())
         raise SeergateError("the model does not fit into this machine's memory, see above")

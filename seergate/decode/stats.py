@@ -14,7 +14,7 @@ from torch import Tensor
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import token_bytes
 from seergate.methods.base import Step
-from seergate.methods.evicting import AttentionOutput, Eviction
+from seergate.methods.evicting import AttentionOutput
 from seergate.methods.selecting import PerHeadSelection, SelectingState
 from seergate.ops import Selection, backend
 
@@ -257,9 +257,6 @@ class DecodeStats:
         fixed.lengths[chose].scatter_add_(0, lengths, torch.ones_like(lengths, dtype=torch.int32))
         if selection is not None:
             fixed.blocks.add_(selection.counts)
-
-    def evicted(self, layer: int, step: Step, eviction: Eviction) -> None:
-        """Called when tokens are evicted after a step. Counts nothing; a subclass may."""
 
     def summary(self) -> dict[str, Any]:
         """Return the figures so far, as plain numbers.

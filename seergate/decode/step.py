@@ -102,7 +102,7 @@ def gated_attention(
     observer.stats_.saw_prompt(layer)
     output, weights = dense(query, key, value, attention_mask, **kwargs)
     if isinstance(state, CompressingState):
-        _evict(observer, layer, step)
+        _evict(layer, step)
     if not mode.decoded:
         return output, weights
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
@@ -161,16 +161,15 @@ def _decode(observer: Observer, layer: GatedLayer, context: ForwardContext, step
     if observer.trace is not None:
         observer.trace.record(record)
     if isinstance(state, CompressingState):
-        _evict(observer, layer, step)
+        _evict(layer, step)
     return attended.output
 
 
-def _evict(observer: Observer, layer: GatedLayer, step: Step) -> None:
+def _evict(layer: GatedLayer, step: Step) -> None:
     """Evict what the method gives up after a step or a prompt."""
     assert isinstance(layer.state, CompressingState)
     eviction = layer.state.select_kept(step)
     if eviction is not None:
-        observer.stats_.evicted(layer.layer, step, eviction)
         layer.evict(eviction)
 
 

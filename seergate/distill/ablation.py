@@ -14,21 +14,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
-from seergate.distill.callbacks import Callback, EvalLog, StepLog
-from seergate.distill.checkpoint import LEGACY_DEFAULTS
 from seergate.distill.config import TrainConfig, load_train_config
-from seergate.durable import replacing
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.report.tables import markdown
 from seergate.gates import CONFIG_FILE
 from seergate.paths import shipped
 from seergate.yaml_file import read_yaml
-
-RESULT = "ablation.json"
 
 
 @dataclass(frozen=True)
@@ -51,9 +45,8 @@ class Outcome:
 
     Attributes:
         parameters, tokens: number of the gates' parameters, and of training tokens.
-        kl: KL on the held-out packs after the last step, in nats per row.
+        kl: KL on the held-out packs after the last step, in nats per row; NaN if it is not finite.
         recall: token budget -> mean recall of the teacher's attention mass on the held-out packs.
-        seconds: median time of a training step, which includes all variants that were trained together.
     """
 
     variant: str
@@ -61,7 +54,6 @@ class Outcome:
     tokens: int
     kl: float
     recall: dict[int, float]
-    seconds: float
 
 
 def studies() -> dict[str, Path]:
@@ -116,7 +108,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
 
 def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> list[list[Outcome]]:
-    """Train the variants that are not trained yet and return the outcomes of each study.
+    """Train the variants, or what is left to train of them, and return the outcomes of each study.
 
     Runs share a frozen model if their `FROZEN` options agree. All runs of a study read the model and the dataset at
     the commits of its first run.
@@ -125,23 +117,15 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
     from seergate.distill.trainer import run_together
 
     configs: list[dict[str, TrainConfig]] = []
-    missing: dict[tuple[Any, ...], dict[str, TrainConfig]] = {}
+    groups: dict[tuple[Any, ...], dict[str, TrainConfig]] = {}
     for study, variants in chosen:
         configs.append(_pinned(variants))
         for variant, config in configs[-1].items():
-            if _outcome(variant, config) is None:
-                name = variant if len(chosen) == 1 else f"{study.name}, {variant}"
-                missing.setdefault(tuple(getattr(config, option) for option in FROZEN), {})[name] = config
-    for runs in missing.values():
-        run_together({name: (config, [_Watch(config)]) for name, config in runs.items()})
-    outcomes: list[list[Outcome]] = []
-    for each in configs:
-        outcomes.append([])
-        for variant, config in each.items():
-            if (outcome := _outcome(variant, config)) is None:
-                raise SeergateError(f"{config.run_dir} holds no evaluation; delete it to train the variant again")
-            outcomes[-1].append(outcome)
-    return outcomes
+            name = variant if len(chosen) == 1 else f"{study.name}, {variant}"
+            groups.setdefault(tuple(getattr(config, option) for option in FROZEN), {})[name] = config
+    for runs in groups.values():
+        run_together({name: (config, []) for name, config in runs.items()})
+    return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]
 
 
 def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
@@ -188,7 +172,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     """Format the outcomes as a Markdown table."""
     budgets = sorted({budget for outcome in outcomes for budget in outcome.recall})
     recalls = [f"recall at {budget:,}" for budget in budgets]
-    heads = ["variant", "parameters", "tokens", "held-out KL", *recalls, "s/step"]
+    heads = ["variant", "parameters", "tokens", "held-out KL", *recalls]
     rows = [
         [
             outcome.variant,
@@ -196,51 +180,25 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
             f"{outcome.tokens:,}",
             f"{outcome.kl:.4f}",
             *(f"{outcome.recall[b]:.3f}" if b in outcome.recall else "" for b in budgets),
-            f"{outcome.seconds:.2f}",
         ]
         for outcome in outcomes
     ]
     text = markdown(heads, rows)
     if any("block_size" in given for given in study.variants.values()):
         text += "\n\nThe KL of different block sizes is over different blocks: compare the recall."
-    if len(outcomes) > 1:
-        text += (
-            "\n\nThe time is that of a step of all variants that trained together: they share the frozen model's work."
-        )
     if any(share == 0 for outcome in outcomes for share in outcome.recall.values()):
         text += "\n\nA budget of one block is the current block, which is always read: nothing is left to recall with."
     return text
 
 
-class _Watch(Callback):
-    """Records the figures of a run for the table."""
+def _outcome(variant: str, config: TrainConfig) -> Outcome:
+    """Read the outcome of a variant that has ended from its adapter."""
+    from safetensors.torch import load_file
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._config, self._seconds = config, list[float]()
-
-    def on_step(self, log: StepLog) -> None:
-        self._seconds.append(log.seconds)
-
-    def on_eval(self, log: EvalLog) -> None:
-        if log.step < self._config.max_steps:
-            return  # only the last evaluation is the result; it is written before the run ends
-        outcome = {"kl": log.kl, "recall": log.mean_recall(), "seconds": median_high(self._seconds or [0.0])}
-        with replacing(self._config.run_dir / RESULT) as draft:
-            draft.write_text(json.dumps({"config": self._config.to_dict(), "outcome": outcome}), encoding="utf-8")
-
-
-def _outcome(variant: str, config: TrainConfig) -> Outcome | None:
-    """Return the outcome of a variant; ``None`` unless it was trained to the end with the same options."""
-    from safetensors import safe_open
-
-    try:
-        saved = json.loads((config.run_dir / RESULT).read_text(encoding="utf-8"))
-        tokens = json.loads((config.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["training"]["tokens_seen"]
-        with safe_open(config.run_dir / "gate_model.safetensors", "pt") as gates:
-            parameters = sum(math.prod(gates.get_slice(name).get_shape()) for name in gates.keys())  # noqa: SIM118
-    except (OSError, ValueError):
-        return None
-    if {**LEGACY_DEFAULTS, **saved["config"]} != {**LEGACY_DEFAULTS, **json.loads(json.dumps(config.to_dict()))}:
-        return None
-    kl, shares, seconds = (saved["outcome"][name] for name in ("kl", "recall", "seconds"))
-    return Outcome(variant, parameters, tokens, kl, {int(budget): share for budget, share in shares.items()}, seconds)
+    record = json.loads((config.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["training"]
+    if not record["data"]["held_out"]:
+        raise SeergateError(f"{config.run_dir} holds no evaluation: there are too few packs to hold any out")
+    parameters = sum(weight.numel() for weight in load_file(config.run_dir / "gate_model.safetensors").values())
+    kl, shares = record["kl_held_out"], record["recall_held_out"] or {}
+    recall = {int(budget): share for budget, share in shares.items()}
+    return Outcome(variant, parameters, record["tokens_seen"], math.nan if kl is None else kl, recall)

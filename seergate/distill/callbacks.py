@@ -77,11 +77,6 @@ class EvalLog:
         """Mean over layers, in nats."""
         return sum(self.kl_per_layer) / len(self.kl_per_layer)
 
-    def worst_layers(self, count: int = 3) -> dict[int, float]:
-        """Return the layers with the highest KL -> their KL, in descending order."""
-        by_kl = sorted(zip(self.kl_per_layer, self.layers, strict=True), reverse=True)
-        return {layer: kl for kl, layer in by_kl[:count]}
-
     def mean_recall(self) -> dict[int, float]:
         """Return the mean recall over layers and KV heads for each token budget."""
         return {budget: float(np.mean(values)) for budget, values in self.recall.items()}
@@ -146,8 +141,7 @@ class Console(Callback):
 
     def on_eval(self, log: EvalLog) -> None:
         recall = "".join(f"  recall@{budget} {value:.3f}" for budget, value in log.mean_recall().items())
-        worst = ", ".join(f"{layer} ({kl:.4f})" for layer, kl in log.worst_layers().items())
-        self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}  worst layers {worst}")
+        self.on_message(f"held out, step {log.step}: KL {log.kl:.4f}{recall}")
 
     def close(self) -> None:
         self._bar.close()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: gates, optimizer state, random states and position in the data. No base model, no pickle.
+"""Checkpoints of a run: gates, optimizer state and position in the data. No base model, no pickle.
 
 A checkpoint is written under a temporary name, flushed to disk and renamed. So every directory with a checkpoint's
 name is complete, and a run that was killed at any moment resumes from the newest complete checkpoint.
@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -47,30 +46,13 @@ class Checkpoint:
         state: gates and AdamW moments, named as in `seergate.distill.engines.Engine.state`.
         run: the options that determine the result, and the fingerprints of model and data. A run can resume only if
             its own are equal. Revisions are stored as commits.
-        random: device name -> random state, uint8.
         progress: state of the training loop, such as the best evaluation and the tokens seen, as JSON types.
     """
 
     step: int
     state: dict[str, Tensor]
     run: dict[str, Any]
-    random: dict[str, Tensor]
     progress: dict[str, Any]
-
-
-def random_states() -> dict[str, Tensor]:
-    """Return PyTorch's random states: device name -> state, uint8."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def set_random_states(states: dict[str, Tensor]) -> None:
-    """Restore the result of `random_states`; the state of an absent device is ignored."""
-    torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available() and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
 
 
 def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -80,8 +62,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
     draft = root / f"{_DRAFT}{final.name}-{os.getpid()}"
     shutil.rmtree(draft, ignore_errors=True)  # of a save that failed
     draft.mkdir()
-    tensors = checkpoint.state | {f"random.{name}": x for name, x in checkpoint.random.items()}
-    save_file({n: x.contiguous() for n, x in tensors.items()}, draft / "state.safetensors", {"format": "pt"})
+    save_file({n: x.contiguous() for n, x in checkpoint.state.items()}, draft / "state.safetensors", {"format": "pt"})
     record = {"format": FORMAT, "step": checkpoint.step, "run": checkpoint.run, "progress": checkpoint.progress}
     with naming(file := draft / "state.json"):
         file.write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -116,9 +97,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Load a checkpoint; raises `SeergateError` if it is damaged or of another format."""
     record = read_record(path)
     with _damage(path):
-        state = load_file(path / "state.safetensors")
-    random = {name.removeprefix("random."): state.pop(name) for name in list(state) if name.startswith("random.")}
-    return Checkpoint(record["step"], state, record["run"], random, record["progress"])
+        tensors = load_file(path / "state.safetensors")
+    # Checkpoints of before also hold PyTorch's random states, from which no step draws.
+    state = {name: x for name, x in tensors.items() if not name.startswith("random.")}
+    return Checkpoint(record["step"], state, record["run"], record["progress"])
 
 
 @contextmanager

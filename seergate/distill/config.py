@@ -185,14 +185,10 @@ class RecipeOptions:
     reduction: Literal["row_mean", "published"] = option(
         "row_mean", "row_mean: true KL in nats per row; published: the weighting of the published code"
     )
-    target: Literal["max", "sum", "selected"] = option(
-        "max",
-        "what the gate learns of a block's attention: the largest probability, the sum of all, or the sum restricted "
-        "to the blocks that the gate selects",
+    target: Literal["max", "sum"] = option(
+        "max", "what the gate learns of a block's attention: the largest probability, or the sum of all"
     )
-    target_budget: int = option(
-        2048, "token budget of the gate's selection (target selected), or of a KV head's cache (scorer trim_kv)"
-    )
+    target_budget: int = option(2048, "token budget of a KV head's cache, with scorer trim_kv")
     seed: int = option(0, "seed of the gates' initial values and of the order of the packs")
 
 
@@ -314,8 +310,9 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
         shares = [part.share if part else 0.0 for part in self._shares()]
         names = [part.name for part in self._shares() if part]
         mixed = all(shares) and len(set(names)) == len(names)
-        one = not names and ("," not in self.data or exists(self.data))
-        self._must("data", one or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)")
+        self._must(
+            "data", not names or mixed, "one source, or different ones with a positive share each (a:0.7 b:0.3)"
+        )
         if self.rope_scaling is not None:
             self._must("rope_scaling", "rope_type" in self.rope_parameters, 'a JSON object with "rope_type"')
         blocks = all(budget >= self.block_size for budget in self.recall_budgets)

@@ -7,8 +7,6 @@ import json
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +15,10 @@ import numpy as np
 from torch import Tensor
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.formatting import NOTES, TEMPLATES, Formatter, MalformedRow, TrainingText, question
+from seergate.distill.formatting import TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
-from seergate.durable import check_writable, naming
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
 from seergate.progress import working
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 3
+FORMAT = 4
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -46,7 +44,7 @@ class DataReport:
         duplicates: samples left out because they equal an earlier one.
         too_short: samples left out because no token has two past blocks to choose from, besides sink blocks.
         malformed: reason -> number of rows left out for it.
-        think_added, no_reasoning, earlier_reasoning, unanswered: number of rows with this note of `TrainingText`.
+        notes: note of `TrainingText` -> number of rows with it.
         efficiency: share of the packs' capacity that is filled with tokens.
         mixed: source -> number of its rows; empty without a mixture.
     """
@@ -60,10 +58,7 @@ class DataReport:
     duplicates: int
     too_short: int
     malformed: dict[str, int]
-    think_added: int
-    no_reasoning: int
-    earlier_reasoning: int
-    unanswered: int
+    notes: dict[str, int]
     packs: int
     held_out: int
     efficiency: float
@@ -82,10 +77,7 @@ class DataReport:
             "dropped as too long": self.dropped,
             "duplicates left out": self.duplicates,
             "too short to choose between blocks left out": self.too_short,
-            "given their opening think tag": self.think_added,
-            "without reasoning": self.no_reasoning,
-            "without the reasoning of their earlier turns": self.earlier_reasoning,
-            "cut off after their last answer": self.unanswered,
+            **self.notes,
             **{f"malformed ({reason})": count for reason, count in self.malformed.items()},
         }
         notes = [f"{count:,} {what}" for what, count in left_out.items() if count]
@@ -166,7 +158,7 @@ def prepare_data(
             first[digest] = row, length
             if length > config.max_length:
                 counts["truncated" if config.over_length == "truncate" else "dropped"] += 1
-    counts |= {"malformed": dict(malformed), **{note: notes[note] for note in NOTES}}
+    counts |= {"malformed": dict(malformed), "notes": dict(notes)}
     long = config.max_length if config.over_length == "drop" else float("inf")
     unique = {digest: place for digest, place in first.items() if place[1] <= long}
     samples = Samples(tokens, [r for r, _ in unique.values()], [min(n, config.max_length) for _, n in unique.values()])
@@ -228,14 +220,9 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
         the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
     """
-    with _usable(token_cache(config)) as cache:
-        return _tokenised(config, tokenizer, cache)
-
-
-def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Dataset:
-    """Do the work of `tokenised` with the cache in that directory."""
     from datasets import Features, Sequence, Value
 
+    cache = _cache(config)
     rows = open_source(config, cache)
     if not len(rows):
         raise SeergateError(no_rows(config.data))
@@ -275,7 +262,7 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
     problems = [""] * len(rows)
     for number, row in enumerate(rows):
         try:
-            texts[number] = formatter.text(_parsed(row))
+            texts[number] = formatter.text(parsed(row))
         except MalformedRow as reason:
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
@@ -301,19 +288,18 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     Returns:
         Row number -> the turns before the row's last answer; and reason -> number of rows without a question.
     """
-    with _usable(token_cache(config)) as cache:
-        rows = open_source(config, cache)
+    rows = open_source(config, _cache(config))
     by_row: dict[int, list[dict[str, str]]] = {}
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
         try:
-            by_row[number] = question(_parsed(row))
+            by_row[number] = question(parsed(row))
         except MalformedRow as reason:
             reasons[f"malformed ({reason})"] += 1
     return by_row, reasons
 
 
-def _parsed(row: dict[str, Any]) -> Any:
+def parsed(row: dict[str, Any]) -> Any:
     """Return the contents of a row; rows of files and streams are stored as JSON text and parsed here."""
     if tuple(row) != RAW:
         return row
@@ -325,25 +311,14 @@ def _parsed(row: dict[str, Any]) -> Any:
         raise MalformedRow("not JSON") from error
 
 
-def token_cache(config: TrainConfig) -> Path:
-    """Return the directory of tokenised data."""
+def _cache(config: TrainConfig) -> Path:
+    """Return the directory of tokenised data, made unless it exists; refuse one that cannot be written to."""
     if config.token_cache:
-        return Path(config.token_cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
-
-
-@contextmanager
-def _usable(cache: Path) -> Iterator[Path]:
-    """Make the directory of tokenised data, and name the option if it cannot be made or written to."""
-    try:
-        check_writable(cache)
-    except SeergateError as error:
-        raise SeergateError(
-            f"the directory of tokenised data, {cache}, cannot be used: {error}; name another with --token-cache "
-            "(token_cache), or its parent with XDG_CACHE_HOME"
-        ) from error
-    with naming(cache):
-        yield cache
+        cache = Path(config.token_cache)
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
+    check_writable(cache)
+    return cache
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:

@@ -7,7 +7,6 @@ that several runs in one process cannot reset, and it replaces none of the check
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -31,9 +30,6 @@ others at once."""
 STEP_HOURS = 0.5
 """Timeout in hours within a step. Processes differ by at most a pack there, so a longer wait means a broken link."""
 
-PATIENCE_VARIABLE = "SEERGATE_TIMEOUT_HOURS"
-"""Environment variable that overrides both timeouts, in hours."""
-
 _MISTAKES = (ValueError, OSError, torch.OutOfMemoryError)
 """Errors that are reported as one sentence; other errors keep their traceback."""
 
@@ -45,18 +41,6 @@ class CommonError(SeergateError):
     """
 
     is_common = True
-
-
-def patience(default_hours: float = PATIENCE_HOURS) -> timedelta:
-    """Return the timeout of collectives; raises `SeergateError` if `PATIENCE_VARIABLE` is not a positive number."""
-    given = os.environ.get(PATIENCE_VARIABLE) or str(default_hours)
-    try:
-        hours = float(given)
-    except ValueError:
-        hours = math.nan
-    if not 0 < hours < math.inf:
-        raise SeergateError(f"{PATIENCE_VARIABLE} is {given!r}; it must be a positive number of hours")
-    return timedelta(hours=hours)
 
 
 @dataclass(frozen=True)
@@ -179,7 +163,7 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
         # NCCL connects at the first sum over packs: forking workers to tokenise could break an InfiniBand connection.
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         try:
-            dist.init_process_group(backend, timeout=patience())
+            dist.init_process_group(backend, timeout=timedelta(hours=PATIENCE_HOURS))
         except RuntimeError as error:
             raise SeergateError(f"the processes of this run could not be connected: {first_line(error)}") from error
     world = DistributedState(rank, size, local_rank, device)
@@ -191,7 +175,7 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
 def expect_steps(group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of a process group, by default that of all processes, to the timeout within a step."""
     if dist.is_initialized():
-        dist.distributed_c10d._set_pg_timeout(patience(STEP_HOURS), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(hours=STEP_HOURS), group)
 
 
 def exit_without_barrier(code: int) -> None:
@@ -212,5 +196,5 @@ def _connected(talk: Callable[[], object]) -> None:
     except RuntimeError as error:  # raised by all backends
         raise SeergateError(
             "the connection to the other processes is lost; one of them has failed, and says why, or has not "
-            f"answered in time, which {PATIENCE_VARIABLE} sets ({first_line(error)})"
+            f"answered in time ({first_line(error)})"
         ) from error

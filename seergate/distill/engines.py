@@ -8,15 +8,12 @@ processes.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
 import os
 import socket
-import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,11 +78,9 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
 
 def make_engine(bank: GateBank, config: TrainConfig, world: DistributedState) -> Engine:
     """Create the engine of a run; `check_engine` must have accepted the options."""
-    if not config.deepspeed:
-        return PlainEngine(bank, config, world)
-    with world.fail_together():
-        wait_for_builds()
-    return DeepSpeedEngine(bank, config, world)
+    if config.deepspeed:
+        return DeepSpeedEngine(bank, config, world)
+    return PlainEngine(bank, config, world)
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
@@ -299,38 +294,6 @@ def prepare_deepspeed() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-
-
-BUILD_SECONDS = 600.0
-"""Seconds without a change to any file after which the build of a C++ extension is considered killed."""
-
-
-def wait_for_builds() -> None:
-    """Wait until no other process is compiling one of DeepSpeed's extensions, which happens when DeepSpeed starts.
-
-    Raises:
-        SeergateError: if a killed build has left its lock, for which PyTorch would wait forever.
-    """
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-    from torch.utils.cpp_extension import get_default_build_root
-
-    root, reported = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()), False
-    while locks := [lock for lock in root.glob("**/lock") if lock.parent.name in ALL_OPS]:
-        for lock in locks:
-            changed = 0.0
-            for file in lock.parent.iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    changed = max(changed, file.stat().st_mtime)
-            age = time.time() - changed
-            if lock.exists() and age > BUILD_SECONDS:
-                raise SeergateError(
-                    f"DeepSpeed cannot start: {lock} is there and nothing has changed beside it for {age / 60:.0f} "
-                    "minutes, so the process that compiled an extension was killed; delete that file and start again"
-                )
-        if not reported:
-            print(f"waiting for a process that compiles an extension (it holds {locks[0]})", flush=True)
-        reported = True
-        time.sleep(1.0)
 
 
 def _portable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,14 +1,8 @@
-"""Estimates a run before any weights are loaded: memory per component, whether it fits, work and time of a step.
-
-The time is the number of floating-point operations divided by a rate: one given by the user, one measured on this
-machine with a layer of random weights, or a share of some GPUs' peak rates.
-"""
+"""Estimates a run before any weights are loaded: memory per component, whether it fits, and the work of a step."""
 
 from __future__ import annotations
 
-import copy
 import json
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +14,6 @@ from seergate.config import SCORERS
 from seergate.distill.base_model import base_dtype, gate_config, is_gguf, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
-from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
 from seergate.errors import SeergateError
 from seergate.models.families import attention_modules, decoder_of, gate_geometry, text_config, why_one_sequence
@@ -35,19 +28,10 @@ if TYPE_CHECKING:
 
 GB = 1e9
 
-PEAK_TFLOPS = {"RTX 4090 (24 GB)": 165, "A100 (80 GB)": 312, "H100 SXM (80 GB)": 989}
-"""GPU -> the manufacturer's peak rate of dense bf16 matrix products with float32 accumulation, in TFLOP/s."""
-
-ASSUMED_SHARE = 0.3
-"""Share of the peak rate that is assumed if no rate was measured or given; it is printed as an assumption."""
-
-TIMED_TOKENS = 2048
-"""Length of the sequence with which a layer is timed, which takes seconds on a CPU."""
-
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimated memory, time and disk space of a run.
+    """Estimated memory, work and disk space of a run.
 
     Attributes:
         shape: one line about the model and its gates.
@@ -56,7 +40,7 @@ class Plan:
         capacity: memory of the device, in bytes.
         step_flop: floating-point operations of an optimizer step's matrix products, over all processes, if each sample
             fills a pack, which takes longest.
-        rates: origin of a rate -> sustained rate of one device in TFLOP/s.
+        tflops: sustained rate of one device in TFLOP/s, if given.
         why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
         checkpoint: size of a checkpoint, in bytes.
     """
@@ -69,7 +53,7 @@ class Plan:
     libraries: int
     capacity: int
     step_flop: float
-    rates: dict[str, float]
+    tflops: float | None
     why_one_sample: str | None
     checkpoint: int
 
@@ -89,10 +73,12 @@ class Plan:
         return self.config.packs_per_step * self.config.max_length
 
     @property
-    def step_seconds(self) -> dict[str, float]:
-        """Origin of a rate (`rates`) -> seconds of an optimizer step."""
+    def step_seconds(self) -> float | None:
+        """Seconds of an optimizer step at the rate `tflops`; ``None`` without it."""
+        if self.tflops is None:
+            return None
         flop = self.step_flop / self.config.packs_per_step * self.config.most_packs(self.processes)
-        return {origin: flop / (rate * 1e12) for origin, rate in self.rates.items()}
+        return flop / (self.tflops * 1e12)
 
     def text(self) -> str:
         """Format the plan for the console."""
@@ -123,6 +109,7 @@ class Plan:
             *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items() if size),
             self._verdict(),
             f"disk: {c.save_total_limit} checkpoints of {self.checkpoint / GB:.2f} GB",
+            f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products, if each sample fills a pack",
             self._time(),
         ]
         return "\n".join(line for line in lines if line)
@@ -137,15 +124,13 @@ class Plan:
         return f"does NOT fit in {room}: {ways}a smaller --max-length would need less"
 
     def _time(self) -> str:
-        lines = [f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products, if each sample fills a pack"]
-        for origin, seconds in self.step_seconds.items():
-            hours = self.config.max_steps * seconds / 3600
-            lines.append(
-                f"time {origin}, {self.rates[origin]:,.3g} TFLOP/s a device: "
-                f"{self.step_tokens / seconds:,.0f} tokens/s, "
-                f"{seconds:,.2f} s a step, {hours:,.2f} hours ({self.processes * hours:,.2f} device-hours)"
-            )
-        return "\n".join(lines if self.rates else [*lines, "time: not measured; --tflops sets what a device sustains"])
+        if (seconds := self.step_seconds) is None:
+            return "time: give --tflops, the rate that a device sustains"
+        hours = self.config.max_steps * seconds / 3600
+        return (
+            f"time at {self.tflops:,.3g} TFLOP/s a device: {self.step_tokens / seconds:,.0f} tokens/s, "
+            f"{seconds:,.2f} s a step, {hours:,.2f} hours ({self.processes * hours:,.2f} device-hours)"
+        )
 
 
 def make_plan(
@@ -155,15 +140,13 @@ def make_plan(
     memory_gb: float | None = None,
     device: str | None = None,
     tflops: float | None = None,
-    measure: bool = True,
 ) -> Plan:
     """Estimate a run from its configuration and the model's.
 
     Args:
         memory_gb: memory of the target device in GB; by default that of this machine.
         device: ``"cpu"`` or ``"cuda"``; by default ``"cuda"`` if this machine has it or ``memory_gb`` is given.
-        tflops: sustained rate of one device in TFLOP/s, to be used instead of a measurement.
-        measure: whether to time one layer, if this machine has such a device.
+        tflops: sustained rate of one device in TFLOP/s, from which the time of a step is computed.
 
     Raises:
         SeergateError: if the model or an option is not supported, or ``"cuda"`` has neither a GPU nor ``memory_gb``.
@@ -197,14 +180,6 @@ def make_plan(
     config = decide_sharding(model, bank, config, place, processes, whole - libraries)
     memory = estimate_memory(model, bank, config, processes=processes, device=place)
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
-    rates = {}
-    if tflops is not None:
-        rates["at the given rate"] = tflops
-    elif measure and place.type == here:
-        rates["at the rate of one layer here"] = measured_tflops(model, config, place)
-    elif place.type == "cuda" and base_dtype(config, place).itemsize == 2:
-        share = f"if ASSUMED {ASSUMED_SHARE:.0%} of the bf16 peak are sustained (not by small models) on"
-        rates = {f"{share} {name}": ASSUMED_SHARE * peak for name, peak in PEAK_TFLOPS.items()}
     parameters = memory.gates // 4
     return Plan(
         config=config,
@@ -215,7 +190,7 @@ def make_plan(
         libraries=libraries,
         capacity=whole,
         step_flop=config.packs_per_step * pack_flop(model, bank, config, config.max_length, readers),
-        rates=rates,
+        tflops=tflops,
         why_one_sample=why_one_sequence(text_config(model)),
         checkpoint=3 * memory.gates,
     )
@@ -247,33 +222,6 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, lengt
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = pairs(length) * 4 * queries * len(list(attention_modules(model)))
     return 2.0 * weights * length + seen + loss_pairs(length, config) * (2 * queries + 6 * gate) * readers
-
-
-def measured_tflops(model: PreTrainedModel, config: TrainConfig, device: torch.device) -> float:
-    """Time a training step of one layer with the shapes of a model and random weights; return its TFLOP/s."""
-    from transformers import AutoModelForCausalLM
-
-    cut: Any = copy.deepcopy(model.config.get_text_config())
-    cut.num_hidden_layers, cut.vocab_size = 1, 16
-    cut.pad_token_id = cut.bos_token_id = cut.eos_token_id = None
-    if getattr(cut, "layer_types", None):
-        cut.layer_types = ["full_attention"]
-    length = min(TIMED_TOKENS, config.max_length)
-    with torch.random.fork_rng(devices=[]):
-        with torch.device(device):
-            layer = AutoModelForCausalLM.from_config(cut, dtype=base_dtype(config, device))
-        bank = GateBank.for_model(layer.eval().requires_grad_(False), gate_config(config, layer)).to(device)
-        ids = torch.randint(0, cut.vocab_size, (1, length), device=device)
-    options = config.loss_options | {"recall_budgets": ()}
-    wait = torch.cuda.synchronize if device.type == "cuda" else int
-    times = []
-    for _ in range(3):
-        wait()
-        start = time.perf_counter()
-        distill_step(bank, layer, ids, **options).loss.backward()
-        wait()
-        times.append(time.perf_counter() - start)
-    return pack_flop(layer, bank, config, length, 1) / min(times[1:]) / 1e12  # the first is a warm-up
 
 
 def architecture(config: TrainConfig) -> PretrainedConfig:

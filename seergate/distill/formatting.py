@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.checks import holds_turns
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, first_line
 from seergate.pretrained import chat_text
 
 if TYPE_CHECKING:
@@ -44,18 +44,12 @@ class TrainingText(NamedTuple):
 
     Attributes:
         is_chat: whether the text comes from a chat template, which writes all special tokens itself.
-        notes: repairs and omissions. ``think_added``: an opening think tag was added because the answer has only the
-            closing one. ``no_reasoning``: the last answer has no reasoning. ``earlier_reasoning``: the reasoning of
-            earlier assistant turns was removed, as in chat templates. ``unanswered``: the turns after the last
-            assistant turn were removed.
+        notes: repairs and omissions, worded to follow a number of rows.
     """
 
     text: str
     is_chat: bool
     notes: list[str]
-
-
-NOTES = ("think_added", "no_reasoning", "earlier_reasoning", "unanswered")
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None = None) -> str:
@@ -74,24 +68,21 @@ def training_template(tokenizer: PreTrainedTokenizerBase, override: str | None =
                 f"the chat template {override} does not keep the reasoning behind exactly one {OPEN} tag"
             )
         return template
-    own = tokenizer.chat_template
-    if isinstance(own, dict):  # several templates by name
-        names, own = ", ".join(own), own.get("default")
-        if own is None and names:
-            raise SeergateError(
-                f"the model's tokenizer has several chat templates ({names}) and none is called default; give the one "
-                "to use with chat_template (a .jinja file)"
-            )
-    if not isinstance(own, str):
-        raise SeergateError("the model's tokenizer has no chat template; give one with chat_template (a .jinja file)")
+    try:
+        own = tokenizer.get_chat_template()
+    except ValueError as error:  # none, or several by name of which none is the default
+        raise SeergateError(
+            f"the model's tokenizer gives no chat template ({first_line(error)}); give one with chat_template (a "
+            ".jinja file)"
+        ) from error
     if _keeps_reasoning(tokenizer, own):
         return own
     for markup, name in _TRAINING.items():
         if markup in own and _keeps_reasoning(tokenizer, template := (TEMPLATES / name).read_text(encoding="utf-8")):
             return template
     raise SeergateError(
-        "the model's chat template deletes the reasoning that the gates are trained on; give one that keeps it with "
-        "chat_template (a .jinja file)"
+        "the model's chat template deletes the reasoning that the gates are trained on, or refuses it; give one that "
+        "keeps it with chat_template (a .jinja file)"
     )
 
 
@@ -111,7 +102,10 @@ def _reasoning_key(tokenizer: PreTrainedTokenizerBase, template: str) -> str | N
 def _keeps_reasoning(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     if _reasoning_key(tokenizer, template):
         return True
-    text = _render(tokenizer, _PROBE, template)
+    try:
+        text = _render(tokenizer, _PROBE, template)
+    except MalformedRow:
+        return False
     return _PROBE_REASONING in text and text.count(OPEN) == 1 and text.count(CLOSE) == 1
 
 
@@ -219,8 +213,13 @@ class Formatter:
             raise MalformedRow("reasoning that the chat template does not keep")
         if tags > 1:
             raise MalformedRow("several think tags")
-        flags = (added, not reasoning, earlier_reasoning, unanswered)
-        return TrainingText(text, True, [note for note, holds in zip(NOTES, flags, strict=True) if holds])
+        notes = {
+            "given their opening think tag": added,
+            "without reasoning": not reasoning,
+            "without the reasoning of their earlier turns": earlier_reasoning,
+            "cut off after their last answer": unanswered,
+        }
+        return TrainingText(text, True, [note for note, holds in notes.items() if holds])
 
 
 def question(row: Any) -> list[dict[str, str]]:

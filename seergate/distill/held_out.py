@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.distill.config import TrainConfig
+from seergate.distill.data import parsed
 from seergate.distill.formatting import Formatter, MalformedRow
 from seergate.distill.long_text import SUFFIXES, referring_back, texts, texts_here, windows
+from seergate.distill.sources import json_rows
 from seergate.errors import SeergateError
-from seergate.json_file import read_json_text
 from seergate.progress import working
 
 if TYPE_CHECKING:
@@ -65,18 +66,13 @@ def _rows(path: Path, formatter: Formatter) -> tuple[list[dict[str, Any]], list[
     """Return the rows of a file with different texts, the text of each, and the error messages of malformed rows."""
     rows, malformed = dict[str, dict[str, Any]](), list[str]()
     try:
-        with path.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(islice(filter(str.strip, lines), ROWS), 1):
-                try:
-                    row = read_json_text(line)
-                except ValueError as error:
-                    malformed.append(f"row {number}: {error}")
-                    continue
-                try:
-                    rows.setdefault(formatter.text(row).text, row)
-                except MalformedRow as error:
-                    malformed.append(f"row {number}: {error}")
-    except (OSError, UnicodeDecodeError) as error:
+        for number, stored in enumerate(islice(json_rows(path), ROWS), 1):
+            try:
+                row = parsed(stored)
+                rows.setdefault(formatter.text(row).text, row)
+            except MalformedRow as error:
+                malformed.append(f"row {number}: {error}")
+    except OSError as error:
         raise SeergateError(f"data is {str(path)!r}, which cannot be read: {error}") from error
     return list(rows.values()), list(rows), malformed
 

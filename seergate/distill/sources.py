@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.distill.config import CHAIN_SUM, TrainConfig
 from seergate.errors import SeergateError, first_line
-from seergate.eval.tasks.chain_sum import make_problems
+from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.hub import hub_call
 from seergate.json_file import read_json_text
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-TRAINING_SEEDS = 1_000_000
-"""Smallest seed of training problems; evaluation problems have smaller seeds."""
 
 CHAIN_SUM_PROBLEMS = 2000
 """Number of problems of `chain_sum` if ``data_limit`` is not given."""
@@ -59,7 +56,8 @@ def open_source(config: TrainConfig, cache: Path) -> Dataset:
                 )
         return _local(path, config, cache)
     if not may_be_on_hub(config):
-        raise SeergateError(f"the data file {config.data!r} does not exist")
+        several = "; several sources need a share each (a:0.7 b:0.3)" if "," in config.data else ""
+        raise SeergateError(f"the data file {config.data!r} does not exist{several}")
     return _hub(config, cache)
 
 
@@ -67,6 +65,7 @@ def may_be_on_hub(config: TrainConfig) -> bool:
     """Return whether ``data`` may be a Hub id: it is neither `CHAIN_SUM` nor a local file or directory."""
     path = Path(config.data).expanduser()
     names_a_file = path.suffix in (*JSON_SUFFIXES, *TABLE_SUFFIXES) or config.data.startswith((".", "/", "~"))
+    names_a_file |= "," in config.data  # no Hub id has one
     return not (config.data == CHAIN_SUM or names_a_file or path.exists())
 
 
@@ -140,11 +139,12 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
 
 def _file_rows(files: tuple[tuple[str, int, int], ...], limit: int | None) -> Iterator[dict[str, str]]:
     paths = [Path(name) for name, *_ in files]  # size and time only distinguish the cached copies of a changed file
-    read = (_json_rows(path) if path.suffix in JSON_SUFFIXES else _table_rows(path) for path in paths)
+    read = (json_rows(path) if path.suffix in JSON_SUFFIXES else _table_rows(path) for path in paths)
     return itertools.islice(itertools.chain.from_iterable(read), limit)
 
 
-def _json_rows(file: Path) -> Iterator[dict[str, str]]:
+def json_rows(file: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a JSONL file, or of a file that holds a JSON list, as columns `RAW`."""
     with file.open("rb") as stream:
         mark = len(codecs.BOM_UTF8) if stream.read(3) == codecs.BOM_UTF8 else 0
         stream.seek(mark)

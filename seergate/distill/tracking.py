@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import threading
 import zlib
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.config import TrainConfig
 from seergate.durable import naming
-from seergate.errors import DISK, SeergateError
+from seergate.errors import SeergateError
 
 
 class Tracker(Callback, ABC):
@@ -37,7 +36,6 @@ class TensorBoard(Tracker):
 
         self._directory = config.run_dir / "tensorboard"
         self._writer = SummaryWriter(str(self._directory), purge_step=first_step)
-        threading.excepthook = _show_unless_of_disk
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         with naming(self._directory):
@@ -48,12 +46,6 @@ class TensorBoard(Tracker):
     def close(self) -> None:
         with naming(self._directory):
             self._writer.close()
-
-
-def _show_unless_of_disk(error: threading.ExceptHookArgs) -> None:
-    """Leave out the traceback of a full disk: what writes event files in a thread raises it again in the main one."""
-    if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in DISK):
-        threading.__excepthook__(error)
 
 
 class WandbLike(Tracker):

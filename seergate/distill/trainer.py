@@ -28,7 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
-from seergate.config import SCORERS, is_retention
+from seergate.config import SCORERS
 from seergate.distill import commits
 from seergate.distill.base_model import (
     FROZEN,
@@ -47,11 +47,9 @@ from seergate.distill.checkpoint import (
     clear_drafts,
     load_checkpoint,
     newest_checkpoint,
-    random_states,
     read_record,
     remove_checkpoints,
     save_checkpoint,
-    set_random_states,
 )
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import DataReport, prepare_data, token_files
@@ -112,7 +110,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
     ``output_dir``. An interrupted run in ``output_dir`` can still be resumed. Raises `SeergateError` as a run does.
     """
     alone = DistributedState(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    run = _Run("", config, alone, (), shows_steps=False)
+    run = _Run("", config, alone, ())
     try:
         run.check()
         run.check_checkpoint()
@@ -129,8 +127,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     Each run gives the same result as on its own. Returns the directories of the adapters.
 
     Args:
-        runs: name -> configuration and callbacks of the run. Only the first run shows its steps; every message begins
-            with the name of its run.
+        runs: name -> configuration and callbacks of the run. Only the first run with steps to take shows them; every
+            message begins with the name of its run.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
@@ -159,15 +157,16 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                 config = config.in_processes(world.size)
                 if through_model:  # gradients flow through the model, which cannot be sharded
                     config = replace(config, shard_base=False)
-                members.append(_Run(name, config, world, callbacks, shows_steps=not members))
+                members.append(_Run(name, config, world, callbacks))
                 members[-1].begin()
             for run in members:
                 run.gather()
             # The runs share the model, so it is sharded if one of them has no memory for a full copy.
             sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
-            base = None
+            base, shown = None, False
             for run in members:
-                base = run.prepare(base, sharded, headless=not through_model)
+                base = run.prepare(base, sharded, headless=not through_model, shows_steps=not shown)
+                shown |= run.done < run.config.max_steps
         expect_steps()
         with _stop_requests(world.is_main) as requested:
             _train(members, requested)
@@ -179,9 +178,9 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         advice = "`seergate plan` with the same options says what it needs; max_length and quantize help"
         if through_model:
             advice = f"scorer {through_model[0]!r} trains through the whole model; make max_length smaller"
+        longest = max(run.config.max_length for run in members)
         raise SeergateError(
-            f"a pack of {configs[0].max_length} tokens does not fit in the memory that {world.device} has left; "
-            f"{advice}"
+            f"a pack of {longest} tokens does not fit in the memory that {world.device} has left; {advice}"
         ) from error
     finally:
         for run in members:
@@ -202,16 +201,14 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
         stop = False
         for run in active:
-            with run.own_random():
-                stop |= run.update(step, outputs[run], started, bool(requested))
+            stop |= run.update(step, outputs[run], started, bool(requested))
         held_out = dict[_Run, list[DistillOutput]]()
         for group in _sharing([run for run in active if run.evaluates(step)]):
             held_out |= _distill(group, group[0].data.held_out, 0, held_out=True)
         for run in active:
-            with run.own_random():
-                if run in held_out:
-                    run.evaluated(step, held_out[run])
-                run.save(step, stop)
+            if run in held_out:
+                run.evaluated(step, held_out[run])
+            run.save(step, stop)
         if stop:
             number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
             raise Stopped(f"after step {step + 1} of {max(run.config.max_steps for run in active)}", number)
@@ -262,6 +259,7 @@ class _Progress:
 
     tokens: int = 0
     held_out_kl: float | None = None  # of the current gates
+    held_out_recall: dict[str, float] | None = None  # token budget -> mean recall of the current gates
     best_kl: float | None = None
     best_step: int | None = None
     final_kl: float | None = None
@@ -316,15 +314,8 @@ class Averages:
 class _Run:
     """A run of `run_together`. Its stages: `begin`, `gather`, `prepare`, steps of training, `finish`, `close`."""
 
-    def __init__(
-        self,
-        name: str,
-        config: TrainConfig,
-        world: DistributedState,
-        callbacks: Iterable[Callback],
-        shows_steps: bool,
-    ) -> None:
-        self.name, self.world, self.shows_steps, self.dir = name, world, shows_steps, config.run_dir
+    def __init__(self, name: str, config: TrainConfig, world: DistributedState, callbacks: Iterable[Callback]) -> None:
+        self.name, self.world, self.dir = name, world, config.run_dir
         with world.fail_together():
             self.model_path = locate_model(config).model
         self.config = replace(config, output_dir=str(self.dir))
@@ -349,7 +340,9 @@ class _Run:
         with world.fail_together():
             self.check_checkpoint()
 
-    def prepare(self, base: PreTrainedModel | None, sharded: bool, headless: bool) -> PreTrainedModel:
+    def prepare(
+        self, base: PreTrainedModel | None, sharded: bool, headless: bool, shows_steps: bool
+    ) -> PreTrainedModel:
         """Create gates and engine, resume, and open the callbacks; returns the frozen model, loaded if ``None``."""
         self.sharded = sharded
         config, world = self.config, self.world
@@ -370,10 +363,9 @@ class _Run:
         self.bank, self.base = bank, base
         self.engine = make_engine(bank, config, world)
         self.done = self._resume()
-        self.random = random_states()
         with world.fail_together():
             if world.is_main:
-                console = Console(config.max_steps, self.done, config.logging_steps, self.name, self.shows_steps)
+                console = Console(config.max_steps, self.done, config.logging_steps, self.name, shows_steps)
                 self.callbacks += [console, *open_trackers(config, self.done + 1)]
             for text in self._introduction():
                 self._say(text)
@@ -489,7 +481,6 @@ class _Run:
             checkpoint = load_checkpoint(newest)
             check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
         self.engine.load(checkpoint.state, checkpoint.step)
-        set_random_states(checkpoint.random)
         self.progress = _Progress(**checkpoint.progress)
         return checkpoint.step
 
@@ -509,8 +500,6 @@ class _Run:
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {self.engine.name} on "
             f"{world.device.type}{processes}"
         )
-        if world.device.type == "cuda" and (slow := without_kernel(self.bank, config)):
-            yield slow
         if config.eval_steps and config.eval_packs and not self.data.held_out:
             yield (
                 f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
@@ -518,13 +507,6 @@ class _Run:
             )
         if self.done:
             yield f"continuing after step {self.done} of {config.max_steps}"
-
-    @contextmanager
-    def own_random(self) -> Iterator[None]:
-        """Use the run's own random states in the ``with`` block, since other runs draw random numbers in between."""
-        set_random_states(self.random)
-        yield
-        self.random = random_states()
 
     def packs(self, step: int) -> list[list[int]]:
         """Return the sample numbers of each pack of a step, over all processes."""
@@ -559,7 +541,7 @@ class _Run:
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
-        progress.held_out_kl = None
+        progress.held_out_kl = progress.held_out_recall = None
         if math.isfinite(kl := sum(means.kl_per_layer) / len(self.bank)):
             progress.final_kl = kl
         log = StepLog(
@@ -594,8 +576,11 @@ class _Run:
         for callback in self.callbacks:
             callback.on_eval(log)
         progress = self.progress
-        progress.held_out_kl = log.kl if math.isfinite(log.kl) else None
-        if progress.held_out_kl is not None and (progress.best_kl is None or log.kl < progress.best_kl):
+        if not math.isfinite(log.kl):
+            return
+        progress.held_out_kl = log.kl
+        progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
+        if progress.best_kl is None or log.kl < progress.best_kl:
             progress.best_kl, progress.best_step = log.kl, step + 1
             self._export(self.dir / "best")
 
@@ -605,7 +590,7 @@ class _Run:
         if not (stop or done == self.config.max_steps or (every and done % every == 0)):
             return
         state = self.engine.state()  # all processes must call it
-        checkpoint = Checkpoint(done, state, self.identity, random_states(), vars(self.progress).copy())
+        checkpoint = Checkpoint(done, state, self.identity, vars(self.progress).copy())
         root, keep = self.dir / "checkpoints", self.config.save_total_limit
         self.world.from_main(lambda: save_checkpoint(root, checkpoint, keep))
 
@@ -621,22 +606,13 @@ class _Run:
             "kl_last_step": self.progress.final_kl,
             "kl_held_out": self.progress.held_out_kl,
             "kl_held_out_best": self.progress.best_kl,
+            "recall_held_out": self.progress.held_out_recall,
         }
         save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
 
     def _say(self, text: str) -> None:
         for callback in self.callbacks:
             callback.on_message(text)
-
-
-def without_kernel(bank: GateBank, config: TrainConfig) -> str | None:
-    """Return a warning if the loss has no GPU kernel; ``None`` if it has one."""
-    if is_retention(config.scorer) or (bank.gate(bank.geometry.layers[0]).fused and config.target == "max"):
-        return None
-    return (
-        f"scorer {config.scorer!r} with q_pooling {config.q_pooling!r} and target {config.target!r} has no kernel for "
-        "GPUs: PyTorch computes the teacher's scores in float32, which takes longer"
-    )
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Takes finished samples: writes them at once, grades them while others are generated, and counts them."""
+"""Takes finished samples: grades them while others are generated, writes them and counts them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ class Progress:
 
 
 class Collector:
-    """Writes samples and grades them in other threads, because a grade may take seconds.
+    """Grades samples in other threads, because a grade may take seconds, and writes them to ``samples.jsonl``.
 
-    A sample is on the disk when `take` returns: first ungraded (`SampleLog.keep`), later graded in `samples.jsonl`.
-    A context manager: leaving it waits for all grades; after an error it waits only for those in progress and leaves
-    the others to the next run.
+    A context manager: leaving it waits for all grades. A sample whose grade fails or is killed is not written, and the
+    next run makes it again.
 
     Args:
         golds: problem id -> right answer.
-        samples: graded samples that the run already has.
+        samples: samples that the run already has.
         on_progress: called after every grade, from a grading thread; one call at a time.
     """
 
@@ -66,50 +65,27 @@ class Collector:
         self.log, self.judges, self.on_progress = log, judges, on_progress
         self.seen = set(map(store.key_of, samples))
         self.done, self.correct = len(samples), sum(sample["correct"] for sample in samples)
-        self.made = self.tokens = self.waiting = 0
+        self.made = self.tokens = 0
         self.error: BaseException | None = None
-        self.abandoned = False
         self.began, self.lock = time.monotonic(), threading.Lock()
         self.threads = ThreadPoolExecutor(judges.processes, thread_name_prefix="grading")
 
     def take(self, generation: Generation) -> None:
-        """Write a sample and queue it for grading. Several threads may call it.
+        """Queue a sample to be graded and written.
 
         Raises:
-            SeergateError: if the sample was taken before.
-            BaseException: the error of this or an earlier sample; the run cannot continue.
+            SeergateError: if the sample was taken before, because a file with duplicates cannot be read.
+            BaseException: the error of an earlier sample; the run cannot continue.
         """
-        sample = self._ungraded(generation)
-        with self.lock:
-            if self.error is not None:
-                raise self.error
-            try:
-                self._note([sample])
-                self.log.keep(sample)
-            except BaseException as error:  # the other threads stop as well
-                self.error = error
-                raise
-            self.made += 1
-            self.tokens += generation.n_tokens
-            self._queue([sample])
-
-    def take_kept(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Queue the ungraded samples of an earlier run for grading."""
-        with self.lock:
-            self._note(samples)
-            self._queue(samples)
-
-    def _note(self, samples: Sequence[dict[str, Any]]) -> None:
-        """Note the samples' keys; raise if one was taken before, because a file with duplicates cannot be read."""
-        for key in map(store.key_of, samples):
-            if key in self.seen:
-                raise SeergateError(f"the sample {key} came twice; this is an error in seergate, please report it")
-            self.seen.add(key)
-
-    def _queue(self, samples: Sequence[dict[str, Any]]) -> None:
-        self.waiting += len(samples)  # count all first: `_grade` deletes the ungraded samples when none waits
-        for sample in samples:
-            self.threads.submit(self._grade, sample)
+        if self.error is not None:
+            raise self.error
+        key = generation.request.key
+        if key in self.seen:
+            raise SeergateError(f"the sample {key} came twice; this is an error in seergate, please report it")
+        self.seen.add(key)
+        self.made += 1
+        self.tokens += generation.n_tokens
+        self.threads.submit(self._grade, self._ungraded(generation))
 
     def report(self) -> None:
         """Call the progress listener."""
@@ -139,17 +115,11 @@ class Collector:
         try:
             grade = self.judges.grade(self.grader, sample["completion"], sample["gold"])
             with self.lock:
-                if self.abandoned:  # the grading processes are being ended, so this grade may be wrong
-                    return
-                graded = {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason}
-                self.log.append({**sample, **graded})
+                self.log.append(sample | {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason})
                 self.done += 1
                 self.correct += grade.correct
-                self.waiting -= 1
-                if not self.waiting:
-                    self.log.forget()
                 self.report()
-        except BaseException as error:  # `take` raises it in the generating thread
+        except BaseException as error:  # raised in the generating thread, by `take` or at the end
             self.error = self.error or error
 
     def __enter__(self) -> Collector:
@@ -157,9 +127,8 @@ class Collector:
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:
-            self.threads.shutdown(cancel_futures=kind is not None)
+            self.threads.shutdown()
         except BaseException:  # an interrupt: the user does not want to wait
-            self.abandoned = True
             self.threads.shutdown(wait=False, cancel_futures=True)
             raise
         if kind is None and self.error is not None:

@@ -1,35 +1,14 @@
-"""A model with a method attached, for evaluation harnesses that are not seergate's own."""
+"""Scores of given continuations under a method, for evaluation harnesses that are not seergate's own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from seergate.eval.settings import MethodSpec
-from seergate.models.attach import attach
-from seergate.models.gate_bank import GateBank
-from seergate.models.loading import load_base
 from seergate.models.score import score
-from seergate.pretrained import load_tokenizer
-
-
-def attached_model(
-    name: str, spec: MethodSpec, gates: str | None = None, **options: Any
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, GateBank | None]:
-    """Load a model and gates from directories or Hub ids and attach a method; return the model, its tokenizer and the
-    gates. ``options`` are those of `seergate.models.loading.load_base`: ``device``, ``dtype``, ...
-    """
-    bank = None if gates is None else GateBank.from_pretrained(gates)
-    method = spec.method(bank)
-    tokenizer = load_tokenizer(name)
-    model = load_base(name, **options)
-    attach(model, method, correction=spec.correction)
-    return model, tokenizer, bank
-
 
 Pair = tuple[Sequence[int], Sequence[int]]
 
@@ -43,7 +22,7 @@ def likelihoods(
     token of the continuation. (After a context of one token the prefill makes the first prediction; it is the same.)
 
     Args:
-        model: from `attached_model`.
+        model: with a method attached.
         pairs: token ids of contexts and of their continuations, none of them empty.
         batch_size: how many are scored together.
 

@@ -24,8 +24,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from seergate.errors import SeergateError, sentence
-from seergate.eval.harness import attached_model, likelihoods
+from seergate.eval.harness import likelihoods
 from seergate.eval.settings import method_spec
+from seergate.models.attach import attach
+from seergate.models.gate_bank import GateBank
+from seergate.models.loading import load_base
+from seergate.pretrained import load_tokenizer
 
 
 @register_model("seergate")
@@ -55,9 +59,10 @@ class SeergateLM(HFLM):
         **options: Any,
     ) -> None:
         spec = method_spec(method or ("gate" if gates else "dense"), budget, block_size)
-        if not torch.cuda.is_available():
-            device = None
-        model, tokenizer, _ = attached_model(pretrained, spec, gates, device=device, dtype=dtype)
+        made = spec.method(None if gates is None else GateBank.from_pretrained(gates))
+        tokenizer = load_tokenizer(pretrained)
+        model = load_base(pretrained, device=device if torch.cuda.is_available() else None, dtype=dtype)
+        attach(model, made, correction=spec.correction)
         super().__init__(pretrained=model, tokenizer=tokenizer, **options)
 
     def _loglikelihood_tokens(

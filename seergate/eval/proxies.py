@@ -5,10 +5,10 @@
 * perplexity of the reference's tokens, under the method and under dense attention;
 * agreement: how often the most probable next token is the same.
 
-A sweep measures every method on the same contexts: windows of one fixed set of reference generations (the dense
-model's own, if there are any), prefilled up to the window and then decoded with teacher forcing. Figures can therefore
-be compared between methods and budgets, even if a method's own generations would have diverged; two were measured on
-the same contexts if their hashes ``contexts`` are equal. Errors that accumulate over more than a window are not seen.
+A sweep measures every method on the same contexts: windows of dense attention's answers, prefilled up to the window
+and then decoded with teacher forcing. Figures can therefore be compared between methods and budgets, even if a
+method's own generations would have diverged; two were measured on the same contexts if their hashes ``contexts`` are
+equal. Errors that accumulate over more than a window are not seen.
 
 For a method that evicts or shares blocks, the last `REPLAYED_TOKENS` tokens of the answer before the window are
 decoded one by one as well, so that it evicts and shares as in generation; only what precedes them is prefilled. That
@@ -56,14 +56,6 @@ class Window:
     def forced(self, most: int) -> int:
         """Number of tokens of the answer before the window, at most ``most``."""
         return min(most, len(self.context) - self.prompt)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The run that the contexts are taken from: name of the setting, and its samples in a fixed order."""
-
-    label: str
-    samples: Sequence[dict[str, Any]]
 
 
 def contexts_hash(windows: Sequence[Window]) -> str:

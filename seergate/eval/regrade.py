@@ -13,13 +13,10 @@ from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
 from seergate.eval.grading.graders import check_grader
 from seergate.eval.grading.judge import GradingPool
+from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.runner import write_metrics
 from seergate.eval.statistics.intervals import clustered
 from seergate.eval.statistics.metrics import by_problem
-
-UNFINISHED = "regrading"
-"""A key of the task in `config.yaml` while samples are being replaced. A kill leaves it there, so that the run is not
-resumed or compared as one of either grader until it has been graded again."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,14 @@ def regrade(
     if not isinstance(task, dict) or "grader" not in task:
         raise SeergateError(f"{directory / store.CONFIG} has no task.grader; it is not from an evaluation, or damaged")
     name = grader or str(task["grader"])
-    check_grader(name)
     # the log keeps other processes from appending; opening it mends the file, which a dry run must not do
     with nullcontext() if dry_run else store.SampleLog(directory):
         samples = store.read_samples(directory)
-        if not samples:
+        if not samples or "completion" not in samples[0]:  # texts that were scored have no answers
             return Regraded(0, float("nan"), float("nan"), [])
+        check_grader(name)
+        if name == PROGRAM and task["name"] != "humaneval":
+            raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; {directory} is of {task['name']}")
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes, run_programs=run_programs) as pool:
             grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
@@ -75,23 +74,24 @@ def regrade(
                 changed.append((str(sample["problem_id"]), int(sample["sample_idx"]), old, new))
         after = clustered(by_problem(samples, "correct")).mean
         if not dry_run:
-            now = _graded_by(name, config)
-            if changed:
-                if now != config:
-                    unfinished = {**now["task"], UNFINISHED: "cut short, to be done again"}
-                    store.write_yaml(directory / store.CONFIG, {**now, "task": unfinished})
-                lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
-                store.write_text(directory / store.SAMPLES, lines)
-            if now != config:
-                store.write_yaml(directory / store.CONFIG, now)
-    if not dry_run:
-        write_metrics(directory)
+            _write(directory, _graded_by(name, config), samples)
     return Regraded(len(samples), before, after, changed)
+
+
+def _write(directory: Path, config: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    """Replace the configuration, the samples and the metrics of a run."""
+    try:
+        store.write_yaml(directory / store.CONFIG, config)
+        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        store.write_text(directory / store.SAMPLES, lines)
+        write_metrics(directory)
+    except OSError as error:
+        raise SeergateError(f"{directory} is only graded in part: {error}; repeat the command") from error
 
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The run's configuration with this grader and the installed version of its library."""
-    task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
+    task = {key: value for key, value in config["task"].items() if key != "regrading"}  # of older versions
     environment = {
         key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem, Task, contents_hash, digest_of
 from seergate.fingerprint import fingerprint, rope_of
+from seergate.methods import Dense
 from seergate.models.families import usable_positions, why_no_longer
 from seergate.models.gate_bank import GateBank
 from seergate.options import option
@@ -107,6 +108,11 @@ class RunOptions:
                 f"samples is {samples}; with greedy decoding, which gives the same answer every time, it must be 1 "
                 "(--samples 1); or give a --temperature above 0"
             )
+
+    def check_reference(self, specs: Sequence[MethodSpec]) -> None:
+        """Raise an error if proxies are to be measured without ``dense``, which comes first in a sweep."""
+        if self.measure_recall and specs[0].name != Dense.name:
+            raise SeergateError("measure_recall needs dense among the methods: proxies are measured on its answers")
 
     def resolved_sampling(self, task: Task, model: PreTrainedModel) -> Sampling:
         """The sampling to use: that of these options, else the task's, else the model's."""

@@ -2,14 +2,14 @@
 
     runs/<id>/<method>-<budget>/{config.yaml, samples.jsonl, metrics.json, proxies.json}
 
-Every finished sample is written at once (to `ungraded.jsonl` until it is graded). Repeating the call after a kill
-generates the missing samples; it raises if anything that affects results has changed.
+Every sample is written as soon as it is graded. Repeating the call after a kill generates the missing samples; it
+raises if anything that affects results has changed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,14 +25,14 @@ from seergate.eval.generation.cluster import Cluster, Loader
 from seergate.eval.generation.engine import Engine, Job, Limit, Request, common_prefix
 from seergate.eval.generation.served import SERVERS, generate_by_server
 from seergate.eval.grading.judge import GradingPool
-from seergate.eval.proxies import Reference, contexts_hash, measure_proxies, windows_of
-from seergate.eval.run_config import RunOptions, prompts_of, run_config
+from seergate.eval.proxies import contexts_hash, measure_proxies, windows_of
+from seergate.eval.run_config import RunOptions, run_config
 from seergate.eval.sampling import sample_seed
 from seergate.eval.settings import Banks, MethodSpec
 from seergate.eval.statistics.metrics import derive
 from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
-from seergate.eval.tasks.task import Problem, Task, contents_hash
-from seergate.fingerprint import fingerprint, rope_of
+from seergate.eval.tasks.task import Problem, Task
+from seergate.fingerprint import fingerprint
 from seergate.methods import Dense
 from seergate.models.attach import attached
 from seergate.models.families import check_length, text_config
@@ -56,8 +56,7 @@ def sweep(
     """Evaluate several settings, each in its own sub-directory.
 
     Args:
-        specs: the settings. ``dense`` should come first: proxies are measured on its generations, which may be in
-            ``out_dir`` already, or without a dense run on those of the first setting.
+        specs: the settings. If proxies are measured, ``dense`` must come first: they are measured on its answers.
         out_dir: parent of the run directories.
         gates: gates for the methods that take them; several by name (`MethodSpec.bank`).
         loader: loads the model and the gates in each worker.
@@ -78,31 +77,30 @@ def sweep(
     several = bool(workers or ray_address)
     if several and loader is None:
         raise SeergateError("workers need a loader, which makes their models")
+    if several and options.engine in SERVERS:
+        raise SeergateError(f"engine is {options.engine!r}, a server, which generates without workers; leave them out")
 
     _check_distinct(specs, gates)
+    options.check_reference(specs)
     forced = None if task.scored is None else TeacherForcing.of(model, tokenizer, task)
-    measured = options.measure_recall and forced is None
-    reference = reference_in(out_dir, model, tokenizer, task) if measured else None
+    reference: list[dict[str, Any]] | None = None
     results = {}
     with Cluster(loader, workers, ray_address) if loader is not None and several else nullcontext() as cluster:
         for spec in specs:
-            directory = out_dir / spec.label
-            # this call may finish the dense run of an earlier one, which is then its own reference
-            own = spec.name == Dense.name and (reference is None or reference.label == Dense.name)
             results[spec.label] = evaluate(
                 model,
                 tokenizer,
                 task,
                 spec,
-                directory,
+                out_dir / spec.label,
                 options,
                 bank=spec.bank(gates),
-                reference=None if own else reference,
+                reference=reference,
                 cluster=cluster,
                 forced=forced,
             )
-            if reference is None or own:
-                reference = Reference(spec.label, store.in_order(store.read_samples(directory)))
+            if spec.name == Dense.name:
+                reference = store.in_order(store.read_samples(out_dir / spec.label))
     return results
 
 
@@ -118,23 +116,6 @@ def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
             )
 
 
-def reference_in(
-    out_dir: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task
-) -> Reference | None:
-    """The dense run of the same model and prompts in a directory of runs, to measure proxies on."""
-    directory = out_dir / Dense.name
-    if not (directory / store.CONFIG).exists() or not (samples := store.in_order(store.read_samples(directory))):
-        return None
-    config, problems = store.read_config(directory), task.problems()
-    same = (
-        (config["model"]["fingerprint"], config["model"]["rope"]) == (fingerprint(model), rope_of(model))
-        and config["task"]["contents"] == contents_hash(problems)
-        and config["task"]["prompts"] == prompts_of(tokenizer, problems)
-        and config["method"]["name"] == Dense.name
-    )
-    return Reference(Dense.name, samples) if same else None
-
-
 def evaluate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -144,7 +125,7 @@ def evaluate(
     options: RunOptions | None = None,
     *,
     bank: GateBank | None = None,
-    reference: Reference | None = None,
+    reference: Sequence[dict[str, Any]] | None = None,
     cluster: Cluster | None = None,
     forced: TeacherForcing | None = None,
 ) -> dict[str, Any]:
@@ -153,8 +134,8 @@ def evaluate(
     Args:
         model: a model in eval mode, nothing attached.
         bank: gates, for methods that decode with gates.
-        reference: the run on whose generations proxies are measured; the setting's own if ``None``. Proxies that were
-            measured on other contexts are measured again.
+        reference: samples of the dense run, on whose answers proxies are measured; the setting's own if ``None``.
+            Proxies that were measured on other contexts are measured again.
         cluster: workers that generate the samples; this process generates them if ``None``.
         forced: the comparison on a task's scored texts; made here if ``None``.
 
@@ -190,8 +171,10 @@ def evaluate(
         golds, progress = {p.problem_id: p.gold for p in problems}, options.on_progress
         with attached(model, spec.method(bank), correction=spec.correction) as handle:
             if missing:
-                ungraded = {store.key_of(s): s for s in store.read_samples(out_dir, store.UNGRADED)}
-                unmade = {key: problem for key, problem in missing.items() if key not in ungraded}
+                requests = _requests(tokenizer, missing, encoded, options.seed, task.stop)
+                longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
+                prefix = common_prefix([ids for _, ids in encoded.values()])
+                job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling, prefix)
                 with (
                     GradingPool(processes, run_programs=options.run_programs) as judges,
                     Collector(
@@ -199,24 +182,20 @@ def evaluate(
                     ) as sink,
                 ):
                     sink.report()
-                    sink.take_kept([ungraded[key] for key in missing if key in ungraded])
-                    if unmade:
-                        requests = _requests(tokenizer, unmade, encoded, options.seed, task.stop)
-                        longest = max(len(each.ids) + limit.of(len(each.ids)) for each in requests)
-                        prefix = common_prefix([ids for _, ids in encoded.values()])
-                        job = Job(spec, options.batch_size, requests[0].ids, longest, limit, sampling, prefix)
-                        if cluster is not None:
-                            cluster.generate(job, fingerprint(model), spec.weights(bank), requests, sink.take)
-                        elif options.engine in SERVERS:
-                            generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
-                        else:
-                            Engine(handle, tokenizer, job, sink.take).run(requests)
+                    if cluster is not None:
+                        cluster.generate(job, fingerprint(model), spec.weights(bank), requests, sink.take)
+                    elif options.engine in SERVERS:
+                        generate_by_server(options.engine, model, tokenizer, requests, job, bank, sink.take)
+                    else:
+                        Engine(handle, tokenizer, job, sink.take).run(requests)
             if unmeasured:
-                reference = reference or Reference(spec.label, store.in_order(store.read_samples(out_dir)))
+                whose = spec.label if reference is None else Dense.name
+                if reference is None:
+                    reference = store.in_order(store.read_samples(out_dir))
                 with working(f"measuring proxies of {spec.label}"):
-                    proxies = measure_proxies(handle, tokenizer, reference.samples)
+                    proxies = measure_proxies(handle, tokenizer, reference)
                 if proxies is not None:
-                    store.write_json(out_dir / store.PROXIES, {"reference": reference.label, **proxies})
+                    store.write_json(out_dir / store.PROXIES, {"reference": whose, **proxies})
     return write_metrics(out_dir)
 
 
@@ -242,12 +221,14 @@ def _score_texts(
             on_progress(Progress(spec.label, done, len(keys), None, scored, tokens, seconds))
 
 
-def _has_proxies(out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Reference | None) -> bool:
+def _has_proxies(
+    out_dir: Path, tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]] | None
+) -> bool:
     """True if the run has proxies, measured on the contexts of ``reference`` if that is given."""
     proxies = store.read_json(out_dir / store.PROXIES)
     if proxies is None or reference is None:
         return proxies is not None
-    return proxies.get("contexts") == contexts_hash(windows_of(tokenizer, reference.samples))
+    return proxies.get("contexts") == contexts_hash(windows_of(tokenizer, reference))
 
 
 def write_metrics(out_dir: Path) -> dict[str, Any]:

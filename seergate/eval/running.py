@@ -21,13 +21,13 @@ from seergate.eval.generation.served import check_served, engine_version
 from seergate.eval.method_text import read_method
 from seergate.eval.progress import EvalProgress
 from seergate.eval.report.findings import UNANSWERED
-from seergate.eval.runner import encoded_prompts, reference_in, sweep
+from seergate.eval.runner import encoded_prompts, sweep
 from seergate.eval.settings import Banks, MethodSpec, with_each
 from seergate.eval.sweep_plan import MATCHES, SweepPlan
 from seergate.eval.tasks.registry import TASKS
 from seergate.eval.tasks.task import Problem, Task
 from seergate.fingerprint import fingerprint, rope_of
-from seergate.methods import Dense, Method
+from seergate.methods import Method
 from seergate.models.families import check_length, family_of, why_no_longer
 from seergate.models.gate_bank import GateBank
 from seergate.models.gated_model import check_base
@@ -121,10 +121,6 @@ def run_plan(plan: SweepPlan) -> Path:
         sampling = plan.resolved_sampling(task, model)
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
         print(f"sampling: {sampling} ({source}); {limit}{cut}")
-        if plan.measure_recall and specs[0].name != Dense.name:
-            reference = reference_in(out, model, tokenizer, task)
-            whose = "dense, which are there" if reference else f"{specs[0].label}, as there is no dense run"
-            print(f"proxies are measured on the answers of {whose}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 
@@ -165,9 +161,9 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
     """Refuse settings of a plan that do not work with a server."""
+    _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)
-    _leave_out(plan, ("workers", "match"), f"with --engine {plan.engine}")
     for spec in specs:
         check_served(plan.engine, spec, spec.bank(banks))
 

@@ -20,26 +20,15 @@ from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, T
 from seergate.checks import check, check_counts
 from seergate.errors import SeergateError
 
-NOT_FOLLOWED = {
-    "num_beams": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
-    "bad_words_ids": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "sequence_bias": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "guidance_scale": (None, 1, 1.0),
-    "typical_p": (None, 1, 1.0),
-    "epsilon_cutoff": (None, 0, 0.0),
-    "eta_cutoff": (None, 0, 0.0),
-    "encoder_repetition_penalty": (None, 1, 1.0),
-    "penalty_alpha": (None, 0, 0.0),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
+NOT_FOLLOWED: dict[str, int | None] = {
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("num_beams", "guidance_scale", "typical_p", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens"), 0),
 }
-"""Fields of a generation configuration that are not supported here -> the values at which they do nothing. Models with
-another value are refused."""
+"""Fields of a generation configuration that are not supported here -> the value at which they do nothing, beside
+``None``. Models with another value are refused."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ class Sampling:
         """The sampling of the model's generation configuration, which must set no field of `NOT_FOLLOWED`."""
         config = model.generation_config
         requested = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
-        unmet = [f"{name}={value}" for name, value in requested.items() if value not in NOT_FOLLOWED[name]]
+        unmet = [f"{name}={value}" for name, value in requested.items() if value not in (None, NOT_FOLLOWED[name])]
         if unmet:
             raise SeergateError(
                 f"the model's generation configuration sets {', '.join(unmet)}, which the evaluation does not follow; "
@@ -101,19 +90,6 @@ class Sampling:
         parts += [f"repetition penalty {self.repetition_penalty:g}"] if self.repetition_penalty != 1 else []
         return ", ".join(parts)
 
-    def warpers(self) -> LogitsProcessorList:
-        """The logits warpers of transformers, in the order in which `generate` applies them."""
-        warpers = LogitsProcessorList()
-        if self.temperature != 1:
-            warpers.append(TemperatureLogitsWarper(self.temperature))
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        if self.min_p:
-            warpers.append(MinPLogitsWarper(self.min_p))
-        return warpers
-
 
 def sample_seed(seed: int, problem_id: str, sample_idx: int) -> int:
     """The seed of one sample, 0 .. 2^63 - 1, the same on every machine."""
@@ -126,7 +102,15 @@ class TokenChooser:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self.warpers = LogitsProcessorList() if sampling.greedy else sampling.warpers()
+        self.warpers = LogitsProcessorList()  # in the order in which `generate` applies them
+        if not sampling.greedy and sampling.temperature != 1:
+            self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            self.warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self.warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self.warpers.append(MinPLogitsWarper(sampling.min_p))
         penalty = sampling.repetition_penalty
         self.penalty = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1 else None
 

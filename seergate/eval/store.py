@@ -18,12 +18,11 @@ from seergate.methods.registry import RETIRED_OPTIONS
 from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
-UNGRADED = "ungraded.jsonl"
-"""File of finished samples that are not graded yet. It exists only during a run, or after a kill."""
 
-GRADE = ("pred", "correct")
-FIELDS = ("completion", "gold", "n_prompt_tokens", "n_tokens", "finish_reason", "seconds", *GRADE)
-"""What every graded sample holds beside its `Key`. An ungraded one lacks the `GRADE`."""
+FIELDS = ("completion", "gold", "n_prompt_tokens", "n_tokens", "finish_reason", "seconds", "pred", "correct")
+"""What every sample of an answer holds beside its `Key`."""
+FIELDS_OF_TEXTS = ("n_tokens", "loss", "dense_loss", "agreement")
+"""What every scored text holds beside its `Key` and ``kl``."""
 
 Key = tuple[str, str, int]
 """(task, problem id, sample index)"""
@@ -60,18 +59,17 @@ def key_of(sample: dict[str, Any]) -> Key:
     return sample["task"], sample["problem_id"], sample["sample_idx"]
 
 
-def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
-    """All complete samples in a file of a run. An incomplete last line, left by a killed process, is skipped.
+def read_samples(directory: Path) -> list[dict[str, Any]]:
+    """All complete samples of a run. An incomplete last line, left by a killed process, is skipped.
 
     Raises:
         SeergateError: if an earlier line is damaged, or a sample lacks a field or is there twice.
     """
-    path = directory / name
+    path = directory / SAMPLES
     if not path.exists():
         return []
     *lines, last = path.read_bytes().split(b"\n")
     lines += [last] if _is_whole(last) else []
-    of_answers = FIELDS if name == SAMPLES else FIELDS[: -len(GRADE)]
     samples: list[dict[str, Any]] = []
     seen: set[Key] = set()
     for number, line in enumerate(lines, 1):
@@ -82,7 +80,7 @@ def read_samples(directory: Path, name: str = SAMPLES) -> list[dict[str, Any]]:
             raise SeergateError(
                 f"{path}, line {number} is damaged; remove that line to have its sample made again"
             ) from error
-        needed = ("n_tokens",) if "kl" in sample else of_answers  # scored texts have no answers
+        needed = FIELDS_OF_TEXTS if "kl" in sample else FIELDS
         if missing := [name for name in needed if name not in sample]:
             raise SeergateError(
                 f"{path}, line {number} has a sample without {missing[0]!r}; remove that line to have it made again"
@@ -100,7 +98,7 @@ def in_order(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class SampleLog:
-    """Appends samples to a run. They survive a kill once `append` or `keep` has returned; if these raise, nothing is
+    """Appends samples to a run. A sample survives a kill once `append` has returned; if that raises, nothing is
     written. One process at a time may hold it.
     """
 
@@ -109,23 +107,10 @@ class SampleLog:
         self._file = path.open("ab+", buffering=0)
         lock(self._file, path, "use another directory")
         _mend_last_line(self._file)
-        self._ungraded = directory / UNGRADED
-        if self._ungraded.exists():
-            with self._ungraded.open("ab+", buffering=0) as file:
-                _mend_last_line(file)
 
     def append(self, sample: dict[str, Any]) -> None:
         """Write a sample and wait until it is on the disk."""
         append_line(self._file, sample)
-
-    def keep(self, sample: dict[str, Any]) -> None:
-        """Write an ungraded sample and wait until it is on the disk."""
-        with self._ungraded.open("ab", buffering=0) as file:
-            append_line(file, sample)
-
-    def forget(self) -> None:
-        """Delete the ungraded samples, once all of them have been graded and appended."""
-        self._ungraded.unlink(missing_ok=True)
 
     def __enter__(self) -> SampleLog:
         return self
@@ -178,12 +163,12 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
     """
     path = directory / CONFIG
     if not path.exists():
-        for file in (directory / SAMPLES, directory / UNGRADED):
-            if file.exists() and file.stat().st_size:
-                raise SeergateError(
-                    f"{file} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
-                    "or use another --out"
-                )
+        samples = directory / SAMPLES
+        if samples.exists() and samples.stat().st_size:
+            raise SeergateError(
+                f"{samples} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
+                "or use another --out"
+            )
         write_yaml(path, config)
         return
     skipped = (*NOT_COMPARED, "environment") if finished else NOT_COMPARED

@@ -141,6 +141,7 @@ class SweepPlan(RunOptions):
             raise SeergateError(f"match is {self.match!r}; it must be {', '.join(MATCHES[:-1])} or {MATCHES[-1]}")
         if self.match != MATCHES[0]:
             self._check_match(specs, sizes, self.budget or list(task.budgets))
+        self.check_reference(specs)
         missing = sorted(set(sizes) - set(gate_sizes)) if gate_sizes else []
         if missing:
             raise SeergateError(

@@ -281,8 +281,8 @@ class Method:
     shares_blocks: ClassVar[bool] = False
     """True if the method only shares blocks; its option ``reads`` is the method that selects blocks."""
     calibrates: ClassVar[Mapping[str, str]] = {}
-    """Options that can be measured on a model and a task -> ``"module:class"`` of the measurement, a subclass of
-    `seergate.eval.calibration.calibrator.Calibration`."""
+    """The option, at most one, that can be measured on a model and a task -> ``"module:class"`` of the measurement, a
+    subclass of `seergate.eval.calibration.calibrator.Calibration`."""
     serving_scores: ClassVar[str | None] = None
     """``"module:class"`` of the method's scores inside a server, a subclass of
     `seergate.serving.common.scoring.Scores`; ``None`` if the method does not run there."""

@@ -53,7 +53,6 @@ class Oracle(SelectingMethod):
     state = OracleState
     plot_style: ClassVar[tuple[str, str] | None] = ("#0072B2", "s")
     role: ClassVar[Literal["method", "control", "bound"]] = "bound"
-    serving_scores: ClassVar[str | None] = "seergate.serving.common.scoring:OracleScores"
 
 
 class RandomState(SelectingState):

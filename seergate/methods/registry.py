@@ -53,6 +53,8 @@ def _check(kind: Any) -> None:
         raise SeergateError(f"{kind.__name__}.name is {name!r}; it must be of letters, digits and underscores")
     if kind.new_state is Method.new_state and not hasattr(kind, "state"):
         raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
+    if len(kind.calibrates) > 1:
+        raise SeergateError(f"{kind.__name__} calibrates {', '.join(kind.calibrates)}; it may name one option")
 
 
 def register(kind: AnyMethod) -> AnyMethod:

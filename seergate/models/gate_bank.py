@@ -126,9 +126,8 @@ class GateBank(Gates):
             row_start: rows of each sequence before ``int(length * row_start)`` do not count.
             reduction: ``"row_mean"``, the mean over layers of the mean KL in nats per row and KV head, or
                 ``"published"``, the weighting of the published code, summed over layers and times 10 (`ops.gate_kl`).
-            target: distribution over blocks to learn: ``"max"``, ``"sum"`` or ``"selected"`` (`ops.scorer_kl`).
-            target_budget: for ``"selected"``, the token budget of the gates' selection; for ``trim_kv``, which needs
-                it, the maximum number of tokens of a KV head.
+            target: distribution over blocks to learn: ``"max"`` or ``"sum"`` (`ops.scorer_kl`).
+            target_budget: for ``trim_kv``, which needs it, the maximum number of tokens of a KV head.
             row_stride, row_shift: count only every ``row_stride``-th of these rows, starting with number
                 ``row_shift % row_stride``; a different shift for each pack covers all positions in a block.
 

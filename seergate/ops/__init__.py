@@ -2,8 +2,8 @@
 
 Packed tensors are ``[T, heads, d]`` with ``cu_seqlens`` ``[n + 1]``; caches are ``[B, Hkv, S, d]``. ``H = G * Hkv``
 and query head ``h`` belongs to KV head ``h // G``. `seergate.ops.reference` defines what each op computes;
-`seergate.ops.backend` says which implementation runs. The ValueError for a wrong argument names the argument, its
-value and what it must be.
+`seergate.ops.backend` says which implementation runs. A wrong argument raises a ValueError, which names the argument,
+its value and what it must be; values of index tensors are checked only in host memory.
 """
 
 from __future__ import annotations

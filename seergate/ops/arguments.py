@@ -75,12 +75,12 @@ def check_scale(name: str, value: float | None, dim: int) -> float:
 
 def check_softmax(q: Tensor, sm_scale: float | None, sinks: Tensor | None, softcap: float | None) -> float:
     """Check ``sinks [H]``, ``softcap`` and the scale of ``q [..., H, d] . k``; returns the scale."""
-    scale = check_scale("sm_scale", sm_scale, q.shape[-1])
+    for name, value in (("sm_scale", sm_scale), ("softcap", softcap)):
+        right = value is None or (is_number(value) and math.isfinite(value) and value > 0)
+        check(name, value, right, "a positive number or None")
     if sinks is not None:
         check_tensor("sinks", sinks, (q.shape[-2],), on=("q", q))
-    right = softcap is None or (is_number(softcap) and math.isfinite(softcap) and softcap > 0)
-    check("softcap", softcap, right, "a positive number or None")
-    return scale
+    return check_scale("sm_scale", sm_scale, q.shape[-1])
 
 
 def readable(x: Tensor) -> bool:

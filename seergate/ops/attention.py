@@ -73,9 +73,6 @@ def packed_attention(
         window: maximum number of tokens that a row attends to, including its own; ``None`` for no limit.
         sinks: ``[H]`` attention-sink logits (GPT-OSS), which enter the softmax's denominator.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))
@@ -117,9 +114,6 @@ def attention_with_block_targets(
     Args:
         q, k, v, cu_seqlens, sm_scale, sinks, softcap: as in `packed_attention`.
         block_size: tokens per block; blocks are counted from each segment's start.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_count("block_size", block_size, 1)
@@ -150,9 +144,6 @@ def block_targets(
     Returns:
         ``[T, Hkv, NBmax]`` with ``NBmax`` the block count of the longest segment; fp32 (float64 for float64 inputs).
         Rows of a segment's first block are all zero.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     result = attention_with_block_targets(q, k, k, cu_seqlens, block_size, sm_scale, sinks=sinks, softcap=softcap)
     log_targets = result.log_targets
@@ -195,11 +186,10 @@ def retained_attention(
     Args:
         q, k, v, cu_seqlens, sm_scale, window, sinks, softcap: as in `packed_attention`.
         log_beta: ``[T, Hkv]``, log of each token's ``beta``, at most 0; zeros give ordinary attention.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("v", v, (*k.shape[:2], "dv"), like=("q", q))
     check_tensor("log_beta", log_beta, k.shape[:2], on=("q", q))
+    if window is not None:
+        check_count("window", window, 1)
     return run("retained_attention", q.device, pack=pack, v=v, log_beta=log_beta, window=window)

@@ -40,7 +40,7 @@ FILES = {
     "update_compressed_keys": "compression",
 }
 """Op -> its module in each backend's package."""
-WITHOUT_KERNEL = ("retained_attention", "retention_kl", "scorer_kl")
+WITHOUT_KERNEL = ("pool_keys", "retained_attention", "retention_kl", "scorer_kl")
 """Ops without a Triton kernel, which run in torch on GPUs too."""
 
 
@@ -93,26 +93,22 @@ def run(op: str, device: torch.device, **arguments: Any) -> Any:
     # Triton launches on the current device, not on the device of its arguments.
     there = torch.cuda.device(device) if on_gpu else nullcontext()
     exactly = torch.autocast(device.type, enabled=False) if cast else nullcontext()
-    accepted = arguments if ".torch_impl." in preferred else _with_lengths(arguments)
-    if preferred == f"{__package__}.reference":
-        accepted = _spread(accepted)
+    accepted = _spread(arguments) if preferred == f"{__package__}.reference" else arguments
     with there, exactly:
         result = getattr(sys.modules[preferred], op)(**accepted)
         return getattr(sys.modules[fallback[0]], op)(**arguments) if result is NotImplemented else result
 
 
-def _with_lengths(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace ``rows``, a `RowLengths`, by the tensor ``lengths``, which other backends than torch take."""
-    rows = arguments.get("rows")
-    others = {name: value for name, value in arguments.items() if name != "rows"}
-    return {**others, "lengths": None if rows is None else rows.tensor} if "rows" in arguments else others
-
-
 def _spread(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace named tuples by their fields: the reference has the signatures of the public ops."""
+    """Replace named tuples by their fields, and ``rows``, a `RowLengths`, by the tensor ``lengths``: the reference has
+    the signatures of the public ops.
+    """
     flat: dict[str, Any] = {}
     for name, value in arguments.items():
-        flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
+        if name == "rows":
+            flat["lengths"] = None if value is None else value.tensor
+        else:
+            flat |= value._asdict() if hasattr(value, "_asdict") else {name: value}
     return flat
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from seergate.checks import check_count
 from seergate.config import POOLINGS, check_poolings
-from seergate.ops.arguments import brief, check_lengths, check_tensor, readable
+from seergate.ops.arguments import check_lengths, check_tensor
 from seergate.ops.backend import run
 from seergate.ops.gate_math import Branch
 from seergate.ops.rows import RowLengths
@@ -40,9 +40,6 @@ def pool_keys(k: Tensor, block_size: int, kinds: Sequence[str] = POOLINGS, lengt
     Returns:
         ``[B, Hkv, ceil(S / block_size), len(kinds) * d]`` in the dtype of ``k``; means are accumulated in fp32. A
         partial block is pooled over its tokens; a block without tokens is 0.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     check_tensor("k", k, ("B", "Hkv", "S", "d"))
     check_count("block_size", block_size, 1)
@@ -65,7 +62,6 @@ def update_compressed_keys(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
     position_offset: int = 0,
-    host_lengths: Sequence[int] | None = None,
 ) -> None:
     """Store each row's newest key; if it completes a block, write the block's compressed key (equation 1b).
 
@@ -88,10 +84,6 @@ def update_compressed_keys(
         inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
         attention_scaling: factor on RoPE's cosine and sine.
         position_offset: RoPE position of a block relative to its first token.
-        host_lengths: ``lengths`` on the host, if known; the torch backend then computes only the blocks that close.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     if isinstance(lengths, RowLengths):
         branch = Branch(weight, norm_weight, inv_freq, attention_scaling)
@@ -110,13 +102,7 @@ def update_compressed_keys(
         most = (compressed.shape[2] + 1) * block_size - 1
         check_lengths(lengths, batch, most, "(NB + 1) * block_size - 1", on=("k", k))
         branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)
-        if host_lengths is not None and len(host_lengths) != batch:
-            raise ValueError(f"host_lengths has {len(host_lengths)} numbers; it must have {batch}, those of lengths")
-        on_host = lengths.tolist() if readable(lengths) else None
-        if host_lengths is not None and on_host is not None and list(host_lengths) != on_host:
-            raise ValueError(f"host_lengths is {brief(list(host_lengths))}; it must be lengths, {brief(on_host)}")
-        lengths = RowLengths(lengths, on_host if host_lengths is None else host_lengths)
     run(
-        "update_compressed_keys", k.device, k=k, rows=lengths, recent=recent, compressed=compressed,
+        "update_compressed_keys", k.device, k=k, rows=RowLengths.of(lengths), recent=recent, compressed=compressed,
         branch=branch, block_size=block_size, kinds=tuple(kinds), position_offset=position_offset,
     )  # fmt: skip

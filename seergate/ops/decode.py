@@ -72,9 +72,6 @@ def sparse_decode(
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``; zero for a row and KV head without any block.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     if isinstance(lengths, RowLengths):
         inputs = DecodeInputs(
@@ -118,9 +115,6 @@ def dense_decode(
 
     Returns:
         ``[B, H, dv]`` in the dtype of ``q``.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     inputs, capacity = _checked(q, k, v, sm_scale, sinks, softcap, page_table)
     if lengths is not None and not isinstance(lengths, RowLengths):

@@ -22,11 +22,6 @@ class Branch(NamedTuple):
     inv_freq: Tensor | None
     attention_scaling: float
 
-    def detached(self) -> Branch:
-        """The branch without gradients."""
-        norm_weight = None if self.norm_weight is None else self.norm_weight.detach()
-        return self._replace(weight=self.weight.detach(), norm_weight=norm_weight)
-
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm of ``x [..., E]`` with one ``weight [E]`` for all heads; statistics in fp32 or wider."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from seergate.checks import check, check_count, is_int, is_number
-from seergate.config import check_rows, check_target
+from seergate.checks import check, check_count, check_one_of, is_int, is_number
+from seergate.config import TARGETS, check_rows
 from seergate.ops.arguments import check_scale, check_tensor, readable
 from seergate.ops.attention import check_pack, packed_attention
 from seergate.ops.backend import run
@@ -107,7 +106,6 @@ def gate_kl(
         The loss, a scalar in fp32 (float64 if any of q, qg, kg is), and `GateKLStats`. Without counted rows it is 0.
 
     Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
         RuntimeError: in the backward, for a second derivative.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
@@ -120,7 +118,7 @@ def gate_kl(
     check_tensor("kg", kg, (blocks, kv_heads, qg.shape[-1]), on=("q", q))
     gate_scale = check_scale("gate_scale", gate_scale, qg.shape[-1])
     options = LossOptions(row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift)
-    options = _checked(options, block_size, lse, q)
+    options = _checked(options, ("block_size", block_size), lse, q)
     return run(
         "gate_kl", q.device, pack=pack, qg=qg, kg=kg, block_size=block_size, gate_scale=gate_scale, options=options,
         lse=lse,
@@ -142,7 +140,6 @@ def scorer_kl(
     scores: Scores,
     entry_tokens: int,
     target: str = "max",
-    target_budget: int | None = None,
     row_start: float = 0.0,
     sm_scale: float | None = None,
     reduction: str = "row_mean",
@@ -162,10 +159,6 @@ def scorer_kl(
     * ``"max"``: ``max over h, max over s in j of p_h(t, s)`` (SeerAttention-R);
     * ``"sum"``: ``sum over h, sum over s in j of p_h(t, s)`` (MiniMax's group average; the warm-up of DeepSeek-V3.2
       has tokens in place of blocks and sums over all heads);
-    * ``"selected"``: ``"sum"``, with target and scores restricted to the blocks that the scorer itself selects within
-      ``target_budget`` (the second stage of DeepSeek-V3.2). No gradient flows through the selection. DeepSeek's report
-      does not say how the restricted target is normalised. Here the sum over heads is renormalised, as in MindSpeed's
-      trainer; Megatron-LM's normalises each head over the selected blocks before the sum;
 
     normalised to sum 1 over the blocks that count. The forward computes the gradients with respect to ``qs`` and
     ``ks``, in chunks of rows, by autograd through ``scores``. There is no GPU kernel: torch runs there too.
@@ -177,10 +170,9 @@ def scorer_kl(
         cu_seqlens, block_size: see `gate_kl`.
         scores: computes block scores from queries of some rows and keys of consecutive blocks of a segment.
         entry_tokens: tokens per key; divides ``block_size``.
-        target: ``"max"``, ``"sum"`` or ``"selected"``.
-        target_budget: tokens that a scorer with target ``"selected"`` selects; at least ``2 + sink_blocks`` blocks.
+        target: ``"max"`` or ``"sum"``.
         row_start, sm_scale, reduction, sink_blocks, row_stride, row_shift, sinks, softcap, lse: see `gate_kl`.
-        recall_budgets: see `gate_kl`; recall is a share of the target, for ``"selected"`` of the target ``"sum"``.
+        recall_budgets: see `gate_kl`; recall is a share of the target.
 
     Returns:
         As `gate_kl`, which also lists the errors.
@@ -195,11 +187,11 @@ def scorer_kl(
         entries = int((cu_seqlens.diff() + entry_tokens - 1).div(entry_tokens, rounding_mode="floor").sum())
     check_tensor("ks", ks, (entries, "J", "E"), on=("q", q))
     options = LossOptions(row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift)
-    options = _checked(options, block_size, lse, q)
-    check_target(target, target_budget, block_size, sink_blocks)
+    options = _checked(options, ("block_size", block_size), lse, q)
+    check_one_of("target", target, TARGETS)
     return run(
         "scorer_kl", q.device, pack=pack, qs=qs, ks=ks, block_size=block_size, options=options, lse=lse,
-        scores=scores, entry_tokens=entry_tokens, target=target, target_budget=target_budget,
+        scores=scores, entry_tokens=entry_tokens, target=target,
     )  # fmt: skip
 
 
@@ -236,14 +228,11 @@ def retention_kl(
     Returns:
         The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
         of a segment's sum of targets in its best ``budget - distance`` tokens, mean over segments.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2], on=("q", q))
     check_count("distance", distance, 1)
-    options = _checked(LossOptions(row_start, "row_mean", recall_budgets), distance, lse, q)
+    options = _checked(LossOptions(row_start, "row_mean", recall_budgets), ("distance", distance), lse, q)
     if lse is None:
         lse = packed_attention(q, k, k, cu_seqlens, sm_scale, sinks=sinks, softcap=softcap).lse
     return run(
@@ -252,7 +241,8 @@ def retention_kl(
     )  # fmt: skip
 
 
-def _checked(options: LossOptions, block_size: int, lse: Tensor | None, q: Tensor) -> LossOptions:
+def _checked(options: LossOptions, least: tuple[str, int], lse: Tensor | None, q: Tensor) -> LossOptions:
+    """Check options and ``lse``; ``least`` is the argument that recall budgets must not be below, and its value."""
     row_start, reduction, recall_budgets, sink_blocks, row_stride, row_shift = options
     if lse is not None:
         check_tensor("lse", lse, q.shape[:2], on=("q", q))
@@ -261,9 +251,10 @@ def _checked(options: LossOptions, block_size: int, lse: Tensor | None, q: Tenso
     check_rows(reduction, sink_blocks, row_stride)
     check_count("row_shift", row_shift)
     budgets = tuple(recall_budgets) if isinstance(recall_budgets, Sequence) else (0,)
-    if not all(is_int(budget) and budget >= block_size for budget in budgets):
+    name, lowest = least
+    if not all(is_int(budget) and budget >= lowest for budget in budgets):
         raise ValueError(
-            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least block_size ({block_size})"
+            f"recall_budgets is {recall_budgets!r}; each must be an integer of at least {name} ({lowest})"
         )
     return options._replace(recall_budgets=budgets)
 
@@ -275,9 +266,3 @@ def counted_rows(
     least = (1 + sink_blocks) * block_size
     rows = [range(min(max(int(length * row_start), least), length), length) for length in lengths]
     return [some[row_shift % row_stride :: row_stride] for some in rows]
-
-
-def refuse_second_order() -> None:
-    """Refuse a second derivative, from the backward: it would be 0, as the saved gradients are constants."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("gate_kl has no second derivative; call backward without create_graph")

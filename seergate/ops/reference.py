@@ -179,7 +179,6 @@ def scorer_kl(
     scores: Scores,
     entry_tokens: int,
     target: str = "max",
-    target_budget: int | None = None,
     row_start: float = 0.0,
     sm_scale: float | None = None,
     reduction: str = "row_mean",
@@ -220,10 +219,6 @@ def scorer_kl(
                 ranked = logits.detach().sort(descending=True, stable=True).indices  # ties: lower index first
                 for i, budget in enumerate(recall_budgets):
                     recall[i, g] += p[ranked[: max(0, budget // block_size - 1 - sink_blocks)]].sum()
-                if target == "selected":
-                    assert target_budget is not None
-                    chosen = ranked[: target_budget // block_size - 1 - sink_blocks]
-                    p, logits = p[chosen] / p[chosen].sum(), logits[chosen]
                 kl = (torch.special.xlogy(p, p) - p * logits.log_softmax(0)).sum()
                 kl_per_head[g] += kl.detach()
                 weight = 1.0 if reduction == "row_mean" else 1.0 / (kv_heads * (length - begin) * targets.shape[-1])
@@ -240,7 +235,7 @@ def retained_attention(
     v: Tensor,
     log_beta: Tensor,
     cu_seqlens: Tensor,
-    sm_scale: float,
+    sm_scale: float | None = None,
     *,
     window: int | None = None,
     sinks: Tensor | None = None,
@@ -248,6 +243,7 @@ def retained_attention(
 ) -> RetainedAttention:
     """Computes one row and head at a time; gradients by autograd."""
     dtype, group, output, weight_sums = _wide(q, k, v, log_beta), q.shape[1] // k.shape[1], [], []
+    sm_scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
     for start, end in _segments(cu_seqlens):
         for row in range(start, end):
             seen = slice(start if window is None else max(start, row - window + 1), row + 1)

@@ -37,15 +37,10 @@ def score_blocks(
             blocks are read.
         weight: ``[Hkv, G, d, E]``, the query branch's linear map.
         block_size: tokens per block.
-        norm_weight: ``[E]``, weight of the RMSNorm after the linear map; ``None`` without norm.
-        inv_freq: ``[E / 2]`` radians per position; ``None`` without RoPE.
-        attention_scaling: factor on RoPE's cosine and sine.
+        norm_weight, inv_freq, attention_scaling: as in `update_compressed_keys`.
 
     Returns:
         ``[B, Hkv, NB]`` logits, scaled by ``1 / sqrt(E)``, in fp32 or wider; undefined for incomplete blocks.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     if isinstance(lengths, RowLengths):
         branch = Branch(weight, norm_weight, inv_freq, attention_scaling)
@@ -175,9 +170,6 @@ def select_blocks(
     Returns:
         `Selection`. ``K`` is at most NB, and with a budget at most the budget of a row with NB blocks. On accelerators
         ``K`` is static and nothing waits for the device.
-
-    Raises:
-        ValueError: for a wrong argument; values of index tensors are checked only in host memory.
     """
     rules = {"token_budget": token_budget, "budget_share": budget_share, "threshold": threshold, "top_p": top_p}
     bounds = {"budget_min": budget_min, "budget_max": budget_max}

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import warnings
+from functools import partial
 
 import pytest
 
@@ -86,12 +87,12 @@ def test_a_warning_is_one_line(capsys, clock):
 def test_on_a_terminal_it_is_a_bar(monkeypatch):
     """A real one (a pseudo-terminal), so that what draws the bar finds what it asks for."""
     master, slave = pty.openpty()
-    shown = bytearray()
+    seen = bytearray()
 
     def read():
         try:
             while part := os.read(master, 4096):
-                shown.extend(part)
+                seen.extend(part)
         except OSError:  # the other end is closed
             pass
 
@@ -101,59 +102,39 @@ def test_on_a_terminal_it_is_a_bar(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     with os.fdopen(slave, "w") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        with EvalProgress(2) as progress:
-            assert progress.bar is not None
+        monkeypatch.setattr(progress, "SILENT_SECONDS", 0.01)
+        with EvalProgress(2) as shown, progress.heartbeat(), progress.working("scoring"):
             for done in range(41):
-                progress(at(done))
+                shown(at(done))
+            time.sleep(0.1)
             warnings.warn("[eval] files in [/tmp/x] are old", stacklevel=1)
-            progress(at(10, label="quest-128"))
+            shown(at(10, label="quest-128"))
         monkeypatch.undo()
     reader.join(30)
     os.close(master)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode())
     last = text[text.rindex("gate-128") :]
     assert "40/40" in last and "75 % right, 200 tokens/s" in last
     assert "quest-128" in last and "10/40" in last and "15 s left" in last
     assert "note: [eval] files in [/tmp/x] are old" in text
-    assert "answers" not in text, "no plain lines beside it"
+    assert "answers" not in text and "still" not in text, "no plain lines beside it"
 
 
-def test_a_silent_command_says_what_it_is_doing(monkeypatch, capsys):
-    """At most one line for each time of silence, on standard error; and none while there is other output."""
-    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.5)
-
-    def silent():
-        with progress.working("loading the model"):
-            time.sleep(1.3)
-        time.sleep(0.6)
-
-    assert guarded(silent) == 0
-    output = capsys.readouterr()
-    assert output.out == ""
-    loading = [line for line in output.err.splitlines() if re.fullmatch(r"still loading the model \([01] s\)", line)]
-    assert len(loading) == 2 and output.err.splitlines()[2:] == ["still working (2 s)"], output.err
-
-    def talking():
-        for _ in range(12):
-            time.sleep(0.1)
-            print("x")
-
-    assert guarded(talking) == 0 and capsys.readouterr().err == ""
-    monkeypatch.setenv("RANK", "1")
-    assert guarded(silent) == 0 and capsys.readouterr().err == "", "the main process says it"
-
-
-def test_a_silent_command_tells_its_last_progress(monkeypatch, capsys):
+def test_a_command_says_what_it_is_doing(monkeypatch, capsys):
+    """A line on standard error for each time that the innermost work lasts; and none without work or beside a bar."""
     monkeypatch.setattr(progress, "SILENT_SECONDS", 0.5)
 
     def run():
-        with EvalProgress(1) as shown:
-            shown(at(4))
-            time.sleep(0.7)
+        with progress.working("reading"), progress.working("loading the model"):
+            time.sleep(1.7)
+        time.sleep(0.6)
 
-    before = len(progress._works)
-    assert guarded(run) == 0 and len(progress._works) == before
-    assert re.fullmatch(r"still at gate-128, 4/40, 200 tokens/s, 18 s left \(\d s\)\n", capsys.readouterr().err)
+    assert guarded(partial(guarded, run)) == 0, "the inner one has no lines of its own"
+    output = capsys.readouterr()
+    assert output.out == "" and not progress._works
+    assert re.fullmatch(r"(still loading the model \(\d s\)\n)+", output.err), output.err
+    monkeypatch.setenv("RANK", "1")
+    assert guarded(run) == 0 and capsys.readouterr().err == "", "the main process says it"
 
 
 def test_bars_of_libraries_are_for_terminals(capsys):

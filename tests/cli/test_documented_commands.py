@@ -26,13 +26,12 @@ LEFT_OUT = {
     "--budget 64 --block-size 8": "the module on that page; tests/methods/test_new_method.py runs the line with it",
     "seergate prepare --model qwen3-8b --token-cache /shared/tokens": "a tokenizer from the Hub; "
     "tests/distill/test_trainer.py prepares for a model of its own",
-    "seergate plan --model qwen3-8b": "minutes for one layer; tests/distill/test_plan.py plans for smaller ones",
 }
 """Line -> what it needs that a test does not have. All others are run."""
 
 SMALL = {
     "eval": ["--problems", "1", "--variables", "4", "--max-new-tokens", "24"],
-    "figure": ["--problems", "1", "--variables", "8", "--max-new-tokens", "40", "--max-steps", "2"],
+    "figure": ["--problems", "1", "--variables", "8", "--max-new-tokens", "40"],
     "generate": ["--max-new-tokens", "24"],
     "sweep": ["--problems", "1"],
     "calibrate": ["--problems", "1", "--max-new-tokens", "24"],
@@ -53,7 +52,7 @@ OWN_MODEL = ROOT / "docs" / "your_model.md"
 SMALL_OWN = {
     "generate": ["--max-new-tokens", "4"],
     "traces": ["--max-new-tokens", "40", "--limit", "2"],
-    "plan": ["--no-measure"],
+    "plan": [],
     "train": ["--max-length", "256", "--max-steps", "2", "--recall-budgets", "64"],
     "eval": ["--max-new-tokens", "4", "--budget", "64", "--method", "dense,gate"],
     "dense-layers": ["--budget", "64", "--task", "needle:length=400:problems=1"],

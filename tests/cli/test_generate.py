@@ -79,15 +79,13 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         ([], "there is no prompt; give --prompt TEXT or --prompt-file FILE"),
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt-file", "nowhere.txt"], "the prompt nowhere.txt cannot be read"),
-        (["--prompt", "a1", "--trace", "nowhere/read.html"], "there is no directory nowhere"),
-        (["--prompt", "a1", "--trace", "."], "a directory; it must be a file"),
-        (["--prompt", "a1", "--trace", "read.txt"], "--trace is read.txt; the page's name must end in .html"),
-        (["--prompt", "a1", "--trace", "own.html"], "--trace is own.html, which exists and is no page of --trace"),
+        (["--prompt", "a1", "--trace", "own.txt/read.html"], "own.txt is a file; the output needs a directory"),
+        (["--prompt", "a1", "--trace", "."], "--trace is .; it must name a file that ends in .html"),
+        (["--prompt", "a1", "--trace", "own.txt"], "--trace is own.txt; it must name a file that ends in .html"),
         (["--prompt", "a1", "--trace", "x.html", "--method", "h2o"], "'h2o' selects none"),
         (["--prompt", "a1", "--trace", "x.html", "--method", "dense"], "quest and oracle, which reads what dense"),
         (["--prompt", "a1", "--trace", "x.html", "--max-new-tokens", "1"], "--trace shows later ones"),
         (["--prompt", "a1", "--max-new-tokens", "0"], "max_new_tokens is 0; it must be a whole number, 1 or greater"),
-        (["--prompt", "a1", "--threads", "0"], "threads is 0; it must be a whole number, 1 or greater"),
         (["--prompt", "a1 " * 5000], "the prompt has 5,00"),
         (["--prompt", "a1", "--temperature", "-1"], "temperature is -1.0; it must be 0"),
         (["--prompt", "a1", "--method", "quset"], "did you mean 'quest'"),
@@ -100,11 +98,11 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
 )
 def test_what_is_refused_before_weights_are_read(arguments, message, without_weights, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.html").write_text("<p>mine</p>")
+    (tmp_path / "own.txt").write_text("mine")
     method = [] if "--method" in arguments else ["--method", "quest"]
     done = run_seergate("generate", "--model", str(without_weights), *method, *arguments)
     assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not (tmp_path / "x.html").exists() and (tmp_path / "own.html").read_text() == "<p>mine</p>"
+    assert not (tmp_path / "x.html").exists() and (tmp_path / "own.txt").read_text() == "mine"
 
 
 def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):

@@ -124,9 +124,10 @@ def test_windows_of_texts_are_divided_too(model: Path, tmp_path: Path) -> None:
     twice = divide(str(tmp_path), config, tokenizer, 384)
     assert len(twice.rows) + len(twice.held_out) == len(rows) + len(held_out)
     lines = [json.dumps({"text": f"text number {i // 2} " * 40}) for i in range(40)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    rows, held_out, _ = divide(str(tmp_path / "pairs.jsonl"), config, tokenizer, 100)
+    (tmp_path / "pairs.jsonl").write_text("\n".join([*lines, "{"]))
+    rows, held_out, malformed = divide(str(tmp_path / "pairs.jsonl"), config, tokenizer, 100)
     assert len(rows) == 12 and len(held_out) == 8 and not set(held_out) & {row["text"] for row in rows}
+    assert malformed == ["row 41: not JSON"]
 
 
 def test_python_library_is_what_is_trained_on_by_default() -> None:

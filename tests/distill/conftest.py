@@ -1,12 +1,22 @@
-"""A byte-level tokenizer with the chat markup of the families whose templates matter here."""
+"""A byte-level tokenizer with the chat markup of the families whose templates matter here, and a small run."""
 
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from seergate.distill import TrainConfig, load_train_config
+from seergate.distill.callbacks import EvalLog, StepLog
+from seergate.distill.checkpoint import newest_checkpoint
+from seergate.distill.sources import open_source
 
 PLAIN = """\
 {%- for m in messages %}<|im_start|>{{ m.role }}
@@ -65,7 +75,138 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> TrainConfig:
+def data_config(tmp_path: Path) -> TrainConfig:
     """A run on a local file, with its own token cache."""
     options = {"recipe": "paper", "data": str(tmp_path / "rows.jsonl"), "max_length": 1024, "block_size": 8}
     return load_train_config("someone/model", options | {"token_cache": str(tmp_path / "cache")})
+
+
+@pytest.fixture(scope="session", name="model_dir")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as `from_pretrained` wants it; peaked attention, so that there is something to learn."""
+    directory = tmp_path_factory.mktemp("qwen3")
+    tokenizer = byte_tokenizer(PLAIN)
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        initializer_range=0.2,
+        max_position_embeddings=2048,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(name="config")
+def run_config(model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    """A small run on that model, with the token cache of all tests."""
+    return load_train_config(
+        str(model_dir),
+        {
+            "recipe": "paper",
+            "output_dir": str(tmp_path / "run"),
+            "token_cache": str(tmp_path_factory.getbasetemp() / "tokens"),
+            "data": "chain_sum",
+            "data_limit": 80,
+            "chain_sum_variables": (5, 12),
+            "max_length": 768,
+            "block_size": 16,
+            "max_steps": 8,
+            "packs_per_step": 2,
+            "learning_rate": 1e-2,
+            "warmup_steps": 2,
+            "save_steps": 3,
+            "eval_steps": 4,
+            "eval_packs": 2,
+            "recall_budgets": (32, 128),
+        },
+    )
+
+
+class Recorder:
+    """Keeps what it hears, and can stop the run as a kill would: between two steps, unannounced."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.steps: list[StepLog] = []
+        self.evals: list[EvalLog] = []
+        self.messages: list[str] = []
+        self.stop_after = stop_after
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def on_step(self, log: StepLog) -> None:
+        self.steps.append(log)
+        if log.step == self.stop_after:
+            raise KeyboardInterrupt
+
+    def on_eval(self, log: EvalLog) -> None:
+        self.evals.append(log)
+
+    def close(self) -> None:
+        pass
+
+
+class Signalled(Recorder):
+    """Signals its own process at a step or an evaluation."""
+
+    def __init__(self, step: int, *numbers: signal.Signals, event: str = "step") -> None:
+        super().__init__()
+        self.at, self.numbers = (event, step), numbers
+
+    def _signal(self, event: str, log: Any) -> None:
+        if (event, log.step) == self.at:
+            for number in self.numbers:
+                signal.raise_signal(number)
+
+    def on_step(self, log: StepLog) -> None:
+        super().on_step(log)
+        self._signal("step", log)
+
+    def on_eval(self, log: EvalLog) -> None:
+        self._signal("eval", log)
+
+
+def weights(directory: Path | str) -> dict[str, torch.Tensor]:
+    return load_file(Path(directory) / "gate_model.safetensors")
+
+
+def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), f"{name} differs"
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a run's newest checkpoint."""
+    return load_file(Path(str(newest_checkpoint(run / "checkpoints"))) / "state.safetensors")
+
+
+def scalars(run: Path, name: str = "loss") -> list[tuple[int, float]]:
+    """Steps and values of a curve, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+@pytest.fixture(name="pushes")
+def commit_pushes(monkeypatch: pytest.MonkeyPatch) -> list[TrainConfig]:
+    """Every dataset on the Hub gets a commit whenever one looks. The runs of which data were read: drawn ones."""
+    commits: Iterator[str] = (digit * 40 for digit in "abcdef")
+    opened: list[TrainConfig] = []
+
+    def source(config: TrainConfig, cache: Path) -> Any:
+        opened.append(config)
+        return open_source(replace(config, data="chain_sum", data_revision=None), cache)
+
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda *_, **__: SimpleNamespace(sha=next(commits)))
+    monkeypatch.setattr("seergate.distill.data.open_source", source)
+    return opened

@@ -24,13 +24,13 @@ from seergate.distill.losses.teacher_forward import distill_step
 from seergate.errors import SeergateError
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, load_base
-from tests.distill.test_trainer import Recorder, assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.distill.conftest import Recorder, assert_identical, weights
 from tests.support.models import prompt, tiny_model
 
 ALONE = DistributedState(0, 1, 0, torch.device("cpu"))
 
 
-def test_the_head_of_the_model_is_let_go(config, monkeypatch):  # noqa: F811
+def test_the_head_of_the_model_is_let_go(config, monkeypatch):
     """Nothing is compiled on a processor."""
     monkeypatch.setattr(base_model, "compile_elementwise", None)
     model = load_frozen(config.model, config, ALONE)
@@ -68,7 +68,7 @@ def test_compiled_norms_give_the_same_and_hooks_still_catch(family: str) -> None
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 
 
-def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -> None:  # noqa: F811
+def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -> None:
     config = replace(config, max_steps=1, eval_packs=0)
     plain = GateBank.from_pretrained(run_distillation(config))
     stretched = replace(config, output_dir=f"{config.output_dir}-yarn", rope_scaling=json.dumps(YARN))
@@ -89,14 +89,14 @@ def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -
 
 
 def test_packs_are_as_long_as_the_model_has_positions(
-    config: TrainConfig,  # noqa: F811
+    config: TrainConfig,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     recipe = replace(config, max_length=32768, recall_budgets=(32, 2048, 4096), max_steps=1)
-    assert make_plan(recipe, measure=False).config.max_length == 2048
+    assert make_plan(recipe).config.max_length == 2048
     stretched = replace(recipe, rope_scaling=json.dumps(YARN))
-    assert make_plan(stretched, measure=False).config.max_length == 8192
-    assert make_plan(replace(recipe, max_length=256), measure=False).config.max_length == 256
+    assert make_plan(stretched).config.max_length == 8192
+    assert make_plan(replace(recipe, max_length=256)).config.max_length == 256
     heard = Recorder()
     gates = GateBank.from_pretrained(run_distillation(recipe, [heard]))
     assert gates.training_record["config"]["max_length"] == 2048
@@ -120,7 +120,7 @@ def test_packs_are_as_long_as_the_model_has_positions(
     ],
 )
 def test_positions_that_the_model_has_not_are_refused_before_data(
-    config: TrainConfig,  # noqa: F811
+    config: TrainConfig,
     options: dict[str, Any],
     why: str,
 ) -> None:
@@ -130,7 +130,7 @@ def test_positions_that_the_model_has_not_are_refused_before_data(
             start(config)
 
 
-def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainConfig) -> None:  # noqa: F811
+def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainConfig) -> None:
     shape = tiny_model("glm4").config
     own = shape.rope_parameters["partial_rotary_factor"]
     scaled = with_run_rope(
@@ -148,12 +148,12 @@ def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainCo
         ({"quantize": "bnb-4bit", "shard_base": True}, "it must be left out with base_memory_gb or quantize"),
     ],
 )
-def test_options_that_contradict_one_another_are_refused(config, options, why):  # noqa: F811
+def test_options_that_contradict_one_another_are_refused(config, options, why):
     with pytest.raises(ValueError, match=f"^{list(options)[-1]} is .*; {why}"):
         replace(config, **options)
 
 
-def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path) -> None:
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     small = replace(config, base_memory_gb=100e-6)  # the embedding and one of the two layers
     places = {str(p) for p in load_frozen(small.model, small, ALONE).hf_device_map.values()}
@@ -172,8 +172,8 @@ def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path
     ],
 )
 def test_a_quantised_model_teaches_almost_the_same(
-    config: TrainConfig,  # noqa: F811
-    model_dir: Path,  # noqa: F811
+    config: TrainConfig,
+    model_dir: Path,
     tmp_path: Path,
     kind: str,
     package: str,
@@ -198,7 +198,7 @@ def test_a_quantised_model_teaches_almost_the_same(
     assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
 
 
-def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noqa: F811
+def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:
     config = replace(config, push_to_hub="nobody/gates", max_steps=2)  # the tests have no network
     with pytest.raises(SeergateError, match=r"saved in .*run, but not uploaded to nobody/gates") as caught:
         run_distillation(config)
@@ -212,7 +212,7 @@ def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:  # noq
     run_distillation(replace(config, push_to_hub=None), [heard])
 
 
-def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, max_steps=3, eval_packs=0)
     given = run_distillation(config)
     again = replace(config, init_gates=str(given), output_dir=str(tmp_path / "again"))
@@ -232,7 +232,7 @@ def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_pat
     assert GateBank.from_pretrained(run_distillation(replace(again, resume=False))).licence == bank.licence
 
 
-def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, tmp_path: Path) -> None:
     given = str(run_distillation(replace(config, max_steps=1, eval_packs=0)))
     other = tmp_path / "other"
     stranger = tiny_model("qwen3", num_key_value_heads=4, head_dim=16)

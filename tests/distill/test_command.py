@@ -14,7 +14,6 @@ from seergate.cli.console import guarded
 from seergate.distill.distributed import CommonError
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
-from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
 from tests.support.pairs import ROOT, pair
 
 
@@ -94,7 +93,7 @@ def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
         pytest.param("rows.jsonl", "error: the processes see different data", marks=pytest.mark.soak),
     ],
 )
-def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(config, model_dir, tmp_path, broken, text):  # noqa: F811
+def test_what_fails_on_the_second_machine_only_is_told_by_the_main_process(config, model_dir, tmp_path, broken, text):
     places = tmp_path / "first", tmp_path / "second"
     gates = GateBank.for_model(load_base(str(model_dir)), config.gates(16))
     for place in places:

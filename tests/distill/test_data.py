@@ -32,23 +32,23 @@ def write(path: str | Path, rows: list[Any]) -> None:
     Path(path).write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows))
 
 
-def only_text(config: TrainConfig, tokenizer: PreTrainedTokenizerFast, row: Any) -> str:
-    write(config.data, [row])
-    data = prepare_data(config, tokenizer)
+def only_text(data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast, row: Any) -> str:
+    write(data_config.data, [row])
+    data = prepare_data(data_config, tokenizer)
     assert len(data.samples) == 1
     return tokenizer.decode(data.samples[0])
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", ""], ids=["tagged", "tag in the prompt"])
 def test_reasoning_survives_behind_exactly_one_think_tag(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, opening: str
+    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast, opening: str
 ) -> None:
-    text = only_text(config, tokenizer, chat(f"{opening}{REASONING}\n</think>\n\nIt is \\boxed{{15}}."))
+    text = only_text(data_config, tokenizer, chat(f"{opening}{REASONING}\n</think>\n\nIt is \\boxed{{15}}."))
     assert text.count("<think>") == 1 and text.count("</think>") == 1
     assert text.index("3 * 5") < text.index("<think>") < text.index(REASONING) < text.index("</think>")
     assert text.index("</think>") < text.index("\\boxed{15}")
-    report = prepare_data(config, tokenizer).report
-    assert report.think_added == (opening == "") and report.no_reasoning == 0
+    report = prepare_data(data_config, tokenizer).report
+    assert report.notes == ({} if opening else {"given their opening think tag": 1})
 
 
 def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
@@ -79,11 +79,11 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
     text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", **answer}]})
     first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
     last = "<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
-    assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "no_reasoning" not in notes
+    assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "without reasoning" not in notes
     text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", "content": "2"}]})
-    assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["no_reasoning"]
+    assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["without reasoning"]
     empty = formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>\n\n</think>2"}]})
-    assert empty.text == text and empty.notes == ["no_reasoning"]
+    assert empty.text == text and empty.notes == notes
     picky = PLAIN.replace("{{ m.content }}", "{{ m.content if 'thinking' not in m else raise_exception('no') }}")
     assert (
         "<think>one</think>2"
@@ -98,12 +98,12 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
     text, is_chat, notes = Formatter(tokenizer).text({"messages": turns})
-    assert notes == ["earlier_reasoning"]
+    assert notes == ["without the reasoning of their earlier turns"]
     assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
 def test_what_is_left_out_of_a_conversation_is_counted(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerFast
+    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     def turns(*contents: Any) -> list[Any]:
         return [{"role": ("user", "assistant")[i % 2], **c} for i, c in enumerate(contents)]
@@ -124,42 +124,43 @@ def test_what_is_left_out_of_a_conversation_is_counted(
         turns(turn("9"), turn("<think>a</think>A"), turn("?"), last, turn("unanswered")),
         [{"role": "user", "content": "no answer at all"}],  # malformed, and nothing else
     ]
-    write(config.data, [{"messages": row} for row in rows])
-    data = prepare_data(config, tokenizer)
+    write(data_config.data, [{"messages": row} for row in rows])
+    data = prepare_data(data_config, tokenizer)
     report = data.report
     assert (report.samples, report.malformed) == (9, {"no assistant turn": 1})
-    assert (report.earlier_reasoning, report.unanswered) == (4, 3)
-    assert not any("unanswered" in tokenizer.decode(data.samples[i]) for i in range(9))
     summary = report.summary()
     assert (
         "4 without the reasoning of their earlier turns" in summary and "3 cut off after their last answer" in summary
     )
-    assert prepare_data(config, tokenizer).report == report  # also when it is found tokenised
-    assert json.loads(json.dumps(asdict(report)))["unanswered"] == 3
+    assert not any("unanswered" in tokenizer.decode(data.samples[i]) for i in range(9))
+    assert prepare_data(data_config, tokenizer).report == report  # also when it is found tokenised
+    assert json.loads(json.dumps(asdict(report)))["notes"] == report.notes
 
 
-def test_several_chat_templates_by_name(config: TrainConfig) -> None:
+def test_several_chat_templates_by_name(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(None)
     row = chat("<think>a</think>b")
     tokenizer.chat_template = {"tool_use": "{{ 'tools' }}", "default": TEMPLATES["plain"]}
     expected = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row)
     assert Formatter(tokenizer).text(row) == expected
-    assert only_text(config, tokenizer, row) == expected.text
+    assert only_text(data_config, tokenizer, row) == expected.text
     tokenizer.chat_template = {"tool_use": TEMPLATES["plain"], "rag": TEMPLATES["plain"]}
-    with pytest.raises(SeergateError, match=r"several chat templates \(tool_use, rag\) and none is called default"):
+    with pytest.raises(SeergateError, match=r"multiple chat templates with no default.*; give one with chat_template"):
         Formatter(tokenizer).text(row)
     tokenizer.chat_template = {}
-    with pytest.raises(SeergateError, match="has no chat template"):
+    with pytest.raises(SeergateError, match="gives no chat template"):
         Formatter(tokenizer).text(row)
 
 
-def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path: Path, config: TrainConfig) -> None:
+def test_a_template_that_deletes_reasoning_is_refused_before_training(
+    tmp_path: Path, data_config: TrainConfig
+) -> None:
     stripping = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-    write(config.data, [chat("<think>a</think>b")])
+    write(data_config.data, [chat("<think>a</think>b")])
     with pytest.raises(SeergateError, match="deletes the reasoning"):
-        prepare_data(config, byte_tokenizer(stripping))
+        prepare_data(data_config, byte_tokenizer(stripping))
     (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
-    mended = replace(config, chat_template=str(tmp_path / "own.jinja"))
+    mended = replace(data_config, chat_template=str(tmp_path / "own.jinja"))
     tokenizer = byte_tokenizer(stripping)
     assert tokenizer.decode(prepare_data(mended, tokenizer).samples[0]).endswith("[assistant]<think>a</think>b")
     (tmp_path / "own.jinja").write_text(stripping)
@@ -168,12 +169,20 @@ def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path: 
     (tmp_path / "own.jinja").write_text("{% for %}")
     with pytest.raises(SeergateError, match="cannot be read"):
         prepare_data(mended, tokenizer)
-    with pytest.raises(SeergateError, match="has no chat template"):
+    with pytest.raises(SeergateError, match="gives no chat template"):
         training_template(byte_tokenizer(None))
 
 
+def test_a_template_that_refuses_the_probe_is_one_that_cannot_be_used() -> None:
+    refusing = "{{ raise_exception('no thinking') if '<think>' in messages[-1].content }}"
+    with pytest.raises(SeergateError, match="deletes the reasoning .*, or refuses it"):
+        training_template(byte_tokenizer(refusing))
+    replacement = training_template(byte_tokenizer(f"{refusing}<|im_start|>"))
+    assert "<|im_start|>" in replacement and "raise_exception" not in replacement
+
+
 def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerFast
+    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     good = [chat(f"<think>step {i}</think>{i}") for i in range(3)]
     user = {"role": "user", "content": "?"}
@@ -198,8 +207,8 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
         "invalid unicode": [{"text": "half a pair: \ud83d"}],
     }
     rows = [good[0], *(row for group in bad.values() for row in group), good[1], good[1], good[2]]
-    write(config.data, rows)
-    report = prepare_data(config, tokenizer).report
+    write(data_config.data, rows)
+    report = prepare_data(data_config, tokenizer).report
     assert report.malformed.pop("not JSON") == 2
     assert report.malformed == {reason: len(group) for reason, group in bad.items() if reason != "not JSON"}
     assert (report.rows, report.samples, report.duplicates) == (len(rows), 3, 1)
@@ -224,11 +233,11 @@ def test_think_tags_in_the_question_are_not_mistaken_for_reasoning(tokenizer: Pr
 
 @pytest.mark.parametrize("over_length", ["truncate", "drop"])
 def test_long_samples_are_cut_or_left_out_and_counted(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerFast, over_length: str
+    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast, over_length: str
 ) -> None:
-    config = replace(config, over_length=over_length, max_length=200)
-    write(config.data, [chat("<think>" + "x" * n + "</think>y") for n in (10, 500, 1000)])
-    data = prepare_data(config, tokenizer)
+    data_config = replace(data_config, over_length=over_length, max_length=200)
+    write(data_config.data, [chat("<think>" + "x" * n + "</think>y") for n in (10, 500, 1000)])
+    data = prepare_data(data_config, tokenizer)
     cut = over_length == "truncate"
     assert data.report.samples == (3 if cut else 1)
     assert (data.report.truncated, data.report.dropped) == ((2, 0) if cut else (0, 2))
@@ -236,9 +245,9 @@ def test_long_samples_are_cut_or_left_out_and_counted(
     assert data.report.longest == data.samples.lengths.max()
 
 
-def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> None:
+def test_prompt_and_completion_text_and_a_named_column(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    expected = only_text(config, tokenizer, chat("<think>a</think>b", "Q"))
+    expected = only_text(data_config, tokenizer, chat("<think>a</think>b", "Q"))
     for row in (
         {"prompt": "Q", "completion": "<think>a</think>b"},
         {
@@ -246,9 +255,9 @@ def test_prompt_and_completion_text_and_a_named_column(config: TrainConfig) -> N
             "completion": [{"role": "assistant", "content": "b", "reasoning_content": "a"}],
         },
     ):
-        assert only_text(config, tokenizer, row).replace("\n", "") == expected.replace("\n", "")
-    assert only_text(config, tokenizer, {"text": "just some text to read"}) == "just some text to read"
-    own = replace(config, data_column="talk")
+        assert only_text(data_config, tokenizer, row).replace("\n", "") == expected.replace("\n", "")
+    assert only_text(data_config, tokenizer, {"text": "just some text to read"}) == "just some text to read"
+    own = replace(data_config, data_column="talk")
     assert only_text(own, tokenizer, {"talk": chat("<think>a</think>b", "Q")["messages"], "text": "no"}) == expected
     assert only_text(own, tokenizer, {"talk": "left exactly as it is"}) == "left exactly as it is"
 
@@ -286,10 +295,10 @@ def test_the_date_in_a_template_does_not_change() -> None:
     assert not prompt_text(tokenizer, problem, today=True).startswith("26 July 2024")
 
 
-def test_tokens_are_cached(config, tmp_path, monkeypatch):
+def test_tokens_are_cached(data_config, tmp_path, monkeypatch):
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
-    first = prepare_data(config, tokenizer)
+    write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
+    first = prepare_data(data_config, tokenizer)
     read: list[int] = []
 
     def counted(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
@@ -297,53 +306,53 @@ def test_tokens_are_cached(config, tmp_path, monkeypatch):
         return tokenise(columns, formatter)
 
     monkeypatch.setattr("seergate.distill.data.tokenise", counted)
-    again = prepare_data(config, tokenizer)
+    again = prepare_data(data_config, tokenizer)
     assert again.fingerprint == first.fingerprint and again.report == first.report and again.train == first.train
-    Path(tmp_path / "copy.jsonl").write_text(Path(config.data).read_text())  # of another date, on another machine
-    copy = replace(config, data=str(tmp_path / "copy.jsonl"), token_cache=str(tmp_path / "other"))
+    Path(tmp_path / "copy.jsonl").write_text(Path(data_config.data).read_text())  # of another date, on another machine
+    copy = replace(data_config, data=str(tmp_path / "copy.jsonl"), token_cache=str(tmp_path / "other"))
     assert prepare_data(copy, tokenizer).fingerprint == first.fingerprint and read.pop() == 30
-    shorter = prepare_data(replace(config, max_length=60), tokenizer)  # the same tokens, of which less is used
+    shorter = prepare_data(replace(data_config, max_length=60), tokenizer)  # the same tokens, of which less is used
     assert read == [] and shorter.samples.lengths.max() <= 60 and shorter.fingerprint != first.fingerprint
-    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
-    changed = prepare_data(config, tokenizer)
+    write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
+    changed = prepare_data(data_config, tokenizer)
     assert read == [29] and changed.fingerprint != first.fingerprint
-    other = prepare_data(config, byte_tokenizer(TEMPLATES["qwen3"]))
+    other = prepare_data(data_config, byte_tokenizer(TEMPLATES["qwen3"]))
     assert read == [29, 29] and other.fingerprint != changed.fingerprint
 
 
-def test_a_mixture_has_its_shares_until_a_source_is_used_up(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_mixture_has_its_shares_until_a_source_is_used_up(data_config: TrainConfig, tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     for name, count in (("a", 300), ("b", 60)):
         write(tmp_path / f"{name}.jsonl", [chat(f"<think>{name} {i}</think>{i}") for i in range(count)])
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
-    config = replace(config, data=f"{a}:3,{b}:1")
-    data = prepare_data(config, tokenizer)
+    data_config = replace(data_config, data=f"{a}:3,{b}:1")
+    data = prepare_data(data_config, tokenizer)
     mixed = data.report.mixed
     assert mixed[b] == 60 and 130 < mixed[a] < 230 and data.report.rows == sum(mixed.values())
     assert f"mixed: {mixed[a]} rows of {a}, 60 rows of {b}" in data.report.summary()
     texts = [tokenizer.decode(sample) for sample in data.samples]
     assert sum("<think>b " in text for text in texts) == 60
-    again = prepare_data(config, tokenizer)
+    again = prepare_data(data_config, tokenizer)
     assert again.fingerprint == data.fingerprint and again.train == data.train
-    assert prepare_data(replace(config, seed=1), tokenizer).report.mixed != mixed
-    alone = prepare_data(replace(config, data=a), tokenizer).report
+    assert prepare_data(replace(data_config, seed=1), tokenizer).report.mixed != mixed
+    alone = prepare_data(replace(data_config, data=a), tokenizer).report
     assert alone.rows == 300 and alone.mixed == {} and "mixed" not in alone.summary()
 
 
-def test_tokens_that_another_process_has_made_need_no_source(config: TrainConfig) -> None:
+def test_tokens_that_another_process_has_made_need_no_source(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
-    files = token_files(config, tokenizer)
-    made = prepare_data(config, tokenizer)
-    Path(config.data).unlink()
-    assert prepare_data(config, tokenizer, False, files).fingerprint == made.fingerprint
+    write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
+    files = token_files(data_config, tokenizer)
+    made = prepare_data(data_config, tokenizer)
+    Path(data_config.data).unlink()
+    assert prepare_data(data_config, tokenizer, False, files).fingerprint == made.fingerprint
     with pytest.raises(SeergateError, match="does not exist"):  # a machine that does not see the files makes its own
-        prepare_data(config, tokenizer, False, [["elsewhere.arrow"]])
+        prepare_data(data_config, tokenizer, False, [["elsewhere.arrow"]])
 
 
-def test_a_killed_build_is_made_again(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_build_is_made_again(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(1200)])  # two batches
+    write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(1200)])  # two batches
 
     def killed(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
         if len(columns["json"]) < 500:
@@ -353,32 +362,32 @@ def test_a_killed_build_is_made_again(config: TrainConfig, monkeypatch: pytest.M
     with monkeypatch.context() as patched:
         patched.setattr("seergate.distill.data.tokenise", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare_data(config, tokenizer)
-    data = prepare_data(config, tokenizer)
+            prepare_data(data_config, tokenizer)
+    data = prepare_data(data_config, tokenizer)
     assert data.report.samples == 1200 and tokenizer.decode(data.samples[1199]).count("1199") == 2
 
 
-def test_several_processes_give_the_same_tokens(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_give_the_same_tokens(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     rows = [chat(f"<think>{i % 40}</think>{i}") if i % 3 else {"text": f"plain {i // 2}"} for i in range(60)]
-    write(config.data, [*rows, {}, *rows])
-    alone = prepare_data(config, tokenizer)
+    write(data_config.data, [*rows, {}, *rows])
+    alone = prepare_data(data_config, tokenizer)
     monkeypatch.setattr("seergate.distill.data.ROWS_PER_PROCESS", 40)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    several = prepare_data(replace(config, token_cache=f"{config.token_cache}-2"), tokenizer)
+    several = prepare_data(replace(data_config, token_cache=f"{data_config.token_cache}-2"), tokenizer)
     assert several.report == alone.report and several.train == alone.train
     assert several.fingerprint == alone.fingerprint
-    assert len(list(Path(f"{config.token_cache}-2").glob("*_of_00002.arrow"))) == 2
+    assert len(list(Path(f"{data_config.token_cache}-2").glob("*_of_00002.arrow"))) == 2
 
 
-def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
+def test_held_out_packs_are_not_trained_on(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    config = replace(config, max_length=128, eval_packs=2)
-    write(config.data, [chat(f"<think>{i}</think>{i}") for i in range(60)])
-    data = prepare_data(config, tokenizer)
+    data_config = replace(data_config, max_length=128, eval_packs=2)
+    write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(60)])
+    data = prepare_data(data_config, tokenizer)
     held_out, trained = ({i for pack in packs for i in pack} for packs in (data.held_out, data.train))
     assert len(data.held_out) == 2 and held_out and not held_out & trained and held_out | trained == set(range(60))
-    few = prepare_data(replace(config, eval_packs=1000), tokenizer)
+    few = prepare_data(replace(data_config, eval_packs=1000), tokenizer)
     assert 0 < len(few.held_out) <= len(few.train) / 9
 
 
@@ -391,25 +400,25 @@ def test_held_out_packs_are_not_trained_on(config: TrainConfig) -> None:
         ([], {"data": "nobody/nothing"}, r"'nobody/nothing' cannot be loaded .*: the Hub could not be"),
     ],
 )
-def test_nothing_to_train_on_is_one_clear_sentence(config, rows, options, why):
-    write(config.data, rows)
+def test_nothing_to_train_on_is_one_clear_sentence(data_config, rows, options, why):
+    write(data_config.data, rows)
     with pytest.raises(SeergateError, match=why) as caught:
-        prepare_data(replace(config, **options), byte_tokenizer(TEMPLATES["plain"]))
+        prepare_data(replace(data_config, **options), byte_tokenizer(TEMPLATES["plain"]))
     assert "\n" not in str(caught.value)
 
 
-def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(config: TrainConfig) -> None:
+def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     texts = ["x" * n for n in (1, 8, 16, 17, 40)]  # in blocks of 8: only the 17th row has two blocks to choose from
-    write(config.data, [{"text": text} for text in texts])
-    report = prepare_data(config, tokenizer).report
+    write(data_config.data, [{"text": text} for text in texts])
+    report = prepare_data(data_config, tokenizer).report
     assert (report.samples, report.too_short, report.tokens) == (2, 3, 57)
     assert "3 too short to choose between blocks left out" in report.summary()
-    write(config.data, [{"text": text} for text in texts[:3]])
+    write(data_config.data, [{"text": text} for text in texts[:3]])
     with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in 2 blocks of 8 tokens"):
-        prepare_data(config, tokenizer)
-    write(config.data, [{"text": text} for text in (*texts, "x" * 24, "x" * 25)])
-    report = prepare_data(replace(config, sink_blocks=1), tokenizer).report
+        prepare_data(data_config, tokenizer)
+    write(data_config.data, [{"text": text} for text in (*texts, "x" * 24, "x" * 25)])
+    report = prepare_data(replace(data_config, sink_blocks=1), tokenizer).report
     assert (report.samples, report.too_short, report.tokens) == (2, 5, 65)  # a block more, which is always read
 
 
@@ -424,9 +433,9 @@ def test_a_stream_that_breaks_off_says_where() -> None:
         next(stream)
 
 
-def test_chain_sum_is_deterministic_and_apart_from_evaluation(config: TrainConfig) -> None:
+def test_chain_sum_is_deterministic_and_apart_from_evaluation(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    small = {"data_limit": 12, "chain_sum_variables": (4, 6), "token_cache": config.token_cache}
+    small = {"data_limit": 12, "chain_sum_variables": (4, 6), "token_cache": data_config.token_cache}
     data = prepare_data(load_train_config("tiny-reasoner", small), tokenizer)
     texts = [tokenizer.decode(data.samples[i]) for i in range(len(data.samples))]
     assert len(texts) == 12

@@ -1,14 +1,13 @@
 """What processes of a run know of each other: they wait long enough, and each failure is known to all."""
 
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from seergate.distill.distributed import PATIENCE_VARIABLE, CommonError, DistributedState, init_distributed, patience
+from seergate.distill.distributed import CommonError, DistributedState, init_distributed
 from seergate.errors import SeergateError
 from tests.support.pairs import pair
 
@@ -108,13 +107,7 @@ def test_a_step_is_not_waited_for_as_long_as_data():
     assert "or has not answered in time" in waiting.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf"])
-def test_a_patience_that_is_no_time_is_refused(monkeypatch, given):
-    monkeypatch.setenv(PATIENCE_VARIABLE, given)
-    with pytest.raises(SeergateError, match=rf"{PATIENCE_VARIABLE} is '{given}'; it must be a positive number of"):
-        patience()
-    monkeypatch.delenv(PATIENCE_VARIABLE)
-    assert patience() >= timedelta(hours=10)
+def test_a_rank_above_the_number_of_processes_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(SeergateError, match="RANK is 3 and WORLD_SIZE 1"):
         init_distributed()

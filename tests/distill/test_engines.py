@@ -1,39 +1,36 @@
 """One optimizer step, worked out by hand."""
 
 import json
-import os
-import threading
-import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from seergate.config import GateConfig
 from seergate.distill.distributed import DistributedState
-from seergate.distill.engines import BETAS, BUILD_SECONDS, PlainEngine, bucket_bytes, deepspeed_config, wait_for_builds
+from seergate.distill.engines import BETAS, PlainEngine, bucket_bytes, deepspeed_config
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
-from seergate.errors import SeergateError
 from seergate.models.gate_bank import GateBank
 from seergate.paths import shipped
 from tests.support.models import prompt
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
-def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
+def test_gradients_are_clipped_by_their_global_norm(model, data_config, clip):
     """The first step's moments are (1 - beta1) times the clipped gradient, and (1 - beta2) times its square."""
     bank = GateBank.for_model(model, GateConfig(8, 16))
     ids = prompt(60)
-    config = replace(config, max_grad_norm=clip, packs_per_step=1)
-    bank.distill_loss(model, input_ids=ids, row_start=config.row_start, reduction=config.reduction).backward()
+    data_config = replace(data_config, max_grad_norm=clip, packs_per_step=1)
+    bank.distill_loss(
+        model, input_ids=ids, row_start=data_config.row_start, reduction=data_config.reduction
+    ).backward()
     gradients = {name: parameter.grad.double() for name, parameter in bank.named_parameters()}
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     assert 1e-3 < norm < 1e3
     bank.zero_grad()
-    engine = PlainEngine(bank, config, DistributedState(0, 1, 0, torch.device("cpu")))
-    engine.accumulate(distill_step(bank, model, ids, **config.loss_options).loss)
+    engine = PlainEngine(bank, data_config, DistributedState(0, 1, 0, torch.device("cpu")))
+    engine.accumulate(distill_step(bank, model, ids, **data_config.loss_options).loss)
     assert engine.update(1e-4) == pytest.approx(norm, rel=1e-4)
     scale = clip / norm if clip == 1e-3 else 1.0
     state = engine.state()
@@ -45,19 +42,19 @@ def test_gradients_are_clipped_by_their_global_norm(model, config, clip):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monkeypatch):
+def test_steps_are_those_of_the_definition_on_a_cpu(model, data_config, device, monkeypatch):
     """Losses and norms of gradients, each after the updates before it."""
-    config = replace(config, packs_per_step=1)
+    data_config = replace(data_config, packs_per_step=1)
 
     def train(backend: str, device: torch.device) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
         monkeypatch.setenv("SEERGATE_BACKEND", backend)
         torch.manual_seed(1)
         bank = GateBank.for_model(model, GateConfig(8, 16)).to(device)
-        engine = PlainEngine(bank, config, DistributedState(0, 1, 0, device))
+        engine = PlainEngine(bank, data_config, DistributedState(0, 1, 0, device))
         pack = packed([prompt(90, 1)[0].numpy(), prompt(41, 2)[0].numpy()])
         losses, norms = [], []
         for _ in range(4):
-            out = distill_step(bank, model.to(device), *pack, **config.loss_options)
+            out = distill_step(bank, model.to(device), *pack, **data_config.loss_options)
             engine.accumulate(out.loss)
             losses.append(out.loss.item())
             norms.append(engine.update(1e-2))
@@ -72,47 +69,19 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, config, device, monke
         torch.testing.assert_close(gates[name], want, rtol=0, atol=5e-3)
 
 
-def test_deepspeed_takes_its_defaults_for_auto(config, tmp_path):
+def test_deepspeed_takes_its_defaults_for_auto(data_config, tmp_path):
     file = tmp_path / "ds.json"
     zero = {"stage": 2, "reduce_bucket_size": "auto", "contiguous_gradients": "auto", "overlap_comm": False}
     section = {"enabled": "auto"}
     file.write_text(json.dumps({"zero_optimization": zero, "steps_per_print": "auto", "bf16": section}), "utf-8")
-    config = replace(config, deepspeed=str(file), packs_per_step=6)
-    assert bucket_bytes(config, 2) == 4 * 500_000_000
-    values = deepspeed_config(config, 2)
+    data_config = replace(data_config, deepspeed=str(file), packs_per_step=6)
+    assert bucket_bytes(data_config, 2) == 4 * 500_000_000
+    values = deepspeed_config(data_config, 2)
     assert values["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 500_000_000}
     assert values["gradient_accumulation_steps"] == 3 and "steps_per_print" not in values and "bf16" not in values
 
 
-def test_deepspeed_does_not_wait_for_the_device_to_time_it(config):
+def test_deepspeed_does_not_wait_for_the_device_to_time_it(data_config):
     settings = pytest.importorskip("deepspeed.utils.config")
-    values = deepspeed_config(replace(config, deepspeed=str(shipped("ds_configs/zero2.json"))), 1)
+    values = deepspeed_config(replace(data_config, deepspeed=str(shipped("ds_configs/zero2.json"))), 1)
     assert settings.get_timers_config(values).enabled is False
-
-
-@pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What PyTorch leaves of one of DeepSpeed's extensions while it is compiled."""
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    build = tmp_path / "cpu_adam"
-    build.mkdir()
-    for name in ("build.ninja", "lock"):
-        (build / name).write_text("")
-    return build / "lock"
-
-
-def test_the_lock_of_a_build_is_waited_for_unless_it_was_killed(lock, capsys):
-    """PyTorch itself waits for as long as there is a lock."""
-    then = time.time() - BUILD_SECONDS - 120
-    for file in lock.parent.iterdir():
-        os.utime(file, (then, then))
-    with pytest.raises(SeergateError, match=f"{lock} is there and nothing has changed beside it for 12 minutes"):
-        wait_for_builds()
-    (lock.parent / "adam.o").write_text("")  # compiled just now
-    (other := lock.parents[1] / "somebodys_extension").mkdir()
-    (other / "lock").write_text("")
-    threading.Timer(1.0, lock.unlink).start()
-    started = time.monotonic()
-    wait_for_builds()
-    assert time.monotonic() - started >= 0.9 and str(lock) in capsys.readouterr().out

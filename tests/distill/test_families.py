@@ -64,7 +64,7 @@ def test_the_plan_says_that_a_pack_holds_one_sample(tmp_path: Path) -> None:
     for family in ("qwen3", "qwen3_next"):
         options = {"recipe": "paper", "max_length": 1024, "block_size": 8}
         run = load_train_config(str(save(family, tmp_path / family)), options)
-        plans[family] = make_plan(run, device="cpu", measure=False)
+        plans[family] = make_plan(run, device="cpu")
     packed, alone = plans["qwen3"], plans["qwen3_next"]
     assert "a pack holds one sample: the linear_attention layers of this qwen3_next model carry" in alone.text()
     assert "one sample" not in packed.text()

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from seergate.distill.checkpoint import newest_checkpoint, read_record
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.models.gate_bank import GateBank
+from tests.distill.conftest import assert_identical, weights
 from tests.distill.test_hub_data import parquet, run
-from tests.distill.test_trainer import assert_identical, model_dir, weights  # noqa: F401 (fixtures)
 from tests.support.hub_server import File, Hub, files_of
 from tests.support.pairs import pair
 
@@ -24,7 +24,7 @@ OPTIONS += " --dtype float32"
 
 
 @pytest.fixture
-def hub(model_dir):  # noqa: F811
+def hub(model_dir):
     rows = [{"messages": problem.messages} for problem in make_problems(30, (5, 12), 7)]
     with Hub() as standing_in:
         standing_in.hold("org/base", files_of(model_dir))
@@ -32,7 +32,7 @@ def hub(model_dir):  # noqa: F811
         yield standing_in
 
 
-def others_commit(hub: Hub, model_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+def others_commit(hub: Hub, model_dir: Path, tmp_path: Path) -> None:
     """A README, and then other weights and other rows."""
     model, data = hub.repos["org/base"], hub.repos["datasets/org/rows"]
     for repo in (model, data):
@@ -72,7 +72,7 @@ def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.timeout(900)  # processes that import everything
 @pytest.mark.parametrize("streaming", [[], pytest.param(["--streaming"], marks=pytest.mark.soak)], ids=str)
-def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):  # noqa: F811
+def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):
     places = {"revision": "org/base", "data_revision": "datasets/org/rows"}
     began = {name: hub.repos[place].refs["main"] for name, place in places.items()}
     first = train(hub, tmp_path, *streaming)
@@ -89,7 +89,7 @@ def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streami
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)  # processes that import everything
-def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatch):  # noqa: F811
+def test_all_processes_read_the_same_commit(hub, model_dir, tmp_path, monkeypatch):
     """Whoever asks what the newest commit of the dataset is gets another than the one before."""
     data, info = hub.repos["datasets/org/rows"], Hub.info
 

@@ -17,12 +17,12 @@ from tests.distill.conftest import TEMPLATES, byte_tokenizer
 from tests.distill.test_data import chat, write
 
 
-def test_every_local_format_gives_the_same_samples(config: TrainConfig, tmp_path: Path) -> None:
+def test_every_local_format_gives_the_same_samples(data_config: TrainConfig, tmp_path: Path) -> None:
     from datasets import Dataset
 
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     rows = [chat(f"<think>{i}</think>{i}") for i in range(20)]
-    write(config.data, rows)
+    write(data_config.data, rows)
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     dataset = Dataset.from_list(rows)
     dataset.to_parquet(str(tmp_path / "rows.parquet"))
@@ -30,20 +30,20 @@ def test_every_local_format_gives_the_same_samples(config: TrainConfig, tmp_path
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "a.jsonl", rows[:9])
     write(tmp_path / "folder" / "b.jsonl", rows[9:])
-    expected = prepare_data(config, tokenizer)
+    expected = prepare_data(data_config, tokenizer)
     for name in ("rows.json", "rows.parquet", "disk", "folder", "disk/data-00000-of-00001.arrow"):
-        data = prepare_data(replace(config, data=str(tmp_path / name)), tokenizer)
+        data = prepare_data(replace(data_config, data=str(tmp_path / name)), tokenizer)
         assert len(data.samples) == 20, name
         assert all(np.array_equal(data.samples[i], expected.samples[i]) for i in range(20)), name
 
 
-def test_a_saved_dataset_of_several_splits(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_saved_dataset_of_several_splits(data_config: TrainConfig, tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
     rows = [chat(f"<think>{i}</think>{i}") for i in range(20)]
     parts = {"train": Dataset.from_list(rows[:12]), "test": Dataset.from_list(rows[12:])}
     DatasetDict(parts).save_to_disk(str(tmp_path / "both"))
-    tokenizer, both = byte_tokenizer(TEMPLATES["plain"]), replace(config, data=str(tmp_path / "both"))
+    tokenizer, both = byte_tokenizer(TEMPLATES["plain"]), replace(data_config, data=str(tmp_path / "both"))
     assert prepare_data(both, tokenizer).report.rows == 12
     assert prepare_data(replace(both, data_split="test"), tokenizer).report.rows == 8
     with pytest.raises(SeergateError, match=r"data_split is 'dev'; .*both has test, train"):
@@ -51,21 +51,21 @@ def test_a_saved_dataset_of_several_splits(config: TrainConfig, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("aside", ["test.jsonl", "data/validation-00000-of-00001.jsonl", "DEV/part.jsonl"])
-def test_files_to_be_tested_on_are_not_trained_on(config: TrainConfig, tmp_path: Path, aside: str) -> None:
+def test_files_to_be_tested_on_are_not_trained_on(data_config: TrainConfig, tmp_path: Path, aside: str) -> None:
     folder = tmp_path / "cloned"
     (folder / aside).parent.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     for name in ("train-00000.jsonl", "contest-latest.jsonl"):
         write(folder / name, [chat(f"<think>{name} {i}</think>{i}") for i in range(9)])
-    cloned = replace(config, data=str(folder))
+    cloned = replace(data_config, data=str(folder))
     assert prepare_data(cloned, tokenizer).report.rows == 18
     write(folder / aside, [chat("<think>1</think>1")])
     with pytest.raises(SeergateError, match=f"holds {aside}, which by its name is not to be trained on"):
         prepare_data(cloned, tokenizer)
 
 
-def test_what_is_for_the_hub_is_refused_for_local_data(config: TrainConfig) -> None:
-    write(config.data, [chat("<think>1</think>1")])
+def test_what_is_for_the_hub_is_refused_for_local_data(data_config: TrainConfig) -> None:
+    write(data_config.data, [chat("<think>1</think>1")])
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     for name, why in (
         ("config", "lies on this machine"),
@@ -73,44 +73,45 @@ def test_what_is_for_the_hub_is_refused_for_local_data(config: TrainConfig) -> N
         ("split", "has no splits"),
     ):
         with pytest.raises(SeergateError, match=f"data_{name} is 'x', but .* {why}"):
-            prepare_data(replace(config, **{f"data_{name}": "x"}), tokenizer)
+            prepare_data(replace(data_config, **{f"data_{name}": "x"}), tokenizer)
 
 
-def test_text_that_is_no_utf_8_is_counted_and_a_byte_order_mark_is_none(config: TrainConfig) -> None:
+def test_text_that_is_no_utf_8_is_counted_and_a_byte_order_mark_is_none(data_config: TrainConfig) -> None:
     good = json.dumps(chat("<think>über</think>1"), ensure_ascii=False).encode()
     many = [good.replace(b"ber", b"ber%d" % i) for i in range(8)]
     bad = good.replace("ü".encode(), b"\xfc")
-    Path(config.data).write_bytes(b"\xef\xbb\xbf" + b"\n".join([*many, bad]))
-    report = prepare_data(config, byte_tokenizer(TEMPLATES["plain"])).report
+    Path(data_config.data).write_bytes(b"\xef\xbb\xbf" + b"\n".join([*many, bad]))
+    report = prepare_data(data_config, byte_tokenizer(TEMPLATES["plain"])).report
     assert (report.rows, report.samples, report.malformed) == (9, 8, {"not UTF-8": 1})
 
 
-def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(config: TrainConfig) -> None:
+def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(data_config: TrainConfig) -> None:
     def turn(reasoning: str, content: str) -> dict[str, Any]:
         row = chat(content)
         row["messages"][-1]["reasoning_content"] = reasoning
         return row
 
     same = [turn(f"I think {i}", f"<think>I think {i}</think>{i}") for i in range(8)]
-    write(config.data, [*same, turn("I doubt", "<think>I think</think>1")])
-    report = prepare_data(config, byte_tokenizer(TEMPLATES["plain"])).report
+    write(data_config.data, [*same, turn("I doubt", "<think>I think</think>1")])
+    report = prepare_data(data_config, byte_tokenizer(TEMPLATES["plain"])).report
     assert report.samples == 8 and report.malformed == {"a turn with two different reasonings": 1}
 
 
 @pytest.mark.parametrize(
     ("name", "contents", "why"),
     [
-        ("none.jsonl", None, "does not exist"),
+        ("none.jsonl", None, "does not exist$"),
+        ("a.jsonl,b", None, "does not exist; several sources need a share each"),
         ("bad.parquet", b"PAR1 no parquet", "cannot be read"),
         ("bad.json", b'[{"messages": ', "begins like a JSON list"),
         ("notes.txt", b"hello", "holds no data"),
     ],
 )
 def test_a_missing_or_broken_file_is_refused(
-    config: TrainConfig, tmp_path: Path, name: str, contents: bytes | None, why: str
+    data_config: TrainConfig, tmp_path: Path, name: str, contents: bytes | None, why: str
 ) -> None:
     if contents is not None:
         (tmp_path / name).write_bytes(contents)
     with pytest.raises(SeergateError, match=why) as caught:
-        prepare_data(replace(config, data=str(tmp_path / name)), byte_tokenizer(TEMPLATES["plain"]))
+        prepare_data(replace(data_config, data=str(tmp_path / name)), byte_tokenizer(TEMPLATES["plain"]))
     assert name in str(caught.value) and "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from seergate.gates.scorer import INIT_STD
 from seergate.models import families
 from seergate.models.rope import Rotary
 from seergate.ops.gate_math import rotate
-from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.distill.conftest import assert_identical, weights
 from tests.support.models import tiny_model
 
 SIZE = 8
@@ -72,7 +72,7 @@ def test_the_product_is_that_of_the_models_rope(family):
     assert (near > 0.999) == (kind == "plain"), near
 
 
-def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F811
+def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:
     first = {"max_steps": 1, "eval_steps": 0, "learning_rate": 1e-9, "min_lr": 1e-9}
     runs = {
         init: weights(run_distillation(replace(config, init=init, output_dir=str(tmp_path / init), **first)))
@@ -92,7 +92,7 @@ def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:  # noqa: F
     assert noise.std().item() == pytest.approx(INIT_STD, rel=0.05)
 
 
-def test_what_cannot_begin_so_is_refused(config: TrainConfig, model) -> None:  # noqa: F811
+def test_what_cannot_begin_so_is_refused(config: TrainConfig, model) -> None:
     """Another width before the data is read, and scorers that have no product."""
     other = GateBank.for_model(model, GateConfig(SIZE, 16, scorer="msa")).gate(0)
     narrow, options = replace(config, init="model", gate_dim=8), {"init": "model"}
@@ -108,7 +108,7 @@ def test_what_cannot_begin_so_is_refused(config: TrainConfig, model) -> None:  #
             call()
 
 
-def test_a_bank_for_a_model_begins_as_the_papers(config: TrainConfig, model) -> None:  # noqa: F811
+def test_a_bank_for_a_model_begins_as_the_papers(config: TrainConfig, model) -> None:
     torch.manual_seed(0)
     plain = GateBank.for_model(model, GateConfig(16, 16)).state_dict()
     torch.manual_seed(0)

@@ -24,9 +24,7 @@ from seergate.distill.distributed import DistributedState
 from seergate.distill.estimate import make_plan
 from seergate.errors import SeergateError
 from seergate.models.families import decoder_of
-from tests.distill.conftest import PLAIN, byte_tokenizer
-from tests.distill.test_processes import scalars, state
-from tests.distill.test_trainer import assert_identical, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.distill.conftest import PLAIN, assert_identical, byte_tokenizer, scalars, state, weights
 from tests.support.models import tiny_model
 from tests.support.pairs import ROOT, free_port, pair
 
@@ -131,7 +129,7 @@ def test_a_divided_model_trains_the_same_gates_bit_for_bit(reasoner: TrainConfig
 
 @heads_are_planned
 @pytest.mark.parametrize("kind", ["gemma3", "gemma4"])
-def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(kind, config, tmp_path, monkeypatch):  # noqa: F811
+def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(kind, config, tmp_path, monkeypatch):
     """Between processes that are not there: how a model is divided is settled before anything is sent."""
     run = replace(config, model=seeing(kind, tmp_path / kind), shard_base=True)
     world = DistributedState(0, 2, 0, torch.device("cpu"))
@@ -148,7 +146,7 @@ def test_every_part_of_a_decoder_that_is_part_of_a_model_is_divided(kind, config
 
 @heads_are_planned
 @pytest.mark.soak
-def test_models_that_see_images_are_divided_bit_for_bit(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_models_that_see_images_are_divided_bit_for_bit(config: TrainConfig, tmp_path: Path) -> None:
     short = replace(config, max_steps=2, eval_steps=1)
     runs = [
         replace(short, model=seeing(kind, tmp_path / f"{kind}-model"), output_dir=str(tmp_path / kind))
@@ -174,7 +172,7 @@ def test_a_divided_model_under_zero_2(reasoner: TrainConfig, tmp_path: Path) -> 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux's files")
-def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Path) -> None:  # noqa: F811
+def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Path) -> None:
     """150 MB of weights in float32; before that, neither has anything of the size."""
     shape = Qwen3Config(
         hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2,
@@ -182,7 +180,7 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
     )  # fmt: skip
     Qwen3ForCausalLM._from_config(shape, dtype="bfloat16").save_pretrained(tmp_path / "model")
     run = replace(config, model=str(tmp_path / "model"), dtype="float32", shard_base=True)
-    plan = make_plan(run, processes=2, device="cpu", measure=False).memory
+    plan = make_plan(run, processes=2, device="cpu").memory
     run.save(tmp_path / "run.yaml")
     for done in pair(["-c", LOADS, str(tmp_path / "run.yaml")]):
         assert done.returncode == 0, done
@@ -193,20 +191,6 @@ def test_each_process_reads_and_holds_its_half(config: TrainConfig, tmp_path: Pa
         assert divided["peak"] < 0.75 * whole["peak"], memory
 
 
-def test_who_cannot_divide_is_told(config: TrainConfig) -> None:  # noqa: F811
+def test_who_cannot_divide_is_told(config: TrainConfig) -> None:
     with pytest.raises(SeergateError, match="shard_base is true; it needs several processes"):
         run_distillation(replace(config, shard_base=True, data="/does/not/exist.jsonl"))
-
-
-def test_the_plan_divides_what_does_not_fit_whole() -> None:
-    run = load_train_config("qwen3-32b")
-    alone, eight = (make_plan(run, memory_gb=48, processes=n, measure=False) for n in (1, 8))
-    assert not alone.fits and alone.memory.gathered == 0 and not alone.config.shard_base
-    assert eight.fits and eight.config.shard_base
-    assert eight.memory.base == pytest.approx(alone.memory.base / 8, rel=1e-6)
-    assert eight.memory.base + eight.memory.base_elsewhere == alone.memory.base
-    assert "frozen model (bfloat16, without LM head), 1/8" in eight.text() and "processes: 8" in eight.text()
-    roomy = make_plan(run, memory_gb=96, processes=8, measure=False)
-    assert roomy.fits and not roomy.config.shard_base
-    whole = make_plan(replace(run, shard_base=False), memory_gb=48, processes=8, measure=False)
-    assert not whole.fits and whole.memory.base == alone.memory.base

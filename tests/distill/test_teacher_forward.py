@@ -90,6 +90,13 @@ def test_pack_against_the_models_own_maps(family, reduction, row_start, sinks):
         assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
+def test_the_weighting_changes_the_loss_and_not_what_is_reported(model):
+    bank = GateBank.for_model(model, GateConfig(8, 16))
+    mean, published = (distill_step(bank, model, prompt(60), reduction=each) for each in ("row_mean", "published"))
+    assert torch.equal(published.kl_per_layer, mean.kl_per_layer) and published.loss != mean.loss
+    torch.testing.assert_close(mean.loss, mean.kl_per_layer.mean())
+
+
 def test_hybrids_with_linear_attention_take_one_sequence_at_a_time():
     model = tiny_model("qwen3_next")
     bank = GateBank.for_model(model, GateConfig(8, 16))

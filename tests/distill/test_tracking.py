@@ -1,6 +1,7 @@
 """Where a run's numbers go."""
 
 import importlib.util
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +16,11 @@ STEP = StepLog(1, 0.5, [0.25, 0.75], {32: [0.5, 0.7]}, (0, 3), 0.1, 1e-3, 100, 2
 EVAL = EvalLog(1, [0.25, 0.75], {32: [[0.5, 0.6], [0.7, 0.9]]}, (0, 3))
 
 
-def test_the_layers_with_the_highest_kl_come_first() -> None:
-    assert list(EVAL.worst_layers().items()) == [(3, 0.75), (0, 0.25)] and EVAL.worst_layers(1) == {3: 0.75}
+def test_tensorboard_leaves_the_errors_of_threads_to_others(tmp_path: Path) -> None:
+    before = threading.excepthook
+    (tracker,) = open_trackers(load_train_config("tiny-reasoner", {"output_dir": str(tmp_path)}), 1)
+    tracker.close()
+    assert threading.excepthook is before
 
 
 def test_none_writes_nothing(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Samples are on the disk when they are finished, and graded while others are generated."""
+"""Samples are graded while others are generated, and then written."""
 
 from __future__ import annotations
 
 import resource
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -12,9 +13,11 @@ from seergate.errors import SeergateError
 from seergate.eval.collector import Collector
 from seergate.eval.generation.engine import Generation, Request
 from seergate.eval.grading.judge import GradingPool
-from seergate.eval.store import GRADE, SAMPLES, UNGRADED, SampleLog, key_of, read_samples
-from tests.eval.test_runner import small, timeless
+from seergate.eval.store import SAMPLES, SampleLog, key_of, read_samples
+from tests.eval.test_grading import ENDLESS
+from tests.eval.test_runner import small
 from tests.support import evaluation as support
+from tests.support.killed_run import compared
 
 WAIT = 60.0
 
@@ -57,25 +60,25 @@ def test_the_accuracy_so_far_is_told_while_answers_are_generated(tmp_path):
     assert seen[1][2] <= 25 < len(steps) == 4 * 24
 
 
-def test_what_waits_for_its_grade_survives_and_is_not_made_again(tmp_path, monkeypatch):
-    whole = run(tmp_path / "whole")
+def test_an_error_of_a_grade_ends_the_run_which_then_goes_on(tmp_path, monkeypatch):
+    """Beside a file of ungraded samples, which an earlier release left after a kill."""
+    whole, real = run(tmp_path / "whole"), GradingPool.grade
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "ungraded.jsonl").write_text('{"task": "chain_sum", "problem_id": "5-0-')
 
     def ill(pool, *arguments):
-        raise SeergateError("the judge is ill")
+        if read_samples(out):
+            raise SeergateError("the judge is ill")
+        return real(pool, *arguments)
 
-    monkeypatch.setattr(GradingPool, "grade", ill)
-    with pytest.raises(SeergateError, match="the judge is ill"):
-        run(tmp_path / "run", batch_size=4)
-    monkeypatch.undo()
-    path, kept = tmp_path / "run" / UNGRADED, read_samples(tmp_path / "run", UNGRADED)
-    assert kept and read_samples(tmp_path / "run") == []
-    with path.open("ab") as file:
-        file.write(b'{"task": "chain_sum", "problem_id": "5-0-')  # a kill inside a write
+    with monkeypatch.context() as patch, pytest.raises(SeergateError, match="the judge is ill"):
+        patch.setattr(GradingPool, "grade", ill)
+        run(out)
+    assert len(read_samples(out)) == 1
     seen = []
-    metrics = run(tmp_path / "run", on_progress=seen.append)
-    assert seen[-1].made == 4 - len(kept) and seen[-1].done == 4
-    assert not path.exists() and not (tmp_path / "whole" / UNGRADED).exists()
-    assert timeless(metrics) == timeless(whole)
+    assert compared(run(out, on_progress=seen.append)) == compared(whole)
+    assert (seen[0].done, seen[-1].done, seen[-1].made) == (1, 4, 3)
     answers = [{key_of(s): s["completion"] for s in read_samples(tmp_path / name)} for name in ("run", "whole")]
     assert answers[0] == answers[1]
 
@@ -90,116 +93,82 @@ def collector(log, judges, number, **options):
     return Collector("dense", number, "digit", golds, log, [], judges, **options)
 
 
-def test_a_finished_sample_is_on_the_disk(tmp_path):
-    """At every moment, in one file or the other, while several threads finish samples and several grade them."""
-    numbers, lost = iter(range(48)), []
-
-    def work(sink):
-        for number in numbers:
-            answer = generation(number)
-            sink.take(answer)
-            try:
-                stored_samples = read_samples(tmp_path, UNGRADED)
-            except FileNotFoundError:  # nothing waits any more
-                stored_samples = []
-            stored_samples += read_samples(tmp_path)  # what has left the first file is in this one
-            if answer.request.key not in map(key_of, stored_samples):
-                lost.append(number)
-
+def test_every_sample_is_graded_written_and_told_of_once(tmp_path):
     seen = []
-    with SampleLog(tmp_path) as log, GradingPool(3) as judges:
-        with collector(log, judges, 48, on_progress=seen.append) as sink:
-            threads = [threading.Thread(target=work, args=(sink,)) for _ in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert not (tmp_path / UNGRADED).exists()
+    with (
+        SampleLog(tmp_path) as log,
+        GradingPool(3) as judges,
+        collector(log, judges, 48, on_progress=seen.append) as sink,
+    ):
+        for number in range(48):
+            sink.take(generation(number))
     samples = read_samples(tmp_path)
-    assert not lost and len(samples) == 48 and sum(s["correct"] for s in samples) == 5
+    assert len(samples) == 48 and sum(s["correct"] for s in samples) == 5
     assert [now.done for now in seen] == list(range(1, 49))
     assert (seen[-1].correct, seen[-1].made, seen[-1].tokens, seen[-1].eta) == (5, 48, 96, 0)
 
 
-def test_what_still_waits_is_not_forgotten(tmp_path, monkeypatch):
-    """One sample is graded while another, new or left by an earlier run, waits for its grade."""
-    release, real, done = threading.Event(), GradingPool.grade, threading.Event()
+def test_finished_samples_are_kept_when_another_fails(tmp_path, monkeypatch):
+    """An error in the generation waits for the grades that are due."""
+    failed, real = threading.Event(), GradingPool.grade
 
-    def grade(pool, grader, completion, gold):
-        assert "3" not in completion or release.wait(WAIT)
-        return real(pool, grader, completion, gold)
+    def late(pool, *arguments):
+        assert failed.wait(WAIT)
+        return real(pool, *arguments)
 
-    monkeypatch.setattr(GradingPool, "grade", grade)
-    for kept in (False, True):
-        out = tmp_path / str(kept)
-        out.mkdir()
-        release.clear()
-        done.clear()
-        options = {"on_progress": lambda now: done.set()}
-        with SampleLog(out) as log, GradingPool(2) as judges, collector(log, judges, 5, **options) as sink:
-            if kept:
-                left = [sink._ungraded(generation(number)) for number in (4, 3)]
-                for sample in left:
-                    log.keep(sample)
-                sink.take_kept(left)
-            else:
-                sink.take(generation(3))
-                sink.take(generation(4))
-            assert done.wait(WAIT)
-            assert [s["problem_id"] for s in read_samples(out)] == ["4"]
-            assert "3" in [s["problem_id"] for s in read_samples(out, UNGRADED)]
-            release.set()
-        assert len(read_samples(out)) == 2 and not (out / UNGRADED).exists()
+    monkeypatch.setattr(GradingPool, "grade", late)
+    with (
+        SampleLog(tmp_path) as log,
+        GradingPool() as judges,
+        pytest.raises(ZeroDivisionError),
+        collector(log, judges, 3) as sink,
+    ):
+        sink.take(generation(0))
+        sink.take(generation(1))
+        failed.set()
+        raise ZeroDivisionError
+    assert len(read_samples(tmp_path)) == 2
 
 
 def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
-    """Interrupted while it waits for the last grade, which then comes from a process that was killed."""
-    grade_requested, ended, done = threading.Event(), threading.Event(), threading.Event()
+    """Interrupted while it waits for the last grades: one whose process is then killed, and one that never begins."""
+    with SampleLog(tmp_path) as log, GradingPool(seconds=60) as judges:
+        (judge,), threads, asked = judges._judges, [], threading.Event()
+        sink, ask = collector(log, judges, 2), judge._ask
+        sink.grader, shutdown = "math", sink.threads.shutdown
 
-    def stopped(pool, *arguments):
-        grade_requested.set()
-        assert ended.wait(WAIT)
-        return real(pool, "digit", "killed", "3")
-
-    real = GradingPool.grade
-    monkeypatch.setattr(GradingPool, "grade", stopped)
-    with SampleLog(tmp_path) as log, GradingPool() as judges:
-        sink = collector(log, judges, 4)
-        inner, finish = sink.threads.shutdown, sink._grade
+        def noted(line, seconds):
+            if line is not None:
+                threads.append(threading.current_thread())
+                asked.set()
+            return ask(line, seconds)
 
         def interrupted(wait=True, **options):
             if wait:
-                assert grade_requested.wait(WAIT)
+                assert asked.wait(WAIT)
                 raise KeyboardInterrupt
-            inner(wait=wait, **options)
+            shutdown(wait=wait, **options)
 
-        def noted(sample):
-            finish(sample)
-            done.set()
-
-        sink.threads.shutdown, sink._grade = interrupted, noted
+        judge._ask, sink.threads.shutdown = noted, interrupted
         with pytest.raises(KeyboardInterrupt), sink:
-            sink.take(generation(3))
-        ended.set()
-        assert done.wait(WAIT)
-    assert read_samples(tmp_path) == []
-    (kept,) = read_samples(tmp_path, UNGRADED)
-    assert kept["problem_id"] == "3" and "correct" not in kept
+            for number in range(2):
+                sink.take(replace(generation(number), completion=ENDLESS))
+    (grading,) = threads
+    grading.join(WAIT)
+    assert sink.error is not None and len(threads) == 1 and read_samples(tmp_path) == []
 
 
-@pytest.mark.parametrize("where", ["taken", "kept by an earlier run", "there already"])
+@pytest.mark.parametrize("where", ["taken", "there already"])
 def test_a_sample_that_comes_twice_is_refused(tmp_path, where):
     with SampleLog(tmp_path) as log, GradingPool() as judges:
-        sample = collector(log, judges, 3)._ungraded(generation(0))
-        done = [sample | {"correct": True}] if where == "there already" else []
+        done = [{"task": "chain_sum", "problem_id": "0", "sample_idx": 0, "correct": True}]
+        done = done if where == "there already" else []
         sink = Collector("dense", 3, "digit", {str(i): "3" for i in range(3)}, log, done, judges)
         if where == "taken":
             sink.take(generation(0))
-        elif not done:
-            sink.take_kept([sample])
         with pytest.raises(SeergateError, match=r"the sample \('chain_sum', '0', 0\) came twice"), sink:
             sink.take(generation(0))
-    assert all(len(read_samples(tmp_path, name)) <= 1 for name in (SAMPLES, UNGRADED))
+    assert len(read_samples(tmp_path)) == 1 - len(done)
 
 
 @contextmanager
@@ -213,27 +182,23 @@ def room_for(path, size):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize("name", [SAMPLES, UNGRADED])
-def test_a_line_for_which_there_is_no_room_leaves_nothing(tmp_path, name):
+def test_a_line_for_which_there_is_no_room_leaves_nothing(tmp_path):
     """Neither a part of it at once, nor the rest of it later."""
     with SampleLog(tmp_path) as log, GradingPool() as judges:
-        grade = dict.fromkeys(GRADE)
+        grade = dict.fromkeys(("pred", "correct"))
         made = [collector(log, judges, 3)._ungraded(generation(number)) | grade for number in range(3)]
-        write = log.keep if name == UNGRADED else log.append
-        write(made[0])
-        with pytest.raises(OSError, match="File too large"), room_for(tmp_path / name, 20):
-            write(made[1])
-        write(made[2])
-    assert read_samples(tmp_path, name) == [made[0], made[2]]
+        log.append(made[0])
+        with pytest.raises(OSError, match="File too large"), room_for(tmp_path / SAMPLES, 20):
+            log.append(made[1])
+        log.append(made[2])
+    assert read_samples(tmp_path) == [made[0], made[2]]
 
 
-def test_a_sample_that_cannot_be_kept_stops_whoever_makes_others(tmp_path):
+def test_a_sample_that_cannot_be_written_stops_the_run(tmp_path):
     with SampleLog(tmp_path) as log, GradingPool() as judges:
         sink = collector(log, judges, 2)
-        with pytest.raises(OSError, match="File too large"), room_for(tmp_path / UNGRADED, 20):
+        with pytest.raises(OSError, match="File too large"), room_for(tmp_path / SAMPLES, 20), sink:
             sink.take(generation(0))
         with pytest.raises(OSError, match="File too large"):
             sink.take(generation(1))
-        with pytest.raises(OSError, match="File too large"), sink:
-            pass
-    assert read_samples(tmp_path) == read_samples(tmp_path, UNGRADED) == []
+    assert read_samples(tmp_path) == []

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
@@ -172,7 +171,7 @@ def test_a_prefix_is_given_up_for_memory(monkeypatch):
     same(run(model, prompts, batch_size=2), alone)
 
 
-def test_the_peak_of_a_sample_is_that_of_its_handle():
+def test_the_peak_of_a_sample_counts_its_prompt():
     """The prompt is held whole until it has been read, however little is kept of it."""
     model, peaks = support.model(), []
     for length, budget in ((400, 24), (400, 4096), (12, 24)):
@@ -185,7 +184,6 @@ def test_the_peak_of_a_sample_is_that_of_its_handle():
 
             support.engine(handle, keep, limit=Limit(40)).run(requests_for([prompt]))
         ((costs, peak),) = measurements
-        assert costs["resident_bytes_peak"] == peak
         assert costs["own_bytes_peak"] <= peak
         peaks.append(costs["own_bytes_peak"])
     token = 2 * (2 * 2 * 16 * 4 + 2 * 4)  # two layers: two heads of keys and values in float32, and the mass received
@@ -219,10 +217,9 @@ def two_rows(handle, *lengths):
     return [stats.of(row) for row in range(2)]
 
 
-def test_rows_that_read_their_prompts_together_share_what_was_allocated():
+def test_rows_that_read_their_prompts_together_hold_their_own():
     with attached(support.model(), methods.H2O(token_budget=24, interval=4)) as handle:
-        both, peak = two_rows(handle, 400, 10), handle.stats()["resident_bytes_peak"]
-    assert [row["resident_bytes_peak"] for row in both] == [peak / 2, peak / 2]
+        both = two_rows(handle, 400, 10)
     assert both[0]["own_bytes_peak"] == both[1]["own_bytes_peak"] * 400 / 11
     assert both[0]["own_bytes_mean"] == both[1]["own_bytes_mean"] * 25 / 11
 
@@ -400,13 +397,9 @@ def test_rope_whose_frequencies_change_is_decoded_up_to_where_they_do(kind, more
             batch.step([5, 5])
         with pytest.raises(SeergateError, match="a prompt has 65 tokens"):
             Batch(model).add([short, [*long, 5, 5]])
-        done = []
-        for new, refused in ((2, False), (3, True)):
-            engine = support.engine(handle, done.append, limit=Limit(new))
-            requests = [Request(i, "", tuple(ids)) for i, ids in enumerate((short, long[:62]))]
-            with pytest.raises(SeergateError, match="answer has 65 tokens") if refused else nullcontext():
-                engine.run(requests)
-        assert sorted(len(each.token_ids) for each in done) == [2, 2], "refused before any work"
+        requests = [Request(i, "", tuple(ids)) for i, ids in enumerate((short, long[:62]))]
+        with pytest.raises(SeergateError, match="answer has 65 tokens"):
+            support.engine(handle, [].append, limit=Limit(4)).run(requests)
 
 
 def fast_tokenizer(single, pre_tokenizer):

@@ -279,14 +279,14 @@ def test_the_limit_is_processor_time(monkeypatch):
     judge.seconds = 0.5
     stopped = False, "math-verify was stopped: it took more than 0.5 seconds of processor time"
     assert judge.compare("7", "9^{9^{9^{9}}}") == stopped
-    judge.close()
+    judge._end()
 
 
 def test_a_comparison_that_waits_is_stopped_by_the_clock(monkeypatch):
     monkeypatch.setattr(judge_module, "WALL", 0.01)
     judge = _Judge(seconds=50)
     assert judge.compare("7", "9^{9^{9^{9}}}") == (False, "math-verify was stopped: it took longer than 0.5 seconds")
-    judge.close()
+    judge._end()
 
 
 def test_a_judge_that_died_while_it_was_idle_is_replaced():
@@ -374,26 +374,7 @@ def test_the_reply_to_an_interrupted_question_is_not_taken_for_another(monkeypat
         judge.compare("7", "7")
     judge._ask = ask
     assert not judge.compare("7", "8")[0]
-    judge.close()
-
-
-def test_a_judge_that_was_ended_is_not_started_again():
-    """By the thread that still waits for its verdict."""
-    with GradingPool(seconds=60) as pool:
-        (judge,) = pool._judges
-        ask = judge._ask
-
-        def ended(line, seconds):
-            if line is not None:
-                pool.close()
-                return None, False
-            return ask(line, seconds)
-
-        judge._ask = ended
-        for _ in range(2):
-            with pytest.raises(SeergateError, match="the grading was ended"):
-                pool.grade("math", ENDLESS, "7")
-        assert judge.process is None
+    judge._end()
 
 
 def test_many_are_graded_in_their_order():

@@ -15,7 +15,7 @@ import yaml
 import seergate
 from seergate.errors import SeergateError
 from seergate.eval import make_task
-from seergate.eval.harness import attached_model, likelihoods
+from seergate.eval.harness import likelihoods
 from seergate.eval.settings import method_spec
 from seergate.methods import H2O
 from tests.support import evaluation as support
@@ -33,25 +33,13 @@ def test_a_method_is_given_as_to_seergate_eval():
     assert spec.label != method_spec("quest", 96).label
     assert method_spec("dense").label == "dense"
     for given, message in (
+        (("h2o",), "'h2o' needs a token budget"),
+        (("lazy_eviction:window=auto", 64), "window=auto is not calibrated here"),
         (("quest:budget_share=0.1", 128), "budget is 128; 'quest:budget_share=0.1' already sets how much is read"),
         (("raas", 128, 32), "block_size is 32; write raas:block_size=32"),
     ):
         with pytest.raises(SeergateError, match=message):
             method_spec(*given)
-
-
-@pytest.mark.parametrize(
-    ("method", "budget", "said"),
-    [
-        ("h2o", None, "'h2o' needs a token budget"),
-        ("lazy_eviction:window=auto", 64, "window=auto is not calibrated here"),
-        ("gate", 64, "needs gates"),
-        ("dense", None, "the tokenizer of somewhere could not be loaded"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_loaded(method, budget, said):
-    with pytest.raises(SeergateError, match=said):
-        attached_model("somewhere", method_spec(method, budget))
 
 
 def test_the_documented_command_names_files_that_exist():

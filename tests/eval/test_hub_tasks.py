@@ -14,7 +14,6 @@ from seergate.eval import MethodSpec, RunOptions, evaluate
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.hub_tasks import HUB_TASKS
 from seergate.eval.tasks.registry import make_task
-from seergate.eval.tasks.task import contents_hash
 from tests.support import evaluation as support
 
 
@@ -79,7 +78,6 @@ def test_gpqa_shuffles_its_options_the_same_way_for_everybody(tmp_path):
     task = make_task("gpqa_diamond", source=source)
     problems = task.problems()
     assert problems == make_task("gpqa_diamond", source=source).problems()
-    assert contents_hash(problems) != contents_hash(make_task("gpqa_diamond", source=source, seed=1).problems())
     for i, problem in enumerate(problems):
         text = problem.messages[0]["content"]
         assert f"\n{problem.gold}. right {i}\n" in text

@@ -224,6 +224,7 @@ def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     [
         ({"match": "memory"}, "match is 'memory'; it must be budget, resident or read"),
         ({"match": "read", "method": ["gate"]}, "needs dense among the methods"),
+        ({"measure_recall": True, "method": ["gate"]}, "measure_recall needs dense among the methods"),
         ({"match": "read", "threshold": [0.1]}, "give some, and no thresholds"),
         ({"match": "read", "budget": [64], "block_size": [8, 16]}, "give one block size"),
         ({"match": "read", "budget": [64], "method": ["dense", "gate"]}, r"one block size \(these gates have 8, 16\)"),

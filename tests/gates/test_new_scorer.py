@@ -17,7 +17,7 @@ from seergate.gates.retention import RetentionGate, linear, wide_linear
 from seergate.gates.scorer import HeadwiseLinear, TokenScorer
 from seergate.methods.retention import RetentionMethod, RetentionState
 from seergate.ops.gate_math import projected_queries
-from tests.distill.test_trainer import config, model_dir  # noqa: F401 (fixtures)
+from tests.distill.conftest import model_directory, run_config  # noqa: F401 (fixtures)
 from tests.support.models import prompt
 
 
@@ -71,7 +71,7 @@ def registered(monkeypatch):
 
 
 @pytest.mark.parametrize(("scorer", "kind", "method"), [("bare", Bare, "gate"), ("worth", Worth, "worth")])
-def test_a_new_scorer_is_trained_saved_loaded_and_decoded(registered, config, scorer, kind, method, capsys):  # noqa: F811
+def test_a_new_scorer_is_trained_saved_loaded_and_decoded(registered, config, scorer, kind, method, capsys):
     small = {"scorer": scorer, "max_steps": 3, "save_steps": 2, "eval_steps": 3}
     run = load_train_config(config.model, config.to_dict() | small)
     directory = run_distillation(run)

@@ -138,7 +138,7 @@ class RecentTokens(Calibration):
         return json.loads(path.read_text())["value"]
 
 
-def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
+def test_evaluation_asks_a_new_method(answering, capsys):
     """Matching, calibration, report, the command line and vLLM's checks: none needs to know it."""
     arguments = ["--problems", "2", "--variables", "5", "--max-new-tokens", "40", "--budget", "32"]
     arguments += ["--match", "resident"]
@@ -153,13 +153,6 @@ def test_evaluation_asks_a_new_method(answering, tmp_path, capsys, monkeypatch):
     assert style("answering")["color"] == "#123456"
     assert main(["calibrate", "answering", "--problems", "1", "--max-new-tokens", "9", "--out", "mine.txt"]) == 0
     assert "measured" in capsys.readouterr().out and json.loads(Path("mine.txt").read_text())["value"] == 1
-    monkeypatch.setattr(answering, "calibrates", dict.fromkeys(["recent_tokens", "share"], f"{__name__}:RecentTokens"))
-    both = ["calibrate", "answering", "--problems", "1", "--max-new-tokens", "9"]
-    assert main(both) == 0 and main([*both, "--out", "mine.txt"]) == 2
-    assert {path.name for path in Path("runs").glob("calibrate-*")} == {
-        f"calibrate-tiny-reasoner-answering-{option}.txt" for option in ("recent_tokens", "share")
-    }
-    assert "several options to calibrate (recent_tokens, share)" in capsys.readouterr().err
     assert main(["calibrate", "short_keys"]) == 2
     assert "one of lazy_eviction, tri_attention, answering" in capsys.readouterr().err
     check_served("answering")

@@ -134,9 +134,9 @@ def test_a_part_of_a_model_is_refused(made: tuple[Path, dict[str, np.ndarray]], 
         for read in (load_base, base_config, load_tokenizer):
             refused("one of several files of a GGUF model; .* --merge", read, part)
     refused("holds a GGUF model in several files; .* --merge", base_config, tmp_path)
-    write_gguf(tmp_path / "whole.gguf", llama(), {"split.no": 0, "split.count": 1})
-    assert load_base(tmp_path / "whole.gguf").config.num_hidden_layers == llama().config.num_hidden_layers
-    (tmp_path / "whole.gguf").unlink()
+    whole = tmp_path / "m-00001-of-00001.gguf"
+    write_gguf(whole, llama(), {"split.no": 0, "split.count": 1})
+    assert load_base(whole).config.num_hidden_layers == llama().config.num_hidden_layers
     write_gguf(tmp_path / "torn.gguf", llama(), without="blk.1.ffn_up.weight")
     lacking = r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"
     refused(lacking, load_base, tmp_path / "torn.gguf")
@@ -208,7 +208,7 @@ def test_what_a_file_cannot_do(file: Path, tmp_path: Path, monkeypatch: pytest.M
     model = llama()
     bank = GateBank.for_model(model, GateConfig(8, 16))
     assert decide_sharding(model, bank, config, torch.device("cpu"), 4, room=0).shard_base is False
-    assert "does NOT fit" in (text := make_plan(config, memory_gb=1e-3, measure=False).text())
+    assert "does NOT fit" in (text := make_plan(config, memory_gb=1e-3).text())
     assert "--quantize" not in text and "--base-memory-gb" not in text and "--processes" not in text
     left_out = "^quantization_config is given; it must be left out for"
     refused(left_out, load_base, file, quantization_config=object())

@@ -39,7 +39,7 @@ RIGHT = {
     ops.block_targets: TEACHER | {"block_size": B},
     ops.attention_with_block_targets: VALUES | {"block_size": B},
     ops.packed_attention: VALUES | {"window": 4},
-    ops.retained_attention: VALUES | {"log_beta": zeros(T, K)},
+    ops.retained_attention: VALUES | {"log_beta": zeros(T, K), "window": 4},
     ops.gate_kl: LOSS | {"qg": PACK.qg, "kg": PACK.kg, "gate_scale": 1.0},
     ops.scorer_kl: LOSS | {"qs": PACK.qg, "ks": PACK.kg, "scores": products, "entry_tokens": B, "target": "sum"},
     ops.retention_kl: TEACHER | SCORED | {"scores": torch.full((T, K), 0.5), "distance": 3},
@@ -59,13 +59,13 @@ WRONG = {
     "row_stride": ((0,), COUNT),
     "row_shift": ((-1, 0.5), INDEX),
     "sink_blocks": ((-1,), INDEX),
-    "sm_scale": ((math.nan, math.inf), "a finite number or None"),
-    "gate_scale": (("1",), "a finite number or None"),
+    "sm_scale": ((0.0, -1, math.nan, math.inf), "a positive number or None"),
+    "gate_scale": (("1", math.nan), "a finite number or None"),
     "softcap": ((0.0, -1, math.inf), "a positive number or None"),
     "row_start": ((1.0, -0.1), "at least 0 and less than 1"),
     "reduction": (("mean",), "one of row_mean, published"),
-    "recall_budgets": ((64, (2,), (9.5,)), "each must be an integer of at least block_size"),
-    "target": (("mean",), "'max' or 'sum' or 'selected'"),
+    "recall_budgets": ((64, (2,), (9.5,)), "each must be an integer of at least"),
+    "target": (("mean",), "'max' or 'sum'"),
     "entry_tokens": ((3, 0, 1.0), "it must divide block_size (8)"),
     "kinds": ((None, "max", (), ("max", "max"), ("mean",), [[1]]), "it must be"),
     "token_budget": ((7, 16.0), "with block_size 8 and 0 sink blocks it must be an integer of at least 8"),
@@ -119,7 +119,6 @@ def pages(table, page=8, **changes):
 
 NO_RULE = {"token_budget": None}
 SHARE = NO_RULE | {"budget_share": 0.5}
-SELECTED = {"target": "selected", "target_budget": 23}
 ODD = {"weight": zeros(K, D, 5), "compressed": zeros(2, K, 6, 5), "norm_weight": None, "inv_freq": zeros(2)}
 TABLE = torch.arange(6).expand(2, 6).int()
 CASES = {
@@ -143,10 +142,11 @@ CASES = {
         (pages(TABLE + 3), "page_table has pages 3 to 8; each must be in 0..7"),
         (pages(TABLE - 1), "page_table has pages -1 to 4; each must be in 0..7"),
     ],
+    ops.retention_kl: [
+        ({"recall_budgets": (2,)}, "recall_budgets is (2,); each must be an integer of at least distance (3)"),
+    ],
     ops.scorer_kl: [
-        ({"target": "selected"}, "target_budget is None; with target 'selected' it must be"),
-        ({"target": "selected", "target_budget": 15}, "target_budget is 15"),
-        (SELECTED | {"sink_blocks": 1}, "target_budget is 23; with target 'selected' it must be a number of"),
+        ({"recall_budgets": (7,)}, "recall_budgets is (7,); each must be an integer of at least block_size (8)"),
         ({"entry_tokens": 4}, "ks has shape [4, 2, 6]; it must be [7, J, E]"),
     ],
     ops.select_blocks: [
@@ -179,8 +179,6 @@ CASES = {
         ({"lengths": integers(20, 56)}, "each must be in 1..55 ((NB + 1) * block_size - 1)"),
         ({"recent": zeros(2, K, 12, D)}, "recent has 12 slots; it must have a multiple of block_size"),
         ({"weight": zeros(K, 3 * D, E)}, "weight has shape [2, 24, 6]; it must be [2, 8, E]"),
-        ({"host_lengths": [20]}, "host_lengths has 1 numbers; it must have 2, those of lengths"),
-        ({"host_lengths": [0, 48]}, "host_lengths is [0, 48]; it must be lengths, [20, 48]"),
         (ODD, "weight has 5 columns; with inv_freq it must have an even number"),
     ],
     ops.score_blocks: [

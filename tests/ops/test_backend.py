@@ -99,19 +99,6 @@ def test_torch_runs_what_a_kernel_leaves_to_it(op, monkeypatch):
     assert equal(results(op), want)
 
 
-def test_a_call_asks_neither_for_packages_nor_for_the_gpu(monkeypatch):
-    """Both cost more than a small kernel; they are asked for once in a process."""
-    backend.choose(CUDA)
-
-    def fail(*_):
-        raise AssertionError("asked again")
-
-    monkeypatch.setattr(backend.importlib.util, "find_spec", fail)
-    monkeypatch.setattr(torch.cuda, "is_available", fail)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", fail)
-    assert backend.choose(CUDA) in ("torch", "triton")
-
-
 @pytest.mark.parametrize(
     ("forced", "installed", "message"),
     [

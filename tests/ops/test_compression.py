@@ -57,10 +57,9 @@ def same(got, want):
     turns=st.integers(1, 3),
     offset=st.integers(0, 16),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.float16]),
-    known=st.booleans(),
     data=st.data(),
 )
-def test_equals_reference(kv_heads, block_size, dim, width, kinds, norm, rope, turns, offset, dtype, known, data):
+def test_equals_reference(kv_heads, block_size, dim, width, kinds, norm, rope, turns, offset, dtype, data):
     blocks = 4
     lengths = data.draw(st.lists(st.integers(1, blocks * block_size), max_size=3))
     lengths += [block_size * data.draw(st.integers(1, blocks))]
@@ -71,8 +70,7 @@ def test_equals_reference(kv_heads, block_size, dim, width, kinds, norm, rope, t
     exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     want = tuple(x.double() for x in want)
     reference.update_compressed_keys(k.double(), torch.tensor(lengths), *want, block_size=block_size, **exact)
-    host = {"host_lengths": lengths} if known else {}
-    ops.update_compressed_keys(k, torch.tensor(lengths), recent, compressed, block_size=block_size, **options, **host)
+    ops.update_compressed_keys(k, torch.tensor(lengths), recent, compressed, block_size=block_size, **options)
     assert torch.equal(recent.nan_to_num(0).double(), want[0].nan_to_num(0))
     same(compressed, want[1])
 

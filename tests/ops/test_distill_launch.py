@@ -124,13 +124,6 @@ def test_column_tiles(lengths, columns, sparse):
     assert covered == want and len(set(want)) == len(want)
 
 
-def test_kernels_and_host_agree_on_the_table():
-    pytest.importorskip("triton")
-    from seergate.ops.triton_impl import teacher_kernels
-
-    assert teacher_kernels.TILE_FIELDS.value == packs.FIELDS
-
-
 def test_borders_that_nobody_could_check_before_are_checked():
     with pytest.raises(ValueError, match=r"cu_seqlens is \[0, 5, 3\]; it must start at 0"):
         packs.segments(torch.tensor([0, 5, 3], dtype=torch.int32), 3)

@@ -16,11 +16,12 @@ import yaml
 
 triton = pytest.importorskip("triton")
 
-from benchmarks.kernels import ahead_of_time  # noqa: E402
 from benchmarks.kernels.ahead_of_time import compiled, fingerprint, launches, shipped, specialisation  # noqa: E402
 from benchmarks.kernels.data_sheets import GPUS, H200  # noqa: E402
-from benchmarks.kernels.examples import gate_kl_example, meta, select_example, sparse_example, update_example  # noqa: E402
+from benchmarks.kernels.examples import gate_kl_example, meta, select_example, update_example  # noqa: E402
 from benchmarks.kernels.machine_code import Resources, faults, resources  # noqa: E402
+from seergate.ops.attention import Pack  # noqa: E402
+from seergate.ops.losses import LossOptions  # noqa: E402
 from seergate.ops.triton_impl import gate_kl  # noqa: E402
 from tests.support.op_inputs import cu_seqlens  # noqa: E402
 
@@ -92,9 +93,10 @@ def lesson(architecture, gpu, lengths, block_size=64, *, sink_blocks=0, row_stri
     qg = meta(tokens, kv_heads, dim, dtype=torch.float32)
     kg = meta(kv_heads, blocks, dim, dtype=torch.float32).transpose(0, 1)
     lse = meta(heads, tokens, dtype=torch.float32).T
+    pack, options = Pack(q, k, cu_seqlens(lengths), dim**-0.5), (0.5, "row_mean", (1024, 2048, 4096))
     call = partial(
-        gate_kl.evaluate, q, k, *gate_kl.in_registers(qg, kg), cu_seqlens(lengths), block_size, dim**-0.5, dim**-0.5,
-        0.5, "row_mean", [1024, 2048, 4096], sink_blocks, row_stride, 0, None, None, lse, gradients, gradients,
+        gate_kl.evaluate, pack, *gate_kl.in_registers(qg, kg), block_size, dim**-0.5,
+        LossOptions(*options, sink_blocks, row_stride), lse, gradients, gradients,
     )  # fmt: skip
     return launches(call, gpu)
 
@@ -152,21 +154,6 @@ def test_default_and_published_decoding_launch_what_is_in_the_table(gpu):
         assert {specialisation(launch) for launch in launches(example.call, gpu)} <= table, example.name
 
 
-@pytest.mark.skipif(triton.__version__ != "3.9.0", reason="asks a function of Triton's that other versions call else")
-@pytest.mark.parametrize(
-    "value",
-    [0, 1, 7, 16, -16, 2**40, 1.5, None, meta(8, dtype=torch.bfloat16), meta(8, dtype=torch.bfloat16)[1:]],
-    ids=str,
-)
-def test_arguments_are_specialised_as_triton_does_it(value):
-    from triton._C.libtriton import native_specialize_impl
-    from triton.backends.compiler import BaseBackend
-
-    kind, divisible = ahead_of_time._specialised(value, False)
-    want, detail = native_specialize_impl(BaseBackend, value, False, True, True)
-    assert (kind, divisible) == (want, detail == "D")
-
-
 def test_no_kernel_takes_a_wide_float():
     """Older releases of Triton make it fp32."""
     kernels = {launch.kernel for _, launch in now(H200)}
@@ -176,7 +163,7 @@ def test_no_kernel_takes_a_wide_float():
 def test_a_single_kv_head_makes_other_kernels():
     """Triton makes an argument of 1 a constant, so examples need several KV heads."""
     few, many = (
-        launches(gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, kv_heads=n).call, H200)
+        launches(gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, True, kv_heads=n).call, H200)
         for n in (1, 2)
     )
     assert specialisation(few[0]) != specialisation(many[0])
@@ -195,22 +182,3 @@ def test_one_configuration_of_each_kernel_compiled_anew(gpu):
     for kernel, (example, launch) in first.items():
         used = resources(compiled(launch, gpu), gpu)
         assert not faults(used, gpu, **example.required(kernel)), (example, kernel)
-
-
-def test_faults_are_found():
-    clean = Resources(100, 0, 0, 1024, 8, 10, 8, 8, 500, 100, 1, 0)
-    assert not faults(clean, H200, products=True, wide=True, ahead=True)
-    faulty = {"spills": 1, "stack": 8, "shared": 228 << 10, "matrix": 0, "wide_loads": 0, "waits": 0, "serialised": 12}
-    for change in (*({name: value} for name, value in faulty.items()), {"ahead": 0, "waits": -1}):
-        assert faults(clean._replace(**change), H200, products=True, wide=True, ahead=True)
-    nothing = clean._replace(matrix=0, wide_loads=0, ahead=0, waits=-1)
-    assert not faults(nothing, H200, products=False, wide=False, ahead=False)
-
-
-def test_spills_are_seen_in_machine_code():
-    """Of a tile that no processor can hold."""
-    launch = launches(sparse_example(torch.float32, 128, 64).call, H200)[0]
-    launch.arguments["TILE"] = 32
-    launch.options["num_warps"] = 4
-    used = resources(compiled(launch, H200), H200)
-    assert used.spills and used.stack and used.registers == 255

@@ -45,11 +45,25 @@ def test_an_empty_pack_is_one_as_for_ordinary_attention():
     assert output.shape == ops.packed_attention(q, k, v, borders).output.shape and weight_sums.shape == log_beta.shape
 
 
-def test_without_fading_it_is_ordinary_attention():
+@BOTH
+def test_without_fading_it_is_ordinary_attention(attend):
     (q, k, v, log_beta), borders = pack([30, 12])
-    output, weight_sums = ops.retained_attention(q, k, v, torch.zeros_like(log_beta), borders)
+    output, weight_sums = attend(q, k, v, torch.zeros_like(log_beta), borders)
     torch.testing.assert_close(output, ops.packed_attention(q.detach(), k.detach(), v.detach(), borders).output)
     assert weight_sums[:, 0].tolist() == [*range(1, 31), *range(1, 13)]
+
+
+@BOTH
+def test_a_token_without_worth_counts_in_its_own_row_only(attend):
+    """``beta`` of 0: all to the power of 0 is 1, and nothing else; no NaN reaches the gradients."""
+    (q, k, v, log_beta), borders = pack([5])
+    log_beta = torch.full_like(log_beta, -torch.inf).requires_grad_()
+    output, weight_sums = attend(q, k, v, log_beta, borders)
+    assert (weight_sums == 1).all()
+    logits = (q[4, 0] @ k[4, 0] / 8**0.5).expand(1) * torch.tensor([0, 0, 0, 0, 1])
+    torch.testing.assert_close(output[4, 0], logits.softmax(0) @ v[:, 0])
+    gradients = torch.autograd.grad(output.sum() + weight_sums.sum(), (q, k, v, log_beta))
+    assert all(x.isfinite().all() for x in gradients) and not gradients[3].any()
 
 
 @BOTH

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.torch_impl import decode as torch_impl
-from tests.support.op_inputs import LAYOUTS, examples, grid, in_layout, poison, relative
+from tests.support.op_inputs import LAYOUTS, WIDE, examples, grid, in_layout, poison, relative
 from tests.support.op_inputs import decode_inputs as cache
 
 BOTH = pytest.mark.parametrize(
@@ -29,22 +29,22 @@ def choose(lengths, kv_heads, block_size, budget, capacity):
 @BOTH
 def test_by_hand(sparse_decode):
     # Blocks of two tokens, block 1 left out; scores 0 and ln 3 in block 0, ln 4 for the one token of block 2.
-    k = torch.tensor([1.0, 3.0, 99.0, 99.0, 4.0, 99.0]).log()[None, None, :, None].double()
-    v = torch.tensor([8.0, 16.0, 0.0, 0.0, -8.0, 1e9])[None, None, :, None].double()
-    q = torch.ones(1, 1, 1).double()
+    k = torch.tensor([1.0, 3.0, 99.0, 99.0, 4.0, 99.0]).log()[None, None, :, None].to(WIDE)
+    v = torch.tensor([8.0, 16.0, 0.0, 0.0, -8.0, 1e9])[None, None, :, None].to(WIDE)
+    q = torch.ones(1, 1, 1, dtype=WIDE)
     out = sparse_decode(q, k, v, torch.tensor([[[0, 2, -1]]]), torch.tensor([5]), 2, 1.0)
     assert out.item() == pytest.approx((1 * 8 + 3 * 16 - 4 * 8) / 8)
-    sink = torch.tensor([8.0]).log().double()
+    sink = torch.tensor([8.0]).log().to(WIDE)
     out = sparse_decode(q, k, v, torch.tensor([[[0, 2, -1]]]), torch.tensor([5]), 2, 1.0, sinks=sink)
     assert out.item() == pytest.approx((1 * 8 + 3 * 16 - 4 * 8) / 16)
 
 
 @BOTH
 def test_softcap_by_hand(sparse_decode):
-    k = torch.tensor([0.0, 5.0])[None, None, :, None].double()
-    v = torch.tensor([0.0, 1.0])[None, None, :, None].double()
+    k = torch.tensor([0.0, 5.0])[None, None, :, None].to(WIDE)
+    v = torch.tensor([0.0, 1.0])[None, None, :, None].to(WIDE)
     out = sparse_decode(
-        torch.ones(1, 1, 1).double(), k, v, torch.tensor([[[0]]]), torch.tensor([2]), 2, 1.0, softcap=2.0
+        torch.ones(1, 1, 1, dtype=WIDE), k, v, torch.tensor([[[0]]]), torch.tensor([2]), 2, 1.0, softcap=2.0
     )
     assert out.item() == pytest.approx(torch.sigmoid(torch.tensor(2 * math.tanh(2.5))).item())
 
@@ -52,9 +52,9 @@ def test_softcap_by_hand(sparse_decode):
 @BOTH
 def test_query_head_h_belongs_to_kv_head_h_div_group(sparse_decode):
     q, k, v = cache(batch=1, kv_heads=2, group=3, capacity=4)
-    v = torch.tensor([1.0, 2.0]).double()[None, :, None, None].expand(1, 2, 4, 1)
+    v = torch.tensor([1.0, 2.0], dtype=WIDE)[None, :, None, None].expand(1, 2, 4, 1)
     out = sparse_decode(q, k, v, torch.tensor([[[0], [0]]]), torch.tensor([4]), 4)
-    torch.testing.assert_close(out[0, :, 0], torch.tensor([1.0, 1, 1, 2, 2, 2]).double())
+    torch.testing.assert_close(out[0, :, 0], torch.tensor([1.0, 1, 1, 2, 2, 2], dtype=WIDE))
 
 
 QUICK = [((48, 48), 1), ((45, 45), 4), ((1, 45), 5), ((17, 48), 7), ((1, 45), 8)]
@@ -106,7 +106,7 @@ def test_any_shape_and_layout(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "GATHER_BYTES_CPU", pairs_per_chunk * budget * dims[0] * 8)
         got = ops.sparse_decode(q, k, v, indices, lengths, block_size)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(got, want, rtol=100 * TOLERANCE[WIDE], atol=TOLERANCE[WIDE])
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": torch.ones(4), "softcap": 3.0}], ids=["plain", "sinks and softcap"])

@@ -19,7 +19,7 @@ PARTS = {
     "decoding": [
         f"tests/ops/{name}.py"
         for name in (
-            *("test_selection", "test_pooling", "test_scoring", "test_sparse_decode", "test_compression"),
+            *("test_selection", "test_scoring", "test_sparse_decode", "test_compression"),
             *("triton/test_registration", "triton/test_decode", "triton/test_paged"),
         )
     ],

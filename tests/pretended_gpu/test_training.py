@@ -17,7 +17,7 @@ from seergate.distill import TrainConfig, run_distillation, trainer
 from seergate.distill.distributed import DistributedState
 from seergate.distill.losses.distill_loss import DistillSpec
 from seergate.distill.losses.teacher_forward import distill_steps
-from tests.distill.test_trainer import Recorder, config, model_dir, weights  # noqa: F401 (fixtures)
+from tests.distill.conftest import Recorder, model_directory, run_config, weights  # noqa: F401 (fixtures)
 from tests.pretended_gpu.device import CUDA, Pretended, pretended, recorded
 from tests.support.models import prompt, tiny_model
 
@@ -88,7 +88,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_with_checkpoint_and_resume(
-    config: TrainConfig,  # noqa: F811
+    config: TrainConfig,
     tmp_path: Path,
     request: pytest.FixtureRequest,
 ) -> None:

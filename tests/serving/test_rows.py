@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,16 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from seergate import GateBank, GateConfig, SeergateError
+from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
-from seergate.serving.common.checks import check_keys
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
-from seergate.serving.common.scoring import GateScores
 from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
 from seergate.serving.vllm.pages import FlashPages
-from tests.support.models import geometry, tiny_model
+from tests.support.models import gate_scores, geometry
 from tests.support.operators import Operators
 
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
@@ -50,7 +47,7 @@ def test_scores_are_those_of_the_op(turned: int, neox: bool, options: dict[str, 
     query = torch.randn(4, K * G, D, generator=draw).to(dtype)
     summary = torch.randn(4, K, BLOCKS, E, generator=draw).to(dtype)
     plain = unrotate(query, last_R1)
-    scores = GateScores(gate, unrotate).scores(query, rows, summary, lambda: summary)
+    scores = gate_scores(gate, rotary).scores(query, rows, summary)
     assert torch.equal(scores, gate.step_scores(plain, rows.tensor, summary))
     if rotary is None:
         assert torch.equal(plain, query.float())
@@ -86,14 +83,6 @@ def test_rows_are_divided_in_order_and_compute_once() -> None:
     assert rows.divided(2) is rows.divided(2)
 
 
-@pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
-def test_gates_without_a_key_per_block_are_refused(scorer: str) -> None:
-    model, config = tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16)
-    check_keys(GateBank.for_model(model, config))
-    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}'; a server's cache keeps all"):
-        check_keys(GateBank.for_model(model, replace(config, scorer=scorer)))
-
-
 class Tables(FlashPages):
     """Pages that note the block tables that they are to attend to."""
 
@@ -118,7 +107,7 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
     layer = SparseAttention()
     layer.kind, layer.anchor, layer.num_kv_heads, layer.pages = Tables, layer, K, WeakTensorKeyDictionary()
     layer.method = make_method("quest", token_budget=6 * SIZE, block_size=SIZE)
-    layer.scoring, layer.counts = GateScores(gate, Unrotation(rotary)), Counts(*torch.zeros(2, dtype=torch.long))
+    layer.scoring, layer.counts = gate_scores(gate, rotary), Counts(*torch.zeros(2, dtype=torch.long))
     numbers = K * (SIZE * 2 * D + E)  # of a page, its summary included
     caches = [torch.randn(2 * BLOCKS * numbers, generator=draw) for _ in range(3)]
     lengths, table = torch.tensor([319, 100]), torch.randperm(2 * BLOCKS, generator=draw).view(2, BLOCKS, 1)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.methods import Gate
-from seergate.serving.common.checks import check_model
+from seergate.serving.common.checks import check_keys, check_model
 from seergate.serving.common.settings import Settings
 from tests.support.models import tiny_model
-from tests.support.reasoner import REASONER
-
-GATES = f"{REASONER}/gates-32"
+from tests.support.reasoner import GATES, REASONER
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,10 @@ GATES = f"{REASONER}/gates-32"
         ({"gate": GATES}, "no key 'gate' under seergate; did you mean 'gates'?"),
         ({"gates": GATES, "lossless": True}, "no key 'lossless' under seergate; there are gates, revision"),
         ({"gates": GATES, "method": "h2o"}, "the method 'h2o' does not run inside a server; it must be one of"),
+        ({"method": "oracle"}, "the method 'oracle' does not run inside a server; it must be one of gate, quest"),
         ({}, "seergate.gates is None; it must be a directory or a Hub repository"),
         ({"method": "quest", "gates": GATES}, "must be left out with 'quest'"),
         ({"method": "quest", "revision": "main"}, "seergate.revision is 'main' without gates"),
-        ({"gates": GATES, "dense_layers": 1}, "seergate.dense_layers is 1; it must be a list of layers"),
-        ({"gates": GATES, "anchors": 1}, "seergate.anchors is 1; it must be a list of layers"),
     ],
 )
 def test_settings_that_make_no_sense(values: Any, sentence: str) -> None:
@@ -45,6 +44,46 @@ def test_a_key_that_is_nearly_ours_is_refused(key: str) -> None:
 @pytest.mark.parametrize("additional_config", [None, {}, {"other": 1}])
 def test_no_key_no_settings(additional_config: Any) -> None:
     assert Settings.read(additional_config) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"gates": "nowhere"}, "nowhere"),
+        ({"gates": GATES, "token_budget": 31}, "token_budget is 31; .* it must be at least 64"),
+        ({"gates": GATES, "token_budget": 64, "top_p": 0.5}, "token_budget and top_p are both given"),
+        ({"gates": GATES, "dense_layers": 1}, "dense_layers is 1; it must be a tuple of layer indices"),
+        ({"gates": GATES, "dense_layers": ["0"]}, r"dense_layers is \['0'\]; it must be a tuple of layer indices"),
+        ({"gates": GATES, "dense_layers": [7]}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
+        ({"method": "quest", "dense_layers": [7]}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
+        ({"gates": GATES, "dense_layers": [0, 1, 2, 3]}, "that leaves no layer to make sparse"),
+        ({"gates": GATES, "anchors": 1}, "anchors is 1; it must be a tuple of layer indices"),
+        ({"gates": GATES, "anchors": [7]}, r"anchors names \[7\]; the layers with full attention are"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(values: Any, sentence: str) -> None:
+    """Those of the reasoner; its weights are not read."""
+    settings = Settings.read({"seergate": values})
+    assert settings is not None
+    with pytest.raises((SeergateError, ValueError), match=sentence):
+        bank = settings.bank()
+        check_model(AutoConfig.from_pretrained(REASONER), bank, settings.selector(bank, 32))
+
+
+def test_gates_of_another_model() -> None:
+    bank = GateBank.for_model(tiny_model("qwen3", head_dim=32), GateConfig(block_size=32, gate_dim=32))
+    sentence = "these gates are for another model: hidden_size is 128 in the model and 64"
+    with pytest.raises(SeergateError, match=sentence):
+        check_model(AutoConfig.from_pretrained(REASONER), bank, Gate(bank=bank))
+
+
+@pytest.mark.parametrize("scorer", ["msa", "indexer", "fast_kvzip"])
+def test_gates_without_a_key_per_block(scorer: str) -> None:
+    """Those with a key per token, and those that evict."""
+    model, config = tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16)
+    check_keys(GateBank.for_model(model, config))
+    with pytest.raises(SeergateError, match=f"these gates have the scorer '{scorer}'; a server's cache keeps all"):
+        check_keys(GateBank.for_model(model, replace(config, scorer=scorer)))
 
 
 @pytest.mark.parametrize("rope", [{"rope_theta": 5e3}, {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -11,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from seergate.eval.generation.engine import Engine, Job, Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
+from seergate.eval.store import SAMPLES, read_samples
 from seergate.eval.tasks.chain_sum import vocabulary
 from tests.support.models import tiny_model
 
@@ -46,6 +50,12 @@ def engine(handle, on_finished, *, batch_size=2, limit=None, sampling=None, pref
     """Greedy answers of 12 tokens, unless told otherwise."""
     job = Job(MethodSpec("dense"), batch_size, (), 0, limit or Limit(12), sampling or Sampling(), prefix)
     return Engine(handle, tokenizer(), job, on_finished)
+
+
+def edit_samples(directory: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Put the samples that ``change`` makes of a run's samples in their place."""
+    samples = change(read_samples(directory))
+    (directory / SAMPLES).write_text("".join(json.dumps(sample) + "\n" for sample in samples))
 
 
 def save(directory: Path) -> Path:

@@ -34,7 +34,7 @@ from safetensors.torch import load_file
 
 from benchmarks.common import provenance
 from seergate.distill import TrainConfig, engines, load_train_config, run_distillation, trainer
-from seergate.distill.checkpoint import newest_checkpoint
+from tests.distill.conftest import assert_identical, scalars, state
 
 PHASES = ("data", "step", "update", "evaluation", "export", "save")
 
@@ -140,30 +140,14 @@ def compare(killed_run: TrainConfig, whole_run: TrainConfig) -> None:
     """Gates, best gates, optimizer and curves are the same to the last bit, and nothing half-done is left."""
     killed, whole = killed_run.run_dir, whole_run.run_dir
     for name in ("gate_model.safetensors", "best/gate_model.safetensors"):
-        same(load_file(killed / name), load_file(whole / name))
-    ends = [newest_checkpoint(run / "checkpoints") for run in (killed, whole)]
-    same(*(load_file(Path(str(end)) / "state.safetensors") for end in ends))
+        assert_identical(load_file(killed / name), load_file(whole / name))
+    assert_identical(*(state(run) for run in (killed, whole)))
     # What a killed export leaves is removed by a later one, once it is an hour old and no live writer's.
     left = [
         p.name for p in killed.rglob(".*") if not p.name.startswith((".saving-", ".lock")) and p.parent.name[0] != "."
     ]
     assert not left, left
-    assert curve(killed) == curve(whole), "the curves differ"
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name} differs"
-
-
-def curve(run: Path) -> list[tuple[int, float]]:
-    """Step and loss as TensorBoard reads them."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("loss")]
+    assert scalars(killed) == scalars(whole), "the curves differ"
 
 
 def main() -> None:

@@ -33,7 +33,6 @@ def write_run(root, method, budget, right, *, n=20, recall=None, model="m", comp
         sample |= {"pred": "1", "gold": "1", "correct": bool(right(i)), "seconds": 0.5}
         sample |= {"density": 1.0 if budget is None else budget / 100, "cached_tokens": 150.0}
         sample |= {"bytes_read_per_step": 5000.0, "own_bytes_mean": 70000.0, "own_bytes_peak": 80000.0}
-        sample |= {"resident_bytes_mean": 75000.0, "resident_bytes_peak": 85000.0}
         lines.append(json.dumps(sample) + "\n")
     (directory / "samples.jsonl").write_text("".join(lines))
     if recall is not None:
@@ -52,3 +51,9 @@ def reconfigure(directory, **sections):
     for name, values in sections.items():
         config[name] |= values
     path.write_text(yaml.safe_dump(config))
+
+
+def cells(text):
+    """The cells of every line of the Markdown tables in a text, heads and rules included."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

@@ -18,6 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seergate import GateBank, GateConfig
 from seergate.gates.geometry import ModelGeometry
+from seergate.serving.common.rope import Unrotation
+from seergate.serving.common.scoring import GateScores
 
 VOCABULARY = 128
 PAD = 0
@@ -126,6 +128,11 @@ def gates(model: PreTrainedModel, block_size: int = 8, gate_dim: int = 16, **opt
     for parameter in bank.parameters():
         parameter.data.normal_()
     return bank
+
+
+def gate_scores(gate: Any, rotary: Any) -> GateScores:
+    """The scores of a gate inside a server, in a layer with vLLM's table of angles ``rotary`` or without RoPE."""
+    return GateScores(None, gate.geometry.head_dim, torch.float32, 1.0, gate, Unrotation(rotary))
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:

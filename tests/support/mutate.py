@@ -168,9 +168,11 @@ def main() -> None:
 
         def one(mutation: Mutation) -> None:
             copy = copies.get()
-            if tests := running.get((mutation.file, mutation.line)):
-                run(mutation, tests, copy)
-            copies.put(copy)
+            try:
+                if tests := running.get((mutation.file, mutation.line)):
+                    run(mutation, tests, copy)
+            finally:
+                copies.put(copy)
             outcome = mutation.caught_by or "SURVIVED"
             print(f"{mutation.file}:{mutation.line} {mutation.before} -> {mutation.after}: {outcome}", flush=True)
 

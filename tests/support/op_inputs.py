@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+WIDE = torch.float32 if INTERPRETING else torch.float64
+"""Default dtype of inputs; a kernel leaves float64 to torch."""
 EXACT = 2e-6 if INTERPRETING else 1e-5
 """Relative error of kernels on fp32. The interpreter's products are exact; a GPU makes each of three in TF32, and its
 exponentials are approximate."""
@@ -45,7 +47,7 @@ def decode_inputs(
     capacity: int = 48,
     dim: int = 16,
     value_dim: int | None = None,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype = WIDE,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Random queries ``[B, H, d]`` and a cache of keys and values ``[B, Hkv, S, d]``."""
     q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
+import torch
+
+import seergate
 from seergate.eval.tasks.chain_sum import make_problem
 
 REASONER = "checkpoints/tiny-reasoner"
+GATES = f"{REASONER}/gates-32"
+"""With blocks of 32 tokens, which servers have pages for."""
 
 
 def questions(*variables: int, seed: int = 0) -> list[list[int]]:
@@ -22,3 +28,12 @@ def questions(*variables: int, seed: int = 0) -> list[list[int]]:
         )
         for size in variables
     ]
+
+
+def reference_tokens(
+    model: Any, prompts: list[list[int]], tokens: int, method: Any, **options: Any
+) -> list[list[int]]:
+    """What transformers answers with a method, one prompt at a time."""
+    with seergate.attached(model, method, **options):
+        outputs = [model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False) for ids in prompts]
+    return [output[0, len(ids) :].tolist() for ids, output in zip(prompts, outputs, strict=True)]

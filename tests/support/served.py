@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,17 +18,17 @@ from seergate.cli.main import main
 from seergate.eval.runner import RunOptions, evaluate
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
+from seergate.eval.store import key_of, read_samples
 from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.eval.tasks.registry import make_task
 from seergate.serving.common.generation import Answers, EngineRun, Prompt
-from tests.support.reasoner import REASONER
-
-GATES = f"{REASONER}/gates-32"
+from tests.support.reasoner import GATES, REASONER
 
 REFUSED = [
     (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside a server"),
     (["--method", "quest:min_pages=2", "--budget", "128"], "the option 'min_pages' of 'quest' does not exist"),
     (["--method", "dense", "--workers", "1"], "workers is 1; with --engine {} it must be left out"),
+    (["--method", "dense", "--ray-address", "auto"], "ray_address is 'auto'; with --engine {} it must be left out"),
 ]
 """Arguments of `seergate eval` that no server runs, and what is said."""
 
@@ -40,11 +39,6 @@ def check_refused(server: str, arguments: list[str], sentence: str, capsys: pyte
         patch.setattr("seergate.eval.running.load_model", lambda *_: pytest.fail("refused only after the model"))
         assert main(["eval", "--no-report", "--engine", server, "--gates", GATES, *arguments]) != 0
     assert sentence.format(server) in capsys.readouterr().err
-
-
-def samples(directory: Path) -> dict[Any, dict[str, Any]]:
-    lines = (directory / "samples.jsonl").read_text().splitlines()
-    return {(s["problem_id"], s["sample_idx"]): s for s in map(json.loads, lines)}
 
 
 def check_answers(server: str, out: Path) -> None:
@@ -59,7 +53,7 @@ def check_answers(server: str, out: Path) -> None:
             options = RunOptions(engine=engine, batch_size=4)
             metrics = evaluate(model, tokenizer, task, spec, directory, options, bank=bank)
             assert metrics["tokens_per_second"] > 0
-            runs[engine] = samples(directory)
+            runs[engine] = {key_of(sample): sample for sample in read_samples(directory)}
         assert runs[server].keys() == runs["transformers"].keys()
         for key, sample in runs[server].items():
             for name in ("completion", "correct", "finish_reason", "n_tokens"):

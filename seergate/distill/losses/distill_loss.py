@@ -55,7 +55,8 @@ class DistillSpec:
         row_start, reduction: see `ops.gate_kl`. Losses of layers are averaged for ``"row_mean"``; for ``"published"``
             they are summed and multiplied by `PUBLISHED_SCALE`.
         recall_budgets: token budgets for which recall is reported.
-        target, target_budget: see `ops.scorer_kl`.
+        target: see `ops.scorer_kl`.
+        target_budget: for ``trim_kv``, the maximum number of tokens of a KV head.
         row_stride, row_shift: see `ops.gate_kl`.
     """
 

@@ -201,7 +201,7 @@ class BlockLoss(DistillLoss):
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
             kg_NKE = gate.keys(gate.pool(k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
-            loss, stats = loss_of(gate, spec.target, spec.target_budget)(
+            loss, stats = loss_of(gate, spec.target)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
                 qg_TKE,
@@ -240,12 +240,11 @@ class BlockLoss(DistillLoss):
                 self.gradients[parameter] += part
 
 
-def loss_of(gate: Scorer, target: str, target_budget: int | None) -> Callable[..., tuple[Tensor, ops.GateKLStats]]:
+def loss_of(gate: Scorer, target: str) -> Callable[..., tuple[Tensor, ops.GateKLStats]]:
     """Return `ops.gate_kl` if it supports the gate and the target, else `ops.scorer_kl` with the same arguments."""
     if gate.fused and target == "max":
         return ops.gate_kl
-    options: dict[str, Any] = {"target": target, "target_budget": target_budget, "entry_tokens": gate.entry_tokens}
-    return partial(ops.scorer_kl, scores=gate.scores, **options)
+    return partial(ops.scorer_kl, scores=gate.scores, entry_tokens=gate.entry_tokens, target=target)
 
 
 def _queries(gate: Scorer, q_BHSD: Tensor, positions: Tensor, rows: Tensor) -> Tensor:

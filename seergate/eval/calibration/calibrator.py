@@ -20,8 +20,9 @@ from seergate.errors import SeergateError
 from seergate.eval.generation.engine import Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
+from seergate.eval.tasks.chain_sum import TRAINING_SEEDS
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
-from seergate.eval.tasks.registry import CHAIN_SUM_SEEDS, make_task
+from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.task import Task, contents_hash
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import METHODS, Method
@@ -79,7 +80,7 @@ def other_problems(task: Task) -> tuple[Task, int | None]:
     """A task with held-out problems of the same kind and their number; the task itself and ``None`` if it has none."""
     if "variables" not in task.options:  # by its options: a file may be called chain_sum, too
         return task, None
-    seed = (task.options["seed"] + CHAIN_SUM_SEEDS // 2) % CHAIN_SUM_SEEDS
+    seed = (task.options["seed"] + TRAINING_SEEDS // 2) % TRAINING_SEEDS
     return make_task("chain_sum", problems=FRESH, variables=task.options["variables"], seed=seed), FRESH
 
 

@@ -11,6 +11,9 @@ LARGEST_BATCH = 256
 USABLE = 0.8
 """Share of the free memory that samples may take. The rest is for activations and other uses."""
 
+CGROUP = Path("/sys/fs/cgroup")
+"""Directory of the container's limits (version 2 of control groups)."""
+
 GROWTH = 1.25
 """Ratio of allocated to used bytes of buffers, which grow in steps."""
 
@@ -22,12 +25,15 @@ def free_bytes(device: torch.device) -> int:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + reserved)
     free = int(psutil.virtual_memory().available)
-    limits = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
-        limit, used = (path.read_text(encoding="utf-8").strip() for path in limits)
+        limit, used, counts = ((CGROUP / f"memory.{name}").read_text("utf-8") for name in ("max", "current", "stat"))
     except OSError:
         return free  # not Linux, or no control groups
-    return free if limit == "max" else min(free, int(limit) - int(used))
+    if limit.strip() == "max":
+        return free
+    # pages of files that were read, such as weights, count as used, although the kernel frees them on demand
+    file_pages = dict(line.split() for line in counts.splitlines()).get("inactive_file", 0)
+    return min(free, int(limit) - int(used) + int(file_pages))
 
 
 def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,16 +34,14 @@ class Generator:
         self.handle: Handle | None = None
         self.finished = list[Generation]()
 
-    def load(self) -> tuple[str, str]:
-        """Load the model; return the fingerprint of its weights and the id of the actor's node."""
-        import ray
-
+    def load(self) -> str:
+        """Load the model; return the fingerprint of its weights."""
         self.model, self.tokenizer, self.gates = self.loader()
-        return fingerprint(self.model), ray.get_runtime_context().get_node_id()
+        return fingerprint(self.model)
 
     def begin(self, job: Job, neighbours: int) -> tuple[int, str | None]:
         """Attach a job's method in place of the previous job's; return the batch size and the gates' fingerprint.
-        ``neighbours`` is the number of actors that share this device's memory, including this one.
+        ``neighbours`` is the number of actors that may share this device's memory, including this one.
         """
         if self.handle is not None:
             self.handle.detach()
@@ -89,7 +87,9 @@ class Cluster:
         how = {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(Generator).options(scheduling_strategy="SPREAD", **how)
         self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]
-        self.nodes = dict[Any, str]()
+        # without GPUs, as if all were on one machine: the batch that is estimated may then be too small
+        self.neighbours = 1 if gpus else self.workers
+        self.loaded = False
 
     def generate(
         self,
@@ -111,13 +111,13 @@ class Cluster:
         import ray
 
         waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
-        if not self.nodes:
+        if not self.loaded:
             for actor, loaded in [(actor, actor.load.remote()) for actor in self.actors]:
-                theirs, self.nodes[actor] = self._result(actor, loaded) or (weights, "")
+                theirs = self._result(actor, loaded) or weights
                 if theirs != weights:
                     raise SeergateError(f"a worker has loaded other weights ({theirs}) than this process ({weights})")
-        beside = Counter(self.nodes.values()) if not ray.cluster_resources().get("GPU") else Counter[str]()
-        begun = [(actor, actor.begin.remote(job, beside[self.nodes[actor]] or 1)) for actor in self.actors]
+            self.loaded = True
+        begun = [(actor, actor.begin.remote(job, self.neighbours)) for actor in self.actors]
         room = dict[Any, int]()
         for actor, task in begun:
             room[actor], theirs = self._result(actor, task) or (0, gates)

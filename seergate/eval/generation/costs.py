@@ -1,7 +1,6 @@
 """Decode statistics per sample: the bytes and tokens that each row of a batch reads and holds.
 
-What a row reads and what it holds (its tokens, and the method's state for them) do not depend on its batch. The
-allocated memory does, because the longest row determines it; it is divided equally among the rows.
+What a row reads and what it holds (its tokens, and the method's state for them) do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from seergate.decode.stats import DecodeStats, StepRecord
 CURVE_STEPS = 32
 """Decode steps between two points of a row's ``read_curve`` (`RowStats.of`)."""
 
-FIGURES = ("seen", "read", "cached", "scored", "allocated", "allocated_peak", "own", "own_peak")
+FIGURES = ("seen", "read", "cached", "scored", "own", "own_peak")
 """Tokens of context; tokens read, of a selection only the (negative) empty slots of the current block; tokens cached
-per head; bytes read to select; the row's share of the allocated bytes; its own bytes. Sums over steps, or peaks."""
+per head; bytes read to select; the row's own bytes. Sums over steps, or a peak."""
 
 
 class RowStats(DecodeStats):
@@ -34,7 +33,7 @@ class RowStats(DecodeStats):
         self.figures = {name: np.zeros((len(layers), 0)) for name in FIGURES}  # [layers, rows]
         self.blocks = dict[int, Tensor]()  # layer -> blocks selected by each row, summed over KV heads; on the device
         self.held = dict[int, Any]()  # layer -> own bytes of each row at the last step
-        self.arriving = dict[int, tuple[float, Any]]()  # layer -> bytes of new rows: allocated, own
+        self.arriving = dict[int, Any]()  # layer -> own bytes of new rows
         self.decode_steps = np.zeros(0)
         self.savings = np.zeros(0)  # per row: ratio of memory saved by sharing blocks, summed over steps
         self.shares = False
@@ -43,7 +42,7 @@ class RowStats(DecodeStats):
     def saw_prompt(self, cache: GatedLayer) -> None:
         """Count the prefill of a layer; the next call of `add_rows` adds its rows."""
         super().saw_prompt(cache)
-        self.arriving[cache.layer] = float(cache.nbytes), cache.row_bytes()
+        self.arriving[cache.layer] = cache.row_bytes()
 
     def add_rows(self, rows: int) -> None:
         """Add rows at the end of the batch after their prefill, which counts in the peaks. The first decode step adds
@@ -51,8 +50,7 @@ class RowStats(DecodeStats):
         """
         new = {name: np.zeros((len(self.layers), rows)) for name in FIGURES}
         for layer, i in self.place.items():
-            allocated, own = self.arriving.pop(layer, (0.0, 0.0))
-            new["allocated_peak"][i], new["own_peak"][i] = allocated / rows, own
+            new["own_peak"][i] = self.arriving.pop(layer, 0.0)
         self.figures = {name: np.concatenate((figure, new[name]), axis=1) for name, figure in self.figures.items()}
         self.blocks = {layer: torch.cat((n, n.new_zeros(rows))) for layer, n in self.blocks.items()}
         self.decode_steps, self.savings = (
@@ -73,15 +71,13 @@ class RowStats(DecodeStats):
         if not len(self.decode_steps):
             self.add_rows(len(record.total_tokens))
         cache, seen, selection = record.cache, record.total_tokens, record.selection
-        layer, ends, allocated = cache.layer, np.array(record.step.ends), cache.nbytes / len(seen)
+        layer, ends = cache.layer, np.array(record.step.ends)
         of = {name: figure[self.place[layer]] for name, figure in self.figures.items()}
         of["seen"] += seen
         # selected blocks are counted whole below; subtract the empty slots of the current one
         of["read"] += np.array(record.read, dtype=float) if selection is None else -(-ends % cache.block_size)
         of["cached"] += ends
         of["scored"] += record.scored
-        of["allocated"] += allocated
-        np.maximum(of["allocated_peak"], allocated, out=of["allocated_peak"])
         self.held[layer] = own_bytes = cache.row_bytes(record.step.ends)
         of["own"] += own_bytes
         np.maximum(of["own_peak"], own_bytes, out=of["own_peak"])
@@ -105,12 +101,11 @@ class RowStats(DecodeStats):
         Returns:
             ``density`` (tokens read per token seen, mean over layers), ``cached_tokens`` (in the cache of one KV head,
             mean over steps and layers; all heads of a layer hold equally many), ``bytes_read_per_step``,
-            ``own_bytes_mean``, ``own_bytes_peak`` (what the row would hold alone, all layers),
-            ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was allocated), and ``read_curve``: for
+            ``own_bytes_mean``, ``own_bytes_peak`` (what the row would hold alone, all layers), and ``read_curve``: for
             every `CURVE_STEPS` steps, the context's length at their end, the tokens read per step, mean over layers
             and KV heads, and the bytes that the row would then hold alone. Under a method that shares blocks also
             ``amsr``, the row's memory saving ratio, mean over its decode steps. Means are over decode steps; the
-            prompt counts in the peaks. Empty if nothing was decoded.
+            prompt counts in the peak. Empty if nothing was decoded.
         """
         steps, totals = float(self.decode_steps[row]), defaultdict[str, float](float)
         figures = {
@@ -129,8 +124,6 @@ class RowStats(DecodeStats):
             totals["bytes_read_per_step"] += (read * heads * width + of["scored"]) / steps
             totals["own_bytes_mean"] += of["own"] / steps
             totals["own_bytes_peak"] += of["own_peak"]
-            totals["resident_bytes_mean"] += of["allocated"] / steps
-            totals["resident_bytes_peak"] += of["allocated_peak"]
         curve = self.curves[row]
         return {
             **totals,

@@ -405,13 +405,10 @@ class Engine:
         """Generate all samples.
 
         Raises:
-            SeergateError: if not even one sample fits into memory; before any work, if a sample may get too long for
-                the frequencies of the model's RoPE (`check_angles`).
+            SeergateError: if not even one sample fits into memory, or one gets too long for the frequencies of the
+                model's RoPE (`check_angles`).
         """
         self.waiting = deque(requests)
-        reply, text = max((len(request.reply) for request in self.waiting), default=0), text_config(self.handle.model)
-        for prompt in (len(request.ids) for request in self.waiting):
-            check_angles(text, prompt + max(self.limit.of(prompt), reply), "a prompt with its longest answer")
         self._restart()
         try:
             while self.step():

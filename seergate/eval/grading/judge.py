@@ -42,7 +42,6 @@ class _Judge:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.process: subprocess.Popen[str] | None = None
-        self.closed = False
 
     def compare(self, gold: str, answer: str) -> tuple[bool, str]:
         """Compare an answer with the gold answer; return the verdict and its reason in words."""
@@ -59,8 +58,6 @@ class _Judge:
             correct, reason = json.loads(reply)
             return bool(correct), str(reason)
         status = self._end()
-        if self.closed:
-            raise SeergateError("an answer was being compared when the grading was ended")
         if late:
             fault: str | None = f"took longer than {WALL * self.seconds:g} seconds"
         elif hasattr(signal, "SIGPROF") and status == -signal.SIGPROF:
@@ -84,8 +81,6 @@ class _Judge:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,  # a terminal's Ctrl-C is for the main process, which then ends this one
         )
-        if self.closed:  # by another thread, which may not have seen the new process
-            raise SeergateError("an answer was to be compared when the grading was ended")
         if self._ask(None, START_SECONDS)[0] is None:
             raise SeergateError(
                 "the process that grades mathematics did not start; try: python -c 'import math_verify'"
@@ -128,11 +123,6 @@ class _Judge:
                 with suppress(BrokenPipeError):  # what was still in the buffer is of no interest
                     pipe.close()
         return status
-
-    def close(self) -> None:
-        """End the process for good."""
-        self.closed = True
-        self._end()
 
 
 class GradingPool:
@@ -179,7 +169,7 @@ class GradingPool:
     def close(self) -> None:
         """End the processes."""
         for judge in self._judges:
-            judge.close()
+            judge._end()
 
     def __enter__(self) -> GradingPool:
         return self

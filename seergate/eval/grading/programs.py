@@ -17,7 +17,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
-from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.escaping import visible
@@ -84,25 +83,11 @@ def check_programs_run(allowed: bool) -> None:
     checker_file()
 
 
-def check_record(gold: str) -> dict[str, Any]:
-    """The problem in a gold answer, which is JSON with `FIELDS` and ``chat``; a `SeergateError` if it is none."""
-    try:
-        record = json.loads(gold)
-    except ValueError:
-        record = None
-    if not isinstance(record, dict) or not all(isinstance(record.get(field), str) for field in FIELDS):
-        raise SeergateError(
-            f"the answer is {gold[:60]!r}; for the grader {PROGRAM!r} it must be the JSON text of an object with the "
-            f"texts {', '.join(FIELDS)}"
-        )
-    return record
-
-
 def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block with
     the function's definition or an indented body, else the last one; ``None`` without any behind ``</think>``.
     """
-    record = check_record(gold) if gold.strip() else {}
+    record = json.loads(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
     blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}("
@@ -119,14 +104,14 @@ def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float 
     any exit status, does not pass.
 
     Args:
-        gold: the problem (`check_record`).
+        gold: the problem as JSON: `FIELDS` and ``chat``.
         program: what follows the problem's prompt.
         seconds: maximum processor time.
         wall: maximum wall-clock time in seconds; `WALL` times ``seconds`` if ``None``.
     """
     wall, secret = wall or WALL * seconds, secrets.token_hex()
     request = {
-        "problem": {"task_id": "", **check_record(gold)},
+        "problem": {"task_id": "", **json.loads(gold)},
         "completion": program,
         "checker": str(checker_file()),
         "seconds": seconds,

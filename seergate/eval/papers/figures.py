@@ -39,12 +39,6 @@ class Figure:
 
 SEER = "SeerAttention-R"
 
-GPU_HOURS = {"Qwen3-4B": 10.9, "Qwen3-8B": 12.2, "Qwen3-14B": 18.6}
-"""Table 2: GPU-hours of distilling a model's gates on MI300X, in `STEPS` steps of 16 packs of up to 32k tokens."""
-
-STEPS, TOKENS = 800, "0.4B"
-"""Steps and training tokens of the runs of `GPU_HOURS` (section 5.5)."""
-
 TINY_BUDGETS = [32, 64, 128]
 PROMPT_AND_ANSWER = [128, 256, 512, 768]
 """Budgets that include the prompt, which for 30 variables has about 420 tokens and fills the first two."""
@@ -52,12 +46,10 @@ PROMPT_AND_ANSWER = [128, 256, 512, 768]
 QUEST = "quest:block_size=16:group_reduction=separate"
 TINY_RAAS = ["dense", "quest:block_size=8:group_reduction=separate", "streaming_llm:interval=8", "h2o:interval=8"]
 FIVE = ["dense", QUEST, "streaming_llm", "h2o", "raas"]
-SHARES = [f":share={share}" for share in (0.1, 0.3, 0.5, 0.7, 0.9)]
 FIRST_200 = {"task": "math500", "task_options": {"problems": 200}}
 
 RPC_RUN = {"task": "aime24", "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 32768}
 QWEN_7B, QWQ, LLAMA_8B = "r1-distill-qwen-7b", "qwq-32b", "r1-distill-llama-8b"
-GSM8K = {"task": "gsm8k", "temperature": 0.0, "max_new_tokens": 4096, "samples": 1}
 MATH = {"task": "math500", "temperature": 0.0, "max_new_tokens": 8192, "samples": 1}
 LAZY_RIVALS = ["dense", "raas", "h2o:recent_tokens=175", "tova", "r_kv"]
 TINY_LAZY = "lazy_eviction:window=8:alpha=0.01"
@@ -131,31 +123,7 @@ FIGURES: dict[str, Figure] = {
         {"method": [*TINY_RAAS, "raas:block_size=8"], "budget": PROMPT_AND_ANSWER},
         {"method": FIVE, "budget": [64, 128, 256, 512, 1024], **FIRST_200},
     ),
-    "raas6": Figure(
-        "Figure 6 of RaaS", "Memory while an answer grows", "held",
-        {"method": ["dense", "quest:block_size=8", "raas:block_size=8"], "budget": [512]},
-        {"method": ["dense", QUEST, "raas"], "budget": [1024], "batch_size": 4, **FIRST_200},
-    ),
-    "raas7": Figure(
-        "Figure 7 of RaaS", "Lengths of answers by method", "lengths",
-        {"method": [*TINY_RAAS, "raas:block_size=8"], "budget": PROMPT_AND_ANSWER},
-        {"method": FIVE, "budget": [128, 256, 512, 1024], "max_new_tokens": 4096, **FIRST_200},
-    ),
-    "raas8": Figure(
-        "Figure 8 of RaaS", "Share of pages that are used, r", "by_budget",
-        {"method": ["dense", *(f"raas:block_size=8{share}" for share in SHARES)], "budget": PROMPT_AND_ANSWER[1:]},
-        {"method": ["dense", *(f"raas{share}" for share in SHARES)], "budget": [128, 512, 1024], **FIRST_200},
-    ),
     # ------------------------------------------------------------------------------------------------------- RPC
-    "rpc3": Figure(
-        "Figure 3 of RPC", "3-gram entropy of answers", "entropy",
-        {"method": ["dense"]}, {"method": ["dense"], **RPC_RUN},
-    ),
-    "rpc7": Figure(
-        "Figure 7 of RPC", "Memory while an answer grows", "held",
-        {"method": ["dense", "rpc:interval=64:window=8"]},
-        {"method": ["dense", "rpc:interval=4096", "rpc:interval=1024"], "batch_size": 16, **RPC_RUN},
-    ),
     "rpc8": Figure(
         "Figure 8 of RPC", "Compression interval", "costs",
         {"method": ["dense", *(f"rpc:interval={n}:window=8" for n in (4, 16, 64, 128))]},
@@ -185,10 +153,6 @@ FIGURES: dict[str, Figure] = {
             **{"rpc-interval=1024-window=32": 50.4, "rpc-interval=1024-window=128": 50.0},
         }},
     ),
-    "rpc-table3": Figure(
-        "Table 3 of RPC", "Lengths of answers", "length_statistics",
-        {"method": ["dense"]}, {"method": ["dense"], **RPC_RUN},
-    ),
     "rpc-table4": Figure(
         "Table 4 of RPC", "One decision for a layer, or one for each group of heads", "costs",
         {"method": ["dense", *(f"rpc:interval=64:window=8:scope={scope}" for scope in ("layer", "kv_head"))]},
@@ -199,23 +163,12 @@ FIGURES: dict[str, Figure] = {
             **{"rpc-interval=1024-scope=layer": 50.4, "rpc-interval=1024-scope=kv_head": 50.4},
         }},
     ),
-    "rpc-table7": Figure(
-        "Table 7 of RPC", "An eighth of the answer is kept", "costs",
-        {"method": ["dense", *(f"rpc:interval=64:window=8:ratio={c}" for c in (4, 8))]},
-        {"method": ["dense", *(f"rpc:interval={p}:ratio=8" for p in (4096, 1024))], **RPC_RUN},
-        {(QWEN_7B, "aime24"): {"dense": 55.5}, (QWQ, "aime24"): {"dense": 79.5}},
-    ),
     # ---------------------------------------------------------------------------------------------- LazyEviction
     "lazy5": Figure(
         "Figure 5 of LazyEviction", "Accuracy against budget", "by_budget",
         {"method": [*TINY_RIVALS, TINY_LAZY], "budget": PROMPT_AND_ANSWER},
         {"method": ["dense", "raas", "h2o", "tova", "r_kv", "lazy_eviction:window=auto"],
          "budget": [512, 1024, 1536, 2048], **MATH},
-    ),
-    "lazy6": Figure(
-        "Figure 6 of LazyEviction", "Memory while an answer grows", "held",
-        {"method": ["dense", "tova", "h2o", "raas:block_size=8", TINY_LAZY], "budget": [512]},
-        {"method": ["dense", "tova", "h2o", "raas", "lazy_eviction"], "budget": [1492], **MATH},
     ),
     "lazy-table1": Figure(
         "Table 1 of LazyEviction", "LazyEviction and other evictors", "costs",
@@ -231,22 +184,6 @@ FIGURES: dict[str, Figure] = {
         },
         SCRIPT_BUDGET,
     ),
-    "lazy-table3": Figure(
-        "Table 3 of LazyEviction", "Rivals that evict as seldom", "costs",
-        {"method": ["dense", "h2o", "h2o:interval=8", "tova", "tova:interval=8", "raas:block_size=8", TINY_LAZY],
-         "budget": [512]},
-        {"method": ["dense", "h2o:recent_tokens=25", "h2o:recent_tokens=25:interval=25", "tova", "tova:interval=25",
-                    "raas", "lazy_eviction:window=25:alpha=0.0005"],
-         "budget": [256, 512], **GSM8K},
-        {(LLAMA_8B, "gsm8k"): {"dense": 81.73}},
-    ),
-    "lazy-table4": Figure(
-        "Table 4 of LazyEviction", "Without H1, without H2", "costs",
-        {"method": ["dense", TINY_LAZY, f"{TINY_LAZY}:use_h1=false", f"{TINY_LAZY}:use_h2=false"], "budget": [512]},
-        {"method": ["dense", *(f"lazy_eviction:window=101{part}" for part in ("", ":use_h1=false", ":use_h2=false"))],
-         "budget": [256, 512], **GSM8K},
-        {(QWEN_7B, "gsm8k"): {"dense": 89.92}, (LLAMA_8B, "gsm8k"): {"dense": 81.73}},
-    ),
     "lazy-table9": Figure(
         "Table 9 of LazyEviction", "The window", "costs",
         {"method": ["dense", *(f"lazy_eviction:alpha=0.01:window={w}" for w in (4, 8, 16, 32))], "budget": [512]},
@@ -259,18 +196,7 @@ FIGURES: dict[str, Figure] = {
         }},
         SCRIPT_BUDGET,
     ),
-    "lazy-table10": Figure(
-        "Table 10 of LazyEviction", "From which probability a token is active", "costs",
-        {"method": ["dense", *(f"lazy_eviction:window=8:alpha={a}" for a in (0.001, 0.01, 0.1))], "budget": [512]},
-        {"method": ["dense", *(f"lazy_eviction:window=101:alpha={a}" for a in (0.00001, 0.0001, 0.001))],
-         "budget": [256, 512], **GSM8K},
-        {(QWEN_7B, "gsm8k"): {"dense": 89.92}, (LLAMA_8B, "gsm8k"): {"dense": 81.73}},
-    ),
     # ----------------------------------------------------------------------------------------------- ReasonCache
-    "reasoncache2": Figure(
-        "Figure 2 of ReasonCache", "Steps that repeat earlier ones", "repeats",
-        {"method": ["dense"]}, {"method": ["dense"]},
-    ),
     "reasoncache7": Figure(
         "Figure 7 of ReasonCache", "A threshold that adapts, and fixed ones", "costs",
         {"method": _sharing(["dense", "reason_cache", *(f"reason_cache:strict={t}:soft={t}" for t in (0.7, 0.9))])},

@@ -6,27 +6,21 @@ can be made from results that were computed elsewhere.
 
 from __future__ import annotations
 
-import math
-import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from seergate.errors import SeergateError
 from seergate.eval.report.findings import findings
 from seergate.eval.report.load import Setting, Sweep
 from seergate.eval.report.plots import (
     LEGEND,
     accuracy_plot,
     conditions,
-    draw_published,
     error_bars,
-    length_plot,
     powers_of_two,
     pyplot,
     save,
-    style,
     tidy,
 )
 from seergate.eval.report.published import PROBLEMS, deviations, model_key, table_1
@@ -34,14 +28,11 @@ from seergate.eval.report.tables import (
     NONE,
     SETTING,
     Columns,
-    accuracy_table,
-    cost_table,
+    core_table,
     figure_of,
-    markdown,
     table,
     table_beside,
 )
-from seergate.methods.reason_cache.steps import BLANK_LINE
 
 Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
@@ -79,9 +70,7 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
             points[f"{s.method} {s.budget} tokens"].append((s.block_size, s))
     figure, axis = _panel(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals")
     _lines(axis, points, sweep, "block size (tokens)")
-    places = [place for line in points.values() for place in line]
-    powers_of_two(axis, sorted({int(x) for x, _ in places}))
-    draw_published(axis, sweep, places)
+    powers_of_two(axis, sorted({int(x) for line in points.values() for x, _ in line}))
     axis.legend(**LEGEND)
     return save(figure, path)
 
@@ -114,146 +103,21 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
         if group
     }
     _lines(right, points, sweep, "density: tokens read per token of context (%)")
-    draw_published(right, sweep, [])  # the paper has no densities
     right.legend(**LEGEND)
     right.set_title("(b) accuracy against density", fontsize=10)
     return save(figure, path)
 
 
-def read_curve(setting: Setting, column: int = 1) -> dict[float, float]:
-    """Context length -> tokens read per step (with column 2, bytes held), mean over the samples that reached it."""
-    points = [point for s in setting.samples for point in s.get("read_curve") or [] if len(point) > column]
+def read_curve(setting: Setting) -> dict[float, float]:
+    """Context length -> tokens read per step, mean over the samples that reached it."""
+    points = [point for s in setting.samples for point in s.get("read_curve") or []]
     if not points:
         return {}
     width = max(1, max(point[0] for point in points) // 40)
     groups: dict[int, list[float]] = defaultdict(list)
     for point in points:
-        groups[int(point[0]) // width].append(float(point[column]))
+        groups[int(point[0]) // width].append(float(point[1]))
     return {(key + 0.5) * width: sum(values) / len(values) for key, values in sorted(groups.items())}
-
-
-def _plot_own_bytes(sweep: Sweep, path: Path) -> Path:
-    """Plot the bytes held by a growing sequence, one line per setting."""
-    figure, axis = _panel(f"Memory while an answer grows\n{conditions(sweep)}")
-    names = [s.series for s in sweep.settings]
-    for s in sweep.settings:
-        curve = read_curve(s, column=2)
-        megabytes = [own_bytes / 1e6 for own_bytes in curve.values()]
-        axis.plot(list(curve), megabytes, label=s.label, alpha=0.8, **style(s.series, names))
-    axis.set(xlabel="tokens of context", ylabel="held by a sequence (MB)", ylim=(0, None))
-    axis.legend(**LEGEND)
-    tidy(axis)
-    return save(figure, path)
-
-
-def _read_own_bytes(sweep: Sweep) -> list[str]:
-    lines = []
-    for s in sweep.settings:
-        curve = list(read_curve(s, column=2).items())
-        if curve:
-            length, own_bytes = curve[-1]
-            speed = s.metrics["tokens_per_second"]
-            lines.append(
-                f"{s.label}: {own_bytes / 1e6:.2f} MB near a context of {length:.0f}; {speed:.0f} tokens per second."
-            )
-    return lines or ["no answer is long enough: bytes are recorded every 32 steps."]
-
-
-def _texts(sweep: Sweep) -> list[str]:
-    """The answers of the dense run, or of the first setting if there is no dense run."""
-    return [str(sample["completion"]) for sample in (sweep.dense or sweep.settings[0]).samples]
-
-
-def ngram_entropy(words: Sequence[str], n: int = 3) -> float:
-    """Shannon entropy of the n-grams of a text, in bits (RPC, equation 1)."""
-    counts = Counter(zip(*(words[i:] for i in range(n)), strict=False))
-    total = counts.total()
-    return -sum(count / total * math.log2(count / total) for count in counts.values())
-
-
-def entropies(sweep: Sweep) -> dict[int, tuple[int, float]]:
-    """Prefix length in words -> number of answers at least as long, and the mean 3-gram entropy of their prefixes."""
-    texts, by_length = [text.split() for text in _texts(sweep)], {}
-    for length in (2**k for k in range(5, 16)):
-        long = [ngram_entropy(words[:length]) for words in texts if len(words) >= length]
-        if long:
-            by_length[length] = len(long), sum(long) / len(long)
-    if not by_length:
-        raise SeergateError("no answer has 32 words, so there is no entropy to compare; let answers be longer")
-    return by_length
-
-
-def _entropy(sweep: Sweep, path: Path) -> Path:
-    figure, axis = _panel(f"Repetition in answers\n{conditions(sweep)}")
-    by_length = entropies(sweep)
-    axis.plot(list(by_length), [entropy for _, entropy in by_length.values()], marker="o", label="answers")
-    most = [math.log2(length - 2) for length in by_length]
-    axis.plot(list(by_length), most, color="#7F7F7F", linestyle=":", label="no 3-gram twice")
-    powers_of_two(axis, list(by_length))
-    axis.set(xlabel="first words of an answer", ylabel="3-gram entropy (bits)")
-    axis.legend(frameon=False, fontsize=9)
-    tidy(axis)
-    return save(figure, path)
-
-
-def _entropy_table(sweep: Sweep) -> str:
-    rows = [
-        [str(length), str(count), f"{entropy:.2f}", f"{math.log2(length - 2):.2f}"]
-        for length, (count, entropy) in entropies(sweep).items()
-    ]
-    return markdown(["words", "answers", "3-gram entropy", "no 3-gram twice"], rows)
-
-
-def _read_entropy(sweep: Sweep) -> list[str]:
-    *_, (length, (count, entropy)) = entropies(sweep).items()
-    most = math.log2(length - 2)
-    return [
-        f"in {length} words, which {count} answers have, the 3-gram entropy is {entropy:.2f} bits on average, of "
-        f"{most:.2f} without repeated 3-grams; words are separated by white space."
-    ]
-
-
-ALIKE = 0.8
-"""A step repeats an earlier one if the cosine of their word counts exceeds this (ReasonCache, Figure 2)."""
-
-
-def repeated_steps(text: str) -> tuple[int, int]:
-    """The number of steps of a text whose word counts are similar to an earlier step's (cosine above `ALIKE`), and the
-    number of all steps. Steps are separated by blank lines or, in a text without blank lines, by full stops.
-    """
-    parts = re.split(BLANK_LINE, text) if re.search(BLANK_LINE, text) else re.split(r"\.(?:\s|$)", text)
-    counts = [Counter(part.split()) for part in parts if part.strip()]
-    alike = [any(_cosine(new, old) > ALIKE for old in counts[:i]) for i, new in enumerate(counts)]
-    return sum(alike), len(alike)
-
-
-def _cosine(a: Counter[str], b: Counter[str]) -> float:
-    norms = math.prod(math.sqrt(sum(n * n for n in counts.values())) for counts in (a, b))
-    return sum(n * b[word] for word, n in a.items()) / norms
-
-
-def _repeats_table(sweep: Sweep) -> str:
-    repeated, steps = map(sum, zip(*map(repeated_steps, _texts(sweep)), strict=True))
-    header = ["model", "task", "answers", "steps", "similar to an earlier one %"]
-    share = f"{100 * repeated / steps:.1f}" if steps else NONE
-    return markdown(header, [[sweep.model, sweep.task, str(len(_texts(sweep))), str(steps), share]])
-
-
-def _read_limit(sweep: Sweep) -> list[str]:
-    return [
-        f"{s.label}: {100 * s.metrics['truncation_rate']:.1f} % of the answers hit the length limit and count with it."
-        for s in sweep.settings
-    ]
-
-
-def _lengths_table(sweep: Sweep) -> str:
-    rows = []
-    for s in sweep.settings:
-        lengths = [sample["n_tokens"] for sample in s.samples]
-        mean = sum(lengths) / len(lengths)
-        spread = math.sqrt(sum((length - mean) ** 2 for length in lengths) / len(lengths))
-        rows.append([s.marked, f"{mean:.1f}", str(min(lengths)), str(max(lengths)), f"{spread:.1f}"])
-    return markdown(["method", "mean length", "shortest", "longest", "standard deviation"], rows)
 
 
 def length_table(sweep: Sweep) -> str:
@@ -323,21 +187,12 @@ def _read_thresholds(sweep: Sweep) -> list[str]:
 
 
 STYLES = {
-    "by_budget": PlotStyle(accuracy_plot, accuracy_table, findings),
-    "spread": PlotStyle(accuracy_plot, accuracy_table, _read_spread),
-    "by_block_size": PlotStyle(_block_sizes, accuracy_table, _read_spread),
-    "by_threshold": PlotStyle(_threshold_and_budget, accuracy_table, _read_thresholds),
-    "costs": PlotStyle(None, lambda sweep: f"{accuracy_table(sweep)}\n\n{cost_table(sweep)}", findings),
-    "lengths": PlotStyle(length_plot, length_table, _read_lengths),
+    "by_budget": PlotStyle(accuracy_plot, core_table, findings),
+    "spread": PlotStyle(accuracy_plot, core_table, _read_spread),
+    "by_block_size": PlotStyle(_block_sizes, core_table, _read_spread),
+    "by_threshold": PlotStyle(_threshold_and_budget, core_table, _read_thresholds),
+    "costs": PlotStyle(None, core_table, findings),
     "length_table": PlotStyle(None, length_table, _read_lengths),
-    "length_statistics": PlotStyle(None, _lengths_table, _read_limit),
-    "held": PlotStyle(_plot_own_bytes, cost_table, _read_own_bytes),
-    "entropy": PlotStyle(_entropy, _entropy_table, _read_entropy),
-    "repeats": PlotStyle(
-        None,
-        _repeats_table,
-        lambda _: [f"a step is similar to an earlier one if the cosine of their word counts is over {ALIKE}."],
-    ),
 }
 
 COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}

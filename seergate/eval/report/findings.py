@@ -10,6 +10,7 @@ from typing import Any
 from seergate.eval.report.load import Setting, Sweep
 from seergate.eval.statistics.intervals import Difference
 from seergate.eval.statistics.metrics import REPLY
+from seergate.methods import EvictingMethod, SelectingMethod
 
 CLOSE = 0.02
 """Largest difference from dense accuracy that counts as a match: two percentage points."""
@@ -271,7 +272,8 @@ def cautions(sweep: Sweep) -> list[str]:
         lines.insert(0, "dense itself is not clearly better than guessing, so differences from it are not meaningful.")
     if str(sweep.config["task"]["name"]) == "gpqa_diamond_published":
         lines.append("in this file the right option is A in every problem; a model that prefers A gains from that.")
-    if {s.evicts for s in sweep.settings if s.method != "dense"} == {True, False}:
+    budgeted = [s.kind for s in sweep.settings if s.budget is not None]
+    if all(any(issubclass(kind, base) for kind in budgeted) for base in (EvictingMethod, SelectingMethod)):
         lines.append(
             "at equal token budgets, an evicting method stores only the budget, and a selecting method stores all "
             "tokens and reads only the budget: compare the two by bytes."

@@ -18,14 +18,6 @@ from seergate.methods import METHODS, CompressingMethod, Method, method_class
 SHOWN_ELSEWHERE = ("name", "nominal", "token_budget", "budget_share", "threshold", "block_size", "dense_layers")
 """Options that `Setting.own_options` leaves out: tables or other parts of a series' name show them."""
 
-NEEDED = {
-    "task": ("name",),
-    "method": ("name",),
-    "model": ("path", "type", "parameters", "dtype", "fingerprint"),
-    "generation": ("samples", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
-}
-"""Section -> keys that the configuration of every evaluation has."""
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -67,10 +59,8 @@ class Setting:
 
     @property
     def nominal(self) -> str:
-        """The limit on tokens read or held, in words, also for methods without a token budget; ``"unknown"`` for a run
-        from before it was recorded.
-        """
-        return str(self.config["method"].get("nominal", "unknown"))
+        """The limit on tokens read or held, in words, also for methods without a token budget."""
+        return str(self.config["method"]["nominal"])
 
     @property
     def evicts(self) -> bool:
@@ -257,20 +247,8 @@ def load_setting(directory: Path) -> Setting | None:
     """Read one run directory; ``None`` if it has no finished samples."""
     if not (samples := store.read_samples(directory)):
         return None
-    config = store.read_config(directory)
-    sections = [name for name in NEEDED if not isinstance(config.get(name), dict)]
-    keys = (f"{name}.{key}" for name, keys in NEEDED.items() for key in keys if key not in config[name])
-    if missing := sections or list(keys):
-        raise SeergateError(
-            f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation, or damaged"
-        )
-    proxies = store.read_json(directory / store.PROXIES)
-    try:
-        metrics = derive(samples, proxies)
-    except KeyError as error:
-        raise SeergateError(
-            f"{directory / store.SAMPLES} has a sample without {error}; remove its line to have it made again"
-        ) from error
+    config, proxies = store.read_config(directory), store.read_json(directory / store.PROXIES)
+    metrics = derive(samples, proxies)
     return Setting(directory, config, metrics, samples, proxies, series=str(config["method"]["name"]))
 
 
@@ -366,4 +344,4 @@ def _rank(setting: Setting) -> tuple[Any, ...]:
     method_index = list(METHODS).index(name) if name in METHODS and METHODS[name].plot_style else len(METHODS)
     limits = setting.budget or 10**9, setting.share or 0.0, setting.threshold or 0.0
     rest = setting.block_size or 0, setting.dense_layers, *limits
-    return method_index, setting.method, *rest, setting.metrics.get("resident_bytes_mean") or 0.0
+    return method_index, setting.method, *rest, setting.metrics.get("own_bytes_mean") or 0.0

@@ -17,9 +17,8 @@ from seergate.errors import SeergateError, how_to_install
 from seergate.escaping import visible
 from seergate.eval.report.findings import TRUNCATED
 from seergate.eval.report.load import Setting, Sweep, grouped
-from seergate.eval.report.published import published
 from seergate.eval.statistics.intervals import t95
-from seergate.methods import METHODS, EvictingMethod, method_class
+from seergate.methods import METHODS, EvictingMethod
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,32 +155,22 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
     """Accuracy against mean bytes held, and against bytes read per step; ``None`` with fewer than two points.
 
     A grey line shows the Pareto front: the settings above chance that no other setting beats in both bytes and
-    accuracy. With more than `CROWD` lines, those without a setting on either front are grey, except dense.
+    accuracy.
     """
     measured = [s for s in sweep.settings if all(s.metrics[figure] for figure in PER_BYTE)]
     if len(measured) < 2:
         return None
     lines = grouped(measured, _line_of)
     chance = sweep.config["task"].get("chance") or 0.0
-    fronts = {metric: pareto(measured, metric, chance) for metric in PER_BYTE}
-    ahead = {s.directory for front in fronts.values() for s in front}
-    behind = {n for n, own in lines.items() if n != "dense" and not ahead & {s.directory for s in own}}
-    grey = behind if len(lines) > CROWD else set()
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
     for axis, (metric, label) in zip(axes, PER_BYTE.items(), strict=True):
         for name, settings in lines.items():
             points = sorted(((s.metrics[metric] / 1e3, s) for s in settings), key=lambda point: point[0])
-            if name not in grey:
-                error_bars(axis, name, list(lines), points)
-                continue
-            how = {**style(name), "color": "#CCCCCC", "linewidth": 0.8, "markersize": 3, "zorder": 1}
-            axis.plot([x for x, _ in points], [100 * s.accuracy.mean for _, s in points], **how)
-        if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in fronts[metric]]:
+            error_bars(axis, name, list(lines), points)
+        if front := [(s.metrics[metric] / 1e3, 100 * s.accuracy.mean) for s in pareto(measured, metric, chance)]:
             (first, _), (_, best), last = front[0], front[-1], max(s.metrics[metric] / 1e3 for s in measured)
             x, y = zip((first, 100 * chance), *front, (last, best), strict=True)
             axis.step(x, y, where="post", color="0.8", linewidth=5, zorder=0, label="Pareto front")
-        if grey:
-            axis.plot([], [], color="#CCCCCC", linewidth=0.8, label=f"{len(grey)} others")
         axis.set_xscale("log", base=2)
         axis.minorticks_off()
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -215,15 +204,15 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
     """
     if sweep.dense is None:
         return None
-    lines = grouped((s for s in sweep.settings if s is not sweep.dense), lambda s: s.marked)
+    lines = grouped((s for s in sweep.settings if s is not sweep.dense), _line_of)
     figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharex=True, sharey=True, layout="constrained")
-    evicting = {name for name in lines if issubclass(method_class(name_of(name)), EvictingMethod)}
+    evicting = {name for name, own in lines.items() if issubclass(own[0].kind, EvictingMethod)}
     gates = {name for name in lines if name_of(name) == "gate"}
     for axis, names in zip(axes, (lines.keys() - evicting, evicting | gates), strict=True):
         drawn = [name for name in lines if name in names]
         for name in drawn:
-            shares = [sweep.share(s, "bytes_read_per_step") for s in lines[name]]
-            axis.plot(shares, [s.metrics["kl"] for s in lines[name]], label=name, **style(name, drawn))
+            points = sorted((sweep.share(s, "bytes_read_per_step"), s.metrics["kl"]) for s in lines[name])
+            axis.plot(*zip(*points, strict=True), label=name, **style(name, drawn))
         axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
         for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             ticks(lambda value, _: f"{value:g}")
@@ -257,8 +246,6 @@ def _against_budget(
         chance = sweep.config["task"].get("chance")
         if zero_to is not None and chance:
             axis.axhline(100 * chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="guessing", zorder=1)
-        if zero_to is not None:
-            draw_published(axis, sweep, [(s.budget or 0, s) for method in methods for s in sweep.of(method)])
         budget_axis(axis, sweep.budgets)
         axis.set_title(name, fontsize=10)
         axis.set_ylabel(ylabel)
@@ -313,19 +300,6 @@ def error_bars(
     for (place, s), (mean, _, _) in zip(points, values, strict=True):
         if s.metrics["truncation_rate"] > TRUNCATED:
             axis.plot(place, mean, **{**how, "linestyle": "", "markerfacecolor": "white", "zorder": 4})
-
-
-def draw_published(axis: Axes, sweep: Sweep, points: Sequence[tuple[float, Setting]]) -> None:
-    """Draw the paper's accuracy (%) for finished settings that it ran too: hollow markers, and a line for dense."""
-    for method in dict.fromkeys(s.method for _, s in points):
-        ours = [(x, s) for x, s in points if s.method == method and s.complete]
-        pairs = [(x, value) for x, s in ours if (value := published(s.config)) is not None]
-        if pairs:
-            how = {**style(method), "linestyle": "", "markersize": 9, "markerfacecolor": "none"}
-            axis.plot(*zip(*pairs, strict=True), label=f"{method}, published", zorder=4, **how)
-    dense = published(sweep.dense.config) if sweep.dense is not None and sweep.dense.complete else None
-    if dense is not None:
-        axis.axhline(dense, color="#000000", linestyle=":", linewidth=1.2, label="dense, published")
 
 
 def budget_axis(axis: Axes, budgets: list[int]) -> None:

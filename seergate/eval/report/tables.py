@@ -17,7 +17,7 @@ from seergate.eval.report.findings import in_points, with_interval
 from seergate.eval.report.load import Setting, Sweep
 from seergate.eval.statistics.intervals import Difference, mean_and_interval
 from seergate.eval.statistics.metrics import REPLY
-from seergate.eval.store import read_json
+from seergate.eval.store import flatten, read_json
 
 NONE = "–"
 
@@ -98,40 +98,13 @@ CORE: Columns = {
     "minus dense": minus_dense,
     "tokens per answer": figure_of("mean_tokens"),
     "truncated %": figure_of("truncation_rate", 100),
+    "no answer %": figure_of("unanswered_rate", 100),
     "density %": figure_of("density", 100),
     "kB read per step": figure_of("bytes_read_per_step", 1e-3),
     "kB held": figure_of("own_bytes_mean", 1e-3),
+    "tokens/s": figure_of("tokens_per_second"),
 }
 """The main columns: accuracy and its cost."""
-
-ACCURACY: Columns = {
-    **SETTING,
-    "accuracy %": figure_of("accuracy", 100),
-    "95 % interval": lambda _, s: interval_of(s),
-    "minus dense": minus_dense,
-    "problems": figure_of("n_problems", digits=0),
-    "samples": figure_of("n_samples", digits=0),
-    "mean tokens": figure_of("mean_tokens"),
-    "10/50/90 %": lambda _, s: "/".join(str(s.metrics["token_quantiles"][q]) for q in ("0.1", "0.5", "0.9")),
-    "max tokens": figure_of("max_tokens", digits=0),
-    "truncated %": figure_of("truncation_rate", 100),
-    "no answer %": figure_of("unanswered_rate", 100),
-}
-"""Accuracy and length."""
-
-COST: Columns = {
-    **SETTING,
-    "block size": lambda _, s: scaled(s.config["method"].get("block_size"), 1, 0),
-    "density %": figure_of("density", 100),
-    "tokens cached": figure_of("cached_tokens", digits=0),
-    "kB read per step": figure_of("bytes_read_per_step", 1e-3),
-    "kB held, mean": figure_of("own_bytes_mean", 1e-3),
-    "kB held, peak": figure_of("own_bytes_peak", 1e-3),
-    "kB allocated, mean": figure_of("resident_bytes_mean", 1e-3),
-    "tokens/s": figure_of("tokens_per_second"),
-    "recall %": figure_of("recall", 100),
-}
-"""Columns of memory traffic, memory and time of decoding."""
 
 PROXIES: Columns = {
     **SETTING,
@@ -159,20 +132,12 @@ TEXTS: Columns = {
 
 
 def core_table(sweep: Sweep) -> str:
-    """Accuracy and its cost, and the log-probability of the right answer if it was measured."""
-    reply_columns = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
-    return table(sweep, CORE | reply_columns)
-
-
-def accuracy_table(sweep: Sweep) -> str:
-    """Accuracy and length."""
-    return table(sweep, ACCURACY)
-
-
-def cost_table(sweep: Sweep) -> str:
-    """Memory traffic, memory and speed of decoding, and the memory saved by methods that share blocks."""
+    """Accuracy and its cost, and, if they were measured, the memory saved by methods that share blocks and the
+    log-probability of the right answer.
+    """
     saved = {"memory saved by sharing %": figure_of("amsr", 100)} if sweep.having("amsr") else {}
-    return table(sweep, COST | saved)
+    reply_columns = {"log p of the answer": figure_of(REPLY, digits=2)} if sweep.having(REPLY) else {}
+    return table(sweep, CORE | saved | reply_columns)
 
 
 def proxy_table(sweep: Sweep) -> str:
@@ -265,11 +230,13 @@ def _matched(sweep: Sweep, root: Path, matches: list[dict[str, Any]], metric: st
 
 def csv_text(sweep: Sweep) -> str:
     """All metrics as CSV, a row for each setting."""
-    names = [name for name, value in sweep.settings[0].metrics.items() if not isinstance(value, dict | list)]
+    metrics = [flatten(s.metrics) for s in sweep.settings]
+    listed = {name for each in metrics for name, value in each.items() if isinstance(value, list)}
+    names = [name for name in dict.fromkeys(name for each in metrics for name in each) if name not in listed]
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["method", "budget", "share", "threshold", "block_size", "accuracy_low", "accuracy_high", *names])
-    for s in sweep.settings:
+    for s, own in zip(sweep.settings, metrics, strict=True):
         given = [
             s.series,
             s.budget,
@@ -278,5 +245,5 @@ def csv_text(sweep: Sweep) -> str:
             s.block_size,
             *((None, None) if sweep.of_texts else s.interval),
         ]
-        writer.writerow([*given, *(s.metrics.get(name) for name in names)])
+        writer.writerow([*given, *(own.get(name) for name in names)])
     return text.getvalue()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -26,9 +25,7 @@ from seergate.eval.report.plots import accuracy_plot, bytes_plot, depth_plot, le
 from seergate.eval.report.published import deviations, published
 from seergate.eval.report.tables import (
     TEXTS,
-    accuracy_table,
     core_table,
-    cost_table,
     csv_text,
     equal_bytes,
     pass_table,
@@ -38,7 +35,6 @@ from seergate.eval.report.tables import (
     table_beside,
 )
 from seergate.eval.sampling import Sampling
-from seergate.eval.statistics.intervals import correlation
 from seergate.eval.store import flatten, write_text
 
 
@@ -128,10 +124,7 @@ def _section(sweep: Sweep, out: Path, suffix: str, why: dict[str, Any]) -> tuple
 
 def _details(sweep: Sweep, plot: Callable[..., list[str]]) -> list[str]:
     """The sections after the results of a sweep of answers."""
-    blocks = [
-        *folded("Accuracy and length, all columns", accuracy_table(sweep), _ACCURACY_NOTE),
-        *folded("Cost, all columns", cost_table(sweep), _COST_NOTE),
-    ]
+    blocks = list[str]()
     if any(s.evicts or (s.share, s.threshold) != (None, None) for s in sweep.settings) and (
         drawn := plot(bytes_plot, "bytes", "Accuracy against bytes held and bytes read")
     ):
@@ -188,9 +181,12 @@ _FOLDED = "<details><summary>"
 
 
 _CORE_NOTE = (
-    "Brackets, error bars and bands are 95 % intervals. *minus dense*: points, on the same problems. "
-    "*truncated*: the answer hit the length limit. *density*: tokens read per token of context. *held*: per sequence, "
-    "mean over steps."
+    "Brackets, error bars and bands are 95 % intervals, clustered by problem: Wilson's at the effective number of "
+    "samples; for *minus dense*, the paired difference on the same problems in points, that of Bonett and Price with "
+    "Student's t. *truncated*: the answer hit the length limit. *no answer*: the grader found none. *density*: tokens "
+    "read per token of context. *read per step* counts keys, values and whatever the method read to decide. *held*: "
+    "memory of a sequence's tokens and of the method's state for them, all layers, mean over steps. *tokens/s* is the "
+    "speed of the whole batch on the machine below, and depends on what else ran there."
 )
 _TEXTS_NOTE = (
     "The beginning of each text is read like a prompt; the tokens after it are given one by one. KL is to dense "
@@ -198,22 +194,6 @@ _TEXTS_NOTE = (
     "tokens, with 95 % intervals clustered by text; beside it the paired difference from the first gate's at the same "
     "budget. "
     "*read* and *held* are bytes, in percent of the first row's."
-)
-_ACCURACY_NOTE = (
-    "Accuracy is the mean over problems of the mean over a problem's samples; its interval is Wilson's at the "
-    "effective number of samples, clustered by problem. *minus dense* is the paired difference on the same problems, "
-    "in points; its interval is that of Bonett and Price with Student's t: two more problems are added, one won and "
-    "one lost. *truncated*: the answer hit the length limit. *no answer*: "
-    "the grader found none."
-)
-_COST_NOTE = (
-    "Per sequence, all layers together. *density*: tokens read per token of context, mean over decode steps. *tokens "
-    "cached*: per layer and KV head, mean over steps; tokens quantised by kv4bit are not counted. *read per step* "
-    "counts keys, values and whatever the method read to decide. *held*: memory of a sequence's tokens and of the "
-    "method's state for them, the same in any batch; its peak is often the prompt. *allocated* is a sequence's equal "
-    "share of the batch's buffers, which are as long as the longest needs and have room to grow; on pages, of the "
-    "blocks in use. *tokens/s* is the speed of the whole batch on the machine below, and depends on what else ran "
-    "there."
 )
 _PUBLISHED_NOTE = (
     "Percent, pass@1, for what SeerAttention-R ran: dense, and gates and Quest on blocks of 64 tokens in all layers. "
@@ -226,9 +206,8 @@ _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all 
 
 
 def _proxy_note(sweep: Sweep) -> str:
-    measured = sweep.having("next_token_kl")
-    first = measured[0].proxies or {}
-    note = (
+    first = sweep.having("next_token_kl")[0].proxies or {}
+    return (
         f"Measured on {_windows(first)} of "
         f"{_whose(sweep)}, read densely up to the window (evicting methods decode their way there, but not from "
         "further back than 1024 tokens) and then decoded token by token: how far the distribution of the "
@@ -236,16 +215,6 @@ def _proxy_note(sweep: Sweep) -> str:
         "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
         "these figures."
     )
-    sparse = [s for s in measured if s.method != "dense"]
-    if len(sparse) >= 4 and sweep.proxies_on is not None:
-        rank = correlation([-s.metrics["next_token_kl"] for s in sparse], [s.metrics["accuracy"] for s in sparse])
-        if not math.isnan(rank):
-            note += f" Over these {len(sparse)} settings, rank correlation of accuracy with small KL: {rank:.2f}"
-            weighed = [s for s in sparse if s.metrics["recall"] is not None]
-            pairs = [s.metrics["recall"] for s in weighed], [s.metrics["accuracy"] for s in weighed]
-            recall = correlation(*pairs) if len(weighed) >= 4 else math.nan
-            note += "." if math.isnan(recall) else f"; with recall: {recall:.2f}."
-    return note
 
 
 def _whose(sweep: Sweep) -> str:

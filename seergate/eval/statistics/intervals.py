@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import Any
 
 import numpy as np
 
@@ -58,14 +56,11 @@ class Difference(Estimate):
 
 def t95(freedom: float) -> float:
     """The value that Student's t of so many degrees of freedom exceeds, on either side, in 5 % of cases."""
-    return float(_scipy("special").stdtrit(freedom, 0.975))
-
-
-def _scipy(part: str) -> Any:
     try:
-        return import_module(f"scipy.{part}")
+        from scipy.special import stdtrit
     except ImportError:
-        raise SeergateError(f"intervals and correlations need scipy; {how_to_install('eval')}") from None
+        raise SeergateError(f"intervals need scipy; {how_to_install('eval')}") from None
+    return float(stdtrit(freedom, 0.975))
 
 
 def clustered(outcomes: Mapping[str, Sequence[float]]) -> Estimate:
@@ -137,13 +132,6 @@ def clustered_quantile(groups: Sequence[Sequence[float]], share: float) -> tuple
     again = [np.quantile(np.concatenate([values[i] for i in some]), share) for some in drawn]
     low, high = np.quantile(again, (0.025, 0.975)).tolist()
     return point, low, high
-
-
-def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Spearman's rank correlation; ties share their mean rank. ``nan`` if one side does not vary."""
-    if len(set(xs)) == 1 or len(set(ys)) == 1:
-        return math.nan
-    return float(_scipy("stats").spearmanr(xs, ys).statistic)
 
 
 def mean_and_error(values: Sequence[float]) -> Estimate:

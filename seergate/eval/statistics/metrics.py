@@ -14,10 +14,10 @@ from seergate.eval.store import in_order
 QUANTILES = (0.1, 0.5, 0.9, 0.99)
 """Quantiles of the distribution of answer lengths."""
 
-COSTS = ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "resident_bytes_mean", "amsr")
+COSTS = ("density", "cached_tokens", "bytes_read_per_step", "own_bytes_mean", "amsr")
 """Figures of a sample's decoding (tokens and bytes read, held and shared), averaged over generated tokens."""
 
-PEAKS = ("own_bytes_peak", "resident_bytes_peak")
+PEAKS = ("own_bytes_peak",)
 """Figures of which a run's metric is the maximum over samples."""
 
 REPLY = "reply_logprob"
@@ -49,8 +49,7 @@ def derive(samples: list[dict[str, Any]], proxies: dict[str, Any] | None) -> dic
         ``n_problems``, ``n_samples``, ``mean_tokens`` and ``mean_tokens_se``, ``max_tokens``, ``token_quantiles``,
         ``mean_prompt_tokens``, ``truncation_rate``, ``unanswered_rate``, ``density`` (tokens read per token of
         context), ``cached_tokens`` (per KV head), ``bytes_read_per_step``, ``own_bytes_mean``, ``own_bytes_peak``
-        (what a sequence would hold alone), ``resident_bytes_mean``, ``resident_bytes_peak`` (its share of what was
-        allocated; all of them per sequence, all layers), ``amsr`` (the memory saving ratio of methods that share
+        (what a sequence would hold alone, all layers), ``amsr`` (the memory saving ratio of methods that share
         blocks), ``tokens_per_second`` (per process), ``seconds``, ``reply_logprob`` and ``reply_logprob_se``, and the
         `PROXIES`.
     """

@@ -31,6 +31,9 @@ from dataclasses import dataclass
 
 from seergate.checks import check
 
+TRAINING_SEEDS = 1_000_000
+"""Training problems are drawn with seeds from this number on, evaluation problems with smaller ones."""
+
 NAMES = 80
 """Size of the pool of variable names that a problem draws from."""
 

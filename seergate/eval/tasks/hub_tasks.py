@@ -11,7 +11,6 @@ same columns.
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from seergate.checks import check_count, is_number
+from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval.grading.graders import check_gold
 from seergate.eval.sampling import Sampling
-from seergate.eval.tasks.shots import MINERVA, STOP, Example, examples, gsm8k_example, math_example, with_examples
-from seergate.eval.tasks.task import Problem, Task
+from seergate.eval.tasks.shots import MINERVA, STOP, Example, gsm8k_answer, gsm8k_example, math_example, with_examples
+from seergate.eval.tasks.task import Problem, Task, as_text, read_each, words
 from seergate.hub import hub_call
 
 MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -33,7 +32,8 @@ CHOICE_INSTRUCTION = (
 )
 LETTERS = "ABCD"
 PAPER_LENGTH = 32768
-PAPER_SEED = 0
+SEED = 0
+"""Seed of the order of GPQA's options."""
 PLAIN_LENGTH = 512
 """Maximum tokens of an answer that continues a text: the examples are short."""
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
@@ -51,26 +51,26 @@ class HubTask:
     Attributes:
         repository: dataset id on the Hub; or the address of one JSON-lines file.
         revision: commit; ``None`` if the address itself names one.
-        read: ``(record, number, seed) -> Problem``.
+        read: ``(record, number) -> Problem``.
         config: configuration of the dataset.
         chance: accuracy of guessing.
         samples: answers per problem in the paper.
         budgets: token budgets of the paper's Figure 5.
-        example: reads a worked example from a record; ``None`` for a task without.
+        example: ``(record, number) -> `` worked example; ``None`` for a task without.
         shown: worked examples to show without a file of some; the records of the Hub's ``train`` split if empty.
     """
 
     name: str
     repository: str
     revision: str | None
-    read: Callable[[dict[str, Any], int, int], Problem]
+    read: Callable[[dict[str, Any], int], Problem]
     config: str | None = None
     split: str = "train"
     grader: str = "math"
     samples: int = 1
     budgets: tuple[int, ...] = (1024, 2048, 4096, 6144)
     chance: float | None = None
-    example: Callable[[dict[str, Any]], Example] | None = None
+    example: Callable[[dict[str, Any], int], Example] | None = None
     shown: Sequence[Example] = ()
 
     def __call__(
@@ -78,7 +78,6 @@ class HubTask:
         *,
         problems: int | None = None,
         source: str | None = None,
-        seed: int = PAPER_SEED,
         shots: int = 0,
         shots_source: str | None = None,
         chat: bool | None = None,
@@ -88,7 +87,6 @@ class HubTask:
         Args:
             problems: number of problems to use, from the first on; all if ``None``.
             source: a local file to use instead of the Hub's.
-            seed: seed of the task's random choices (the order of GPQA's options).
             shots: number of worked examples before each question.
             shots_source: a file with the examples, in the data set's columns; ``None`` takes `shown`, or the Hub's.
             chat: ask in a user's turn, after turns with the examples. Otherwise the model continues a text that ends
@@ -96,17 +94,15 @@ class HubTask:
         """
         if problems is not None:
             check_count("problems", problems, 1)
-        if source is not None:
-            _local_format(source)
         task = Task(
             name=self.name,
-            load=lambda: islice(self._problems(source, seed), problems),
+            load=lambda: islice(self._problems(source), problems),
             grader=self.grader,
             max_total_tokens=PAPER_LENGTH,
             samples=self.samples,
             chance=self.chance,
             budgets=self.budgets,
-            options={"source": source or self.address, "problems": problems, "seed": seed},
+            options={"source": source or self.address, "problems": problems, "seed": SEED},
         )
         return self._with_examples(task, shots, shots_source, not shots if chat is None else chat)
 
@@ -122,8 +118,6 @@ class HubTask:
                 f"{f'shots is {shots}' if shots else 'chat is false'}; the task {self.name!r} has no worked examples "
                 "and is asked in a user's turn only"
             )
-        if source is not None:
-            _local_format(source)
 
         def load() -> Iterator[Problem]:
             shown = self._examples(shots, source)
@@ -144,8 +138,7 @@ class HubTask:
         if source is None and self.shown:
             worked_examples = list(self.shown[:shots])
         else:
-            records = self._records(source, "train")
-            worked_examples = examples([dict(each) for each in islice(records, shots)], self.example, where)
+            worked_examples = list(islice(read_each(self._records(source, "train"), self.example, where), shots))
         if len(worked_examples) < shots:
             raise SeergateError(f"shots is {shots}; {where} has only {len(worked_examples)}")
         return worked_examples
@@ -155,17 +148,13 @@ class HubTask:
         """The dataset's id or address, commit included."""
         return self.repository if self.revision is None else f"{self.repository}@{self.revision}"
 
-    def _problems(self, source: str | None, seed: int) -> Iterator[Problem]:
-        for number, record in enumerate(self._records(source)):
-            where = f"record {number} of {source or self.address}"
-            try:
-                problem = self.read(dict(record), number, seed)
-                check_gold(self.grader, problem.gold)
-            except KeyError as error:
-                raise SeergateError(f"{where} has no field {error}; it has {', '.join(map(str, record))}") from error
-            except ValueError as error:
-                raise SeergateError(f"{where}: {error}") from error
-            yield problem
+    def _problems(self, source: str | None) -> Iterator[Problem]:
+        def read(record: dict[str, Any], number: int) -> Problem:
+            problem = self.read(record, number)
+            check_gold(self.grader, problem.gold)
+            return problem
+
+        return read_each(self._records(source), read, source or self.address)
 
     def _records(self, source: str | None, split: str | None = None) -> Any:
         import datasets
@@ -196,61 +185,42 @@ def _local_format(source: str) -> str:
     return SUFFIXES[path.suffix]
 
 
-def as_text(field: str, value: object) -> str:
-    """The text or finite number in a field, as a text; a `ValueError` for anything else."""
-    number = is_number(value) and math.isfinite(value)
-    if not number and not isinstance(value, str):
-        raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
-    return str(value)
-
-
-def _words(record: dict[str, Any], field: str) -> str:
-    """The text or number in a field, which must not be blank."""
-    text = as_text(field, record[field])
-    if not text.strip():
-        raise ValueError(f"{field!r} is blank; it must be a text or a finite number")
-    return text
-
-
 def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
     name = str(record.get("unique_id", record.get("id", number)))
     return Problem(name, gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
 
 
-def _aime(record: dict[str, Any], number: int, seed: int) -> Problem:
+def _aime(record: dict[str, Any], number: int) -> Problem:
     answer = as_text("answer", record["answer"]).strip()
     whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # gaps make a column float
     if not (whole.isascii() and whole.isdigit()):
         raise ValueError(f"'answer' is {record['answer']!r}; it must be an integer, as all answers of AIME are")
-    return _math(_words(record, "problem"), str(int(whole)), number, record)
+    return _math(words(record, "problem"), str(int(whole)), number, record)
 
 
-def _math500(record: dict[str, Any], number: int, seed: int) -> Problem:
-    return _math(_words(record, "problem"), _words(record, "answer"), number, record)
+def _math500(record: dict[str, Any], number: int) -> Problem:
+    return _math(words(record, "problem"), words(record, "answer"), number, record)
 
 
-def _gsm8k(record: dict[str, Any], number: int, seed: int) -> Problem:
-    _, marker, gold = as_text("answer", record["answer"]).rpartition("####")
-    if not marker:
-        raise ValueError("'answer' has no '####', behind which the final answer must stand")
-    return _math(_words(record, "question"), gold.strip().replace(",", ""), number, record)
+def _gsm8k(record: dict[str, Any], number: int) -> Problem:
+    return _math(words(record, "question"), gsm8k_answer(record)[1], number, record)
 
 
-def _gpqa(record: dict[str, Any], number: int, seed: int) -> Problem:
+def _gpqa(record: dict[str, Any], number: int) -> Problem:
     """A problem with its options in random order, which is the same for every model, method and sample."""
     fields = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
-    options = [_words(record, field).strip() for field in fields]
+    options = [words(record, field).strip() for field in fields]
     name = str(record.get("Record ID", number))
     order = list(range(len(options)))
-    random.Random(f"gpqa/{seed}/{name}").shuffle(order)
+    random.Random(f"gpqa/{SEED}/{name}").shuffle(order)
     lines = [f"{letter}. {options[i]}" for letter, i in zip(LETTERS, order, strict=True)]
-    text = f"{_words(record, 'Question').strip()}\n\n" + "\n".join(lines) + CHOICE_INSTRUCTION
+    text = f"{words(record, 'Question').strip()}\n\n" + "\n".join(lines) + CHOICE_INSTRUCTION
     return Problem(name, LETTERS[order.index(0)], messages=({"role": "user", "content": text},))
 
 
-def _gpqa_published(record: dict[str, Any], number: int, seed: int) -> Problem:
+def _gpqa_published(record: dict[str, Any], number: int) -> Problem:
     """The published file's own prompt; its right option is A in all 198 problems."""
-    text, gold = _words(record, "question"), _words(record, "answer")
+    text, gold = words(record, "question"), words(record, "answer")
     return Problem(str(record.get("id", number)), gold, messages=({"role": "user", "content": text},))
 
 

@@ -16,18 +16,16 @@ from typing import Any
 from seergate.checks import check_count, holds_turns, is_int
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.grading.graders import BOXED, GRADERS, check_gold
+from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.method_text import read_options
 from seergate.eval.sampling import Sampling
-from seergate.eval.tasks.chain_sum import GIVENS, NAMES, make_problems
-from seergate.eval.tasks.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH, as_text
+from seergate.eval.tasks.chain_sum import GIVENS, NAMES, TRAINING_SEEDS, make_problems
+from seergate.eval.tasks.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH
 from seergate.eval.tasks.humaneval import humaneval
 from seergate.eval.tasks.retrieval import needle, perplexity, variable_tracking
-from seergate.eval.tasks.task import Problem, Task
+from seergate.eval.tasks.task import Problem, Task, as_text
 from seergate.json_file import json_lines
 from seergate.paths import exists
-
-CHAIN_SUM_SEEDS = 1_000_000
-"""Evaluation problems are drawn with seeds below this number, training problems with seeds from it on."""
 
 
 def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task:
@@ -36,12 +34,12 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
     Args:
         problems: number of problems.
         variables: size of a problem; prompt and solution together take about 27 tokens per variable.
-        seed: seed of the problems, below `CHAIN_SUM_SEEDS`.
+        seed: seed of the problems, below `TRAINING_SEEDS`.
     """
     check_count("problems", problems, 1)
     check_count("variables", variables, GIVENS + 1, NAMES)
-    if not 0 <= seed < CHAIN_SUM_SEEDS:
-        raise ValueError(f"the task's seed is {seed}; it must be in 0..{CHAIN_SUM_SEEDS - 1}, as larger ones train")
+    if not 0 <= seed < TRAINING_SEEDS:
+        raise ValueError(f"the task's seed is {seed}; it must be in 0..{TRAINING_SEEDS - 1}, as larger ones train")
 
     def load() -> Iterator[Problem]:
         for i, problem in enumerate(make_problems(problems, variables, seed)):
@@ -76,6 +74,8 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
         check_count("problems", problems, 1)
     if not Path(path).is_file():
         raise SeergateError(f"the task file {path} does not exist")
+    if grader == PROGRAM:
+        raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; give another for {path}")
     return Task(
         name=Path(path).stem,
         load=lambda: islice(_records(Path(path), grader), problems),
@@ -121,7 +121,7 @@ def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
             raise ValueError(f"{field!r} holds a conversation as JSON text; give it as a list in 'messages'")
     if "prompt" in record:
         if grader in BOXED and "boxed" not in record["prompt"]:
-            free = ", ".join(name for name in GRADERS if name not in BOXED)
+            free = ", ".join(name for name in GRADERS if name not in (*BOXED, PROGRAM))
             raise ValueError(
                 f"the prompt does not ask for \\boxed{{}}, in which the grader {grader!r} looks for the answer; ask "
                 f"for it, or give another --grader: {free}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -278,13 +279,10 @@ def _largest_count(tokenizer: PreTrainedTokenizerBase, build: Callable[[int], Pr
 
     if (least := size(0)) > tokens:
         raise SeergateError(f"{what}; the question, the facts asked for and the answer alone take more ({least})")
-    low, high = 0, 1
+    high = 1
     while size(high) <= tokens:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if size(middle) <= tokens else (low, middle)
-    return low
+        high *= 2
+    return bisect_right(range(high), tokens, lo=high // 2, key=size) - 1
 
 
 def listed(words: Sequence[str]) -> str:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from seergate.errors import SeergateError
-from seergate.eval.tasks.task import Problem
+from seergate.eval.tasks.task import Problem, as_text, words
 
 Example = tuple[str, str]
 """A question, and its solution with the answer in a box."""
@@ -17,20 +16,27 @@ STOP = "\nQuestion:"
 """The text with which a base model would go on to a question of its own."""
 
 
-def gsm8k_example(record: dict[str, Any]) -> Example:
-    """An example from a record of GSM8K's training set, without the notes of a calculator (``<<48/2=24>>``)."""
-    solution, marker, gold = record["answer"].rpartition("####")
+def gsm8k_answer(record: dict[str, Any]) -> tuple[str, str]:
+    """Solution and final answer in a record of GSM8K."""
+    solution, marker, gold = as_text("answer", record["answer"]).rpartition("####")
     if not marker:
         raise ValueError("'answer' has no '####', behind which the final answer must stand")
+    return solution, gold.strip().replace(",", "")
+
+
+def gsm8k_example(record: dict[str, Any], number: int) -> Example:
+    """An example from a record of GSM8K's training set, without the notes of a calculator (``<<48/2=24>>``)."""
+    solution, gold = gsm8k_answer(record)
     steps = re.sub(r"<<.*?>>", "", solution).strip()
-    return record["question"].strip(), f"{steps}\nThe answer is \\boxed{{{gold.strip().replace(',', '')}}}."
+    return words(record, "question").strip(), f"{steps}\nThe answer is \\boxed{{{gold}}}."
 
 
-def math_example(record: dict[str, Any]) -> Example:
+def math_example(record: dict[str, Any], number: int) -> Example:
     """An example from a record of MATH, whose solutions box the answer."""
-    if "boxed" not in record["solution"]:
+    solution = words(record, "solution")
+    if "boxed" not in solution:
         raise ValueError("'solution' has no \\boxed{}, in which the final answer must stand")
-    return record["problem"].strip(), record["solution"].strip()
+    return words(record, "problem").strip(), solution.strip()
 
 
 MINERVA: Sequence[Example] = (
@@ -62,23 +68,6 @@ MINERVA: Sequence[Example] = (
 """The problems and solutions of Minerva's prompt (Lewkowycz et al., 2022, arXiv:2206.14858, D.2), as lm-eval has them,
 from MATH's training set. Minerva's solutions go on with *Final Answer:*; here the box is the answer.
 """
-
-
-def examples(
-    records: Sequence[dict[str, Any]], read: Callable[[dict[str, Any]], Example], where: str
-) -> list[Example]:
-    """The examples in records; a `SeergateError` names the record that is none."""
-    worked_examples = []
-    for number, record in enumerate(records):
-        try:
-            worked_examples.append(read(record))
-        except KeyError as error:
-            raise SeergateError(
-                f"record {number} of {where} has no field {error}; it has {', '.join(record)}"
-            ) from error
-        except (AttributeError, TypeError, ValueError) as error:
-            raise SeergateError(f"record {number} of {where} is no worked example: {error}") from error
-    return worked_examples
 
 
 def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, chat: bool) -> Problem:

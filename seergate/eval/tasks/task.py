@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from seergate.checks import is_number
 from seergate.errors import SeergateError
 from seergate.eval.sampling import Sampling
+
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,37 @@ class Task:
                 raise SeergateError(f"the task {self.name!r} has the problem id {problem.problem_id!r} twice")
             seen.add(problem.problem_id)
         return problems
+
+
+def read_each(
+    records: Iterable[Mapping[str, Any]], read: Callable[[dict[str, Any], int], Read], where: str
+) -> Iterator[Read]:
+    """What ``read`` makes of each record and its number; a `SeergateError` names the record that it refuses."""
+    for number, record in enumerate(records):
+        try:
+            made = read(dict(record), number)
+        except KeyError as error:
+            has = ", ".join(map(str, record))
+            raise SeergateError(f"record {number} of {where} has no field {error}; it has {has}") from error
+        except ValueError as error:
+            raise SeergateError(f"record {number} of {where}: {error}") from error
+        yield made
+
+
+def as_text(field: str, value: object) -> str:
+    """The text or finite number in a field, as a text; a `ValueError` for anything else."""
+    number = is_number(value) and math.isfinite(value)
+    if not number and not isinstance(value, str):
+        raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
+    return str(value)
+
+
+def words(record: dict[str, Any], field: str) -> str:
+    """The text or number in a field, which must not be blank."""
+    text = as_text(field, record[field])
+    if not text.strip():
+        raise ValueError(f"{field!r} is blank; it must be a text or a finite number")
+    return text
 
 
 def digest_of(parts: Iterable[Any]) -> str:

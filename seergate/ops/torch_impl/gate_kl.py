@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from seergate.ops.attention import Pack
-from seergate.ops.losses import GateKLStats, LossOptions, counted_rows, refuse_second_order
+from seergate.ops.losses import GateKLStats, LossOptions, counted_rows
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
 
 
@@ -110,7 +110,8 @@ class GradientsInForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-        refuse_second_order()
+        if torch.is_grad_enabled():  # it would be 0, as the saved gradients are constants
+            raise RuntimeError("gate_kl has no second derivative; call backward without create_graph")
         dqg, dkg = ctx.saved_tensors
         # grad_loss stays on the device: no value is read. As a 0-dim tensor it does not widen a bf16 gradient.
         scaled = (None if grad is None or grad_loss is None else grad * grad_loss for grad in (dqg, dkg))

@@ -9,6 +9,7 @@ Shape suffixes: T packed tokens, B = 1, S tokens of a segment, H query heads, K 
 from __future__ import annotations
 
 from functools import cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -29,30 +30,54 @@ VARLEN_DIM = 256
 @without_gradients
 def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttention:
     """The op on checked arguments."""
-    cu_seqlens, sm_scale, sinks, softcap = pack[2:]
-    spans = segments(cu_seqlens)
+    spans, sinks = segments(pack.cu_seqlens), pack.sinks
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (pack.q, pack.k, v))
-    # The fused kernels hide keys by adding -inf before they multiply by the scale.
-    q, sm_scale = -q if sm_scale < 0 else q, max(abs(sm_scale), 1e-30)
     window = in_use(window, spans)
-    kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=softcap)
-    if kernel == "varlen":
-        out_THD, lse_TH = varlen(q, k, v, cu_seqlens, sm_scale, window)
-    else:
-        out_THD = v.new_empty(*q.shape[:2], v.shape[-1])
-        lse_TH = q.new_empty(q.shape[:2], dtype=wide_dtype(q))
-        rest = partial(chunked, window=window, softcap=softcap)
-        attend = {"cpu": flash_on_cpu, "efficient": efficient}.get(kernel or "", rest)
-        for start, end in spans:
-            if end > start:
-                q_BHSD, k_BKSD, v_BKSD = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
-                out_BHSD, lse_BHS = attend(q_BHSD, k_BKSD, v_BKSD, sm_scale)
-                out_THD[start:end], lse_TH[start:end] = out_BHSD[0].transpose(0, 1), lse_BHS[0].T
+    kernel = fused_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], window=window, softcap=pack.softcap)
+    out_THD, lse_TH = by_kernel(kernel, pack._replace(q=q, k=k), v, spans, window)
     if sinks is not None:
         whole_TH = torch.logaddexp(lse_TH, sinks.to(lse_TH.dtype))
         out_THD.mul_((lse_TH - whole_TH).exp_()[..., None])
         lse_TH = whole_TH
     return PackedAttention(out_THD, lse_TH)
+
+
+def by_kernel(
+    kernel: str | None, pack: Pack, v: Tensor, spans: list[tuple[int, int]], window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp without sinks, by a kernel of `fused_kernel`."""
+    q, k, cu_seqlens, sm_scale, _, softcap = pack
+    if kernel == "varlen":
+        return varlen(q, k, v, cu_seqlens, sm_scale, window)
+    out_THD = v.new_empty(*q.shape[:2], v.shape[-1])
+    lse_TH = q.new_empty(q.shape[:2], dtype=wide_dtype(q))
+    rest = partial(chunked, window=window, softcap=softcap)
+    attend = {"cpu": flash_on_cpu, "efficient": efficient}.get(kernel or "", rest)
+    for start, end in spans:
+        if end > start:
+            q_BHSD, k_BKSD, v_BKSD = (x[start:end].transpose(0, 1)[None] for x in (q, k, v))
+            out_BHSD, lse_BHS = attend(q_BHSD, k_BKSD, v_BKSD, sm_scale)
+            out_THD[start:end], lse_TH[start:end] = out_BHSD[0].transpose(0, 1), lse_BHS[0].T
+    return out_THD, lse_TH
+
+
+@cache
+def gives_lse(kernel: str, device: torch.device) -> bool:
+    """True if this PyTorch has the kernel with the expected arguments and log-sum-exp, whose shape differs by
+    release. On a GPU the first call waits for the device.
+    """
+    dtype, borders = torch.float32 if device.type == "cpu" else torch.bfloat16, [0, 40, 64]
+    q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).to(dtype)
+    pack = Pack(q_THD, q_THD[:, 2:], torch.tensor(borders, dtype=torch.int32, device="cpu"), 0.25)
+    rest = pack, pack.k, list(pairwise(borders))
+    try:
+        results = by_kernel(kernel, *rest)
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return all(
+        got.shape == want.shape and torch.allclose(got.float(), want.float(), atol=0.05)
+        for got, want in zip(results, by_kernel(None, *rest), strict=True)
+    )
 
 
 def in_use(window: int | None, spans: list[tuple[int, int]]) -> int | None:
@@ -70,12 +95,12 @@ def fused_kernel(
     if softcap is not None:
         return None
     if device.type == "cpu":
-        return "cpu" if window is None and flash and dim == v_dim and _cpu_kernel_gives_lse() else None
+        return "cpu" if window is None and flash and dim == v_dim and gives_lse("cpu", device) else None
     if device.type != "cuda" or torch.version.hip is not None or dim % 8 or v_dim % 8:
         return None  # on AMD the log-sum-exp has another layout
     fits = dtype in VARLEN_DTYPES and dim == v_dim <= VARLEN_DIM
     fits = fits and flash and torch.backends.cuda.is_flash_attention_available() and capability(device) >= (8, 0)
-    if fits and varlen_gives_lse(device):
+    if fits and gives_lse("varlen", device):
         return "varlen"
     efficient_too = window is None and torch.backends.cuda.mem_efficient_sdp_enabled()
     knows = dtype in (torch.float16, torch.float32) or (dtype == torch.bfloat16 and capability(device) >= (8, 0))
@@ -105,27 +130,6 @@ def varlen(
     return out_THD, lse_HT.T
 
 
-@cache
-def varlen_gives_lse(device: torch.device) -> bool:
-    """True if this PyTorch has the kernel with the expected arguments and log-sum-exp, whose shape differs by
-    release. The first call waits for the device.
-    """
-    q_THD = torch.arange(64 * 4 * 16, dtype=torch.float32, device=device).sin().view(64, 4, 16).bfloat16()
-    k_TKD, borders = q_THD[:, 2:], torch.tensor([0, 40, 64], dtype=torch.int32)
-    try:
-        results = varlen(q_THD, k_TKD, k_TKD, borders, 0.25, None)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    if results[1].shape != q_THD.shape[:2]:
-        return False
-    for a, b in ((0, 40), (40, 64)):
-        q_BHSD, k_BKSD = (x[a:b].transpose(0, 1)[None] for x in (q_THD, k_TKD))
-        for x, want in zip(results, chunked(q_BHSD, k_BKSD, k_BKSD, 0.25, None, None), strict=True):
-            if not torch.allclose(x[a:b].transpose(0, 1)[None].float(), want.float(), atol=0.05):
-                return False
-    return True
-
-
 def efficient(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
     """One segment, for GPUs and dtypes without FlashAttention. Cuts off the kernel's padding of the log-sum-exp."""
     group = q_BHSD.shape[1] // k_BKSD.shape[1]
@@ -141,19 +145,6 @@ def flash_on_cpu(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, sm_scale: float
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
         q_BHSD, k_BKSD, v_BKSD, 0.0, True, scale=sm_scale
     )
-
-
-@cache
-def _cpu_kernel_gives_lse() -> bool:
-    """True if this PyTorch has the kernel with the expected arguments and results."""
-    x = torch.arange(4 * 3 * 8, dtype=torch.float32, device="cpu").sin().view(1, 4, 3, 8)
-    q, k = x, x[:, 2:]
-    try:
-        output, lse = flash_on_cpu(q, k, k, 1.0)
-    except (AttributeError, RuntimeError):
-        return False
-    want, want_lse = chunked(q, k, k, 1.0, None, None)
-    return lse.shape == want_lse.shape and torch.allclose(output, want) and torch.allclose(lse, want_lse)
 
 
 def chunked(

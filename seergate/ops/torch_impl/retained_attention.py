@@ -34,7 +34,8 @@ def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | No
         places = torch.arange(len(k_SKD), device=q.device)
         ages_RS = places[first:, None] - places
         seen_RS = (ages_RS >= 0) & (ages_RS < (len(places) if window is None else window))
-        worth_KRS = (log_beta_SK.T[:, None] * ages_RS.clamp(min=0)).exp() * seen_RS
+        finite_SK = log_beta_SK.clamp(min=torch.finfo(dtype).min)  # -inf times an age of 0 would be NaN
+        worth_KRS = (finite_SK.T[:, None] * ages_RS.clamp(min=0)).exp() * seen_RS
         logits_KGRS = (logits_KGRS * worth_KRS[:, None]).masked_fill(~seen_RS, -torch.inf)
         if sinks is not None:
             sinks_KGR1 = sinks.to(dtype).view(kv_heads, -1, 1, 1).expand(*logits_KGRS.shape[:3], 1)

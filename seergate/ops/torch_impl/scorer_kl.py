@@ -24,13 +24,11 @@ def scorer_kl(
     scores: Scores,
     entry_tokens: int,
     target: str,
-    target_budget: int | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     sink_blocks, dtype = options.sink_blocks, wide_dtype(pack.q, pack.k, qs, ks)
     teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
     always = 1 + sink_blocks  # blocks that are read whatever the scorer says
-    picked = target_budget // block_size - always if target == "selected" and target_budget is not None else None
     total, rows, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     per_token = qs.shape[1] // entry_tokens  # scores that the scorer computes per row and token
     plans = [teacher.chunks(some, per_token) for some in rows]
@@ -60,7 +58,7 @@ def scorer_kl(
                     u_RN = log_targets(teacher, keys_KSD[head], start, chunk, head, scratch).T
                     for i, count in enumerate(past_blocks):
                         sums.recall_IK[i, head] += _recall(a_RN, u_RN, count)
-                    kl, delta_RN = _compared(a_RN, u_RN, picked)
+                    kl, delta_RN = _compared(a_RN, u_RN)
                     sums.add(kl, weight, head)
                     delta_KRN[head] = delta_RN * weight
                 sides = [x for x in (qs_RIE, ks_MJE) if x.requires_grad]
@@ -89,11 +87,8 @@ def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head:
     return u_NR.masked_fill_(teacher.not_past(rows), MASKED)
 
 
-def _compared(a_RN: Tensor, u_RN: Tensor, picked: int | None) -> tuple[Tensor, Tensor]:
-    """Sum of the rows' KL (float64) and its derivative by the scores; only over the ``picked`` best blocks, if set."""
-    if picked is not None and picked < a_RN.shape[1]:
-        left_out = torch.ones_like(a_RN, dtype=torch.bool).scatter_(1, _best(a_RN, picked), False)
-        u_RN, a_RN = u_RN.masked_fill(left_out, MASKED), a_RN.masked_fill(left_out, MASKED)
+def _compared(a_RN: Tensor, u_RN: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the rows' KL (float64) and its derivative by the scores."""
     log_p_RN, log_pi_RN = u_RN.log_softmax(1), a_RN.log_softmax(1)
     p_RN = log_p_RN.exp()
     return ((log_p_RN - log_pi_RN) * p_RN).sum(dtype=torch.float64), log_pi_RN.exp() - p_RN

@@ -10,6 +10,7 @@ from torch import Tensor
 from seergate.inference_mode import without_gradients
 from seergate.ops.backend import one_node
 from seergate.ops.decode import DecodeInputs
+from seergate.ops.rows import RowLengths
 from seergate.ops.triton_impl.decode_kernels import decode_kernel, merge_kernel
 from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.launch import DTYPES, decode_launch, padded
@@ -21,18 +22,18 @@ MAX_ROW_BYTES = 512
 
 @without_gradients
 def sparse_decode(
-    inputs: DecodeInputs, indices: Tensor | None, counts: Tensor | None, lengths: Tensor | None, block_size: int
+    inputs: DecodeInputs, indices: Tensor | None, counts: Tensor | None, rows: RowLengths | None, block_size: int
 ) -> Tensor:
     """The op on checked arguments; heads that are float64 or exceed `MAX_ROW_BYTES` run in the torch backend."""
     q, v = inputs.q, inputs.v
     if q.dtype not in DTYPES or max(q.shape[-1], v.shape[-1]) * q.element_size() > MAX_ROW_BYTES:
         return NotImplemented
-    return attend(*inputs, indices, counts, lengths, block_size)
+    return attend(*inputs, indices, counts, None if rows is None else rows.tensor, block_size)
 
 
-def dense_decode(inputs: DecodeInputs, lengths: Tensor | None) -> Tensor:
+def dense_decode(inputs: DecodeInputs, rows: RowLengths | None) -> Tensor:
     """The op on checked arguments, by the kernels of `sparse_decode` without a selection."""
-    return sparse_decode(inputs, None, None, lengths, 1)
+    return sparse_decode(inputs, None, None, rows, 1)
 
 
 @one_node(

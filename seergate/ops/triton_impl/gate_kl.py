@@ -1,18 +1,16 @@
-"""`gate_kl` in Triton: one node of the graph, with gradients computed in the forward. Kernels: `gate_kl_kernels`.
+"""`gate_kl` in Triton, with gradients computed in the forward. Kernels: `gate_kl_kernels`.
 
 For each chunk of rows, the teacher's log targets are written to a buffer; a kernel over rows computes the loss, the
 gradient of ``qg`` and ``pi - p`` from them; a kernel over columns sums ``pi - p`` into the gradient of ``kg``. Nothing
 waits for the device if ``cu_seqlens`` is in host memory.
 
 The torch backend runs what the kernels do not support: float64, block sizes not in `BLOCK_SIZES`, heads and gates
-wider than `MAX_HEAD_DIM`. Gates that are too wide in fp32 are first cast to bf16. If a tensor is too wide, one warning
-says that torch runs, which is slower.
+wider than `MAX_HEAD_DIM`. Gates that are too wide in fp32 are first cast to bf16.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -22,17 +20,11 @@ from torch import Tensor
 from seergate.ops.arguments import check_shape
 from seergate.ops.attention import Pack
 from seergate.ops.host_memory import copied
-from seergate.ops.losses import GateKLStats, LossOptions, refuse_second_order
+from seergate.ops.losses import GateKLStats, LossOptions
 from seergate.ops.torch_impl import gate_kl as torch_impl
 from seergate.ops.triton_impl import gate_kl_kernels, packs
 from seergate.ops.triton_impl.launch import gate_launch, padded, precision, recall_launch
-from seergate.ops.triton_impl.teacher import (
-    MAX_HEAD_DIM,
-    Teacher,
-    rows_in_one_piece,
-    runs_here,
-    warn_if_too_wide,
-)
+from seergate.ops.triton_impl.teacher import MAX_HEAD_DIM, Teacher, rows_in_one_piece, runs_here
 
 CHUNK_BYTES = 64 * 2**20
 """Size of the buffer of log targets: at 32k tokens, enough rows to fill a GPU several times."""
@@ -50,22 +42,15 @@ def gate_kl(
     lse: Tensor | None,
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
-    q, k, cu_seqlens, sm_scale, sinks, softcap = pack
     narrow = in_registers(qg, kg)
-    if not runs_here(q, block_size, *narrow):
-        if not torch.compiler.is_compiling():
-            warn_if_too_wide("gate_kl", {"q": q, "qg": qg, "kg": kg})
+    if not runs_here(pack.q, block_size, *narrow):
         return NotImplemented
     qg, kg = narrow
-    wanted = torch.is_grad_enabled()
-    sinks, lse = (None if x is None else x.detach() for x in (sinks, lse))
-    loss, kl_per_head, rows, recall, _, _ = _gate_kl(
-        q.detach(), k.detach(), qg, kg, cu_seqlens, block_size, sm_scale, gate_scale,
-        options.row_start, options.reduction, options.recall_budgets, options.sink_blocks, options.row_stride,
-        options.row_shift, sinks, softcap, lse,
-        wanted and qg.requires_grad, wanted and kg.requires_grad,
-    )  # fmt: skip
-    return loss, GateKLStats(kl_per_head, rows, recall)
+
+    def run(want_dqg: bool, want_dkg: bool) -> torch_impl.Outcome:
+        return evaluate(pack, qg, kg, block_size, gate_scale, options, lse, want_dqg, want_dkg)
+
+    return torch_impl.with_gradients(run, qg, kg)
 
 
 def in_registers(*sides: Tensor) -> list[Tensor]:
@@ -74,48 +59,38 @@ def in_registers(*sides: Tensor) -> list[Tensor]:
     return [x.to(torch.bfloat16) if too_wide and x.dtype == torch.float32 else x for x in sides]
 
 
+@torch.compiler.disable
 def evaluate(
-    q: Tensor,
-    k: Tensor,
+    pack: Pack,
     qg: Tensor,
     kg: Tensor,
-    cu_seqlens: Tensor,
     block_size: int,
-    sm_scale: float,
     gate_scale: float,
-    row_start: float,
-    reduction: str,
-    recall_budgets: list[int],
-    sink_blocks: int,
-    row_stride: int,
-    row_shift: int,
-    sinks: Tensor | None,
-    softcap: float | None,
+    options: LossOptions,
     lse: Tensor | None,
     want_dqg: bool,
     want_dkg: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute loss, KL per head, rows, recall, and the gradients of qg and kg (empty if not wanted)."""
-    device, kv_heads = q.device, k.shape[1]
-    spans = packs.segments(cu_seqlens, len(q))
+) -> torch_impl.Outcome:
+    """Compute the loss, its statistics, and the gradients of qg and kg (``None`` if not wanted)."""
+    q, device, kv_heads = pack.q, pack.q.device, pack.k.shape[1]
+    sink_blocks, row_stride, recall_budgets = options.sink_blocks, options.row_stride, options.recall_budgets
+    spans = packs.segments(pack.cu_seqlens, len(q))
     lengths = [end - start for start, end in spans]
     check_shape("kg", kg, (sum(-(-length // block_size) for length in lengths), *qg.shape[1:]))
-    teacher = Teacher(Pack(q, k, cu_seqlens, sm_scale, sinks, softcap), block_size)
+    teacher = Teacher(pack, block_size)
     gate = Gate(qg, kg, block_size, gate_scale, teacher, row_stride, want_dqg, want_dkg, len(recall_budgets))
     sizes = teacher.launch().rows, gate.launch.rows, gate.launch.columns
-    options = LossOptions(row_start, reduction, tuple(recall_budgets), sink_blocks, row_stride, row_shift)
     rows, chunks, tiles, row_weight = cut_up(tuple(spans), block_size, options, kv_heads, sizes, CHUNK_BYTES, device)
     cells = max((chunk.rows * chunk.width for chunk in chunks), default=0) * kv_heads
     buffers = gate.buffers(cells)
-    lse_buffer = q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse.float().contiguous()
-    known = lse is not None
-    if not known and (sink_blocks or row_stride > 1):  # tiles skip the sink blocks and the rows in between
-        teacher.attend_whole(spans, None, lse_buffer)
-        known = True
+    if lse is None:
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+        teacher.attend(spans, None, lse)
+    lse = lse.float().contiguous()
     for chunk, (teacher_tiles, row_tiles, column_tiles) in zip(chunks, tiles, strict=True):
         shape = (chunk.rows, kv_heads, chunk.width)
         targets, delta, logits = (x[: chunk.rows * kv_heads * chunk.width].view(shape) for x in buffers)
-        teacher.log_targets(teacher_tiles, targets, lse_buffer, known=known, step=row_stride)
+        teacher.maxima(teacher_tiles, lse, targets, row_stride)
         gate.add_rows(row_tiles, targets, delta, logits)
         for index, budget in enumerate(recall_budgets):
             gate.add_recall(row_tiles, targets, logits, index, max(0, budget // block_size - 1 - sink_blocks))
@@ -124,14 +99,12 @@ def evaluate(
     # float64, since these sum over up to millions of rows.
     divisor = max(rows, 1)
     loss = (gate.kl.sum(0, dtype=torch.float64) * row_weight).sum()
-    return (
-        loss.float(),
+    stats = (
         (gate.kl.sum(1, dtype=torch.float64) / divisor).float(),
         torch.full((), rows, dtype=torch.int64, device=device),
         (gate.recall.sum(2, dtype=torch.float64) / divisor).float(),
-        gate.dqg,
-        gate.dkg.to(kg.dtype, copy=True) if want_dkg else kg.new_empty(0),
     )
+    return loss.float(), stats, gate.dqg, None if gate.dkg is None else gate.dkg.to(kg.dtype)
 
 
 @lru_cache(maxsize=4)
@@ -192,7 +165,7 @@ class Gate:
         self.qg, self.kg = rows_in_one_piece(qg), rows_in_one_piece(kg)
         self.tokens, self.kv_heads, self.dim = qg.shape
         self.dtype = torch.promote_types(qg.dtype, kg.dtype)
-        self.gate_scale, self.want_dqg, self.want_dkg, self.budgets = gate_scale, want_dqg, want_dkg, budgets
+        self.gate_scale, self.budgets = gate_scale, budgets
         self.block_size, self.row_stride, self.gpu = block_size, row_stride, teacher.gpu
         self.launch = gate_launch(self.dim, self.dtype, teacher.gpu)
         self.constants = {
@@ -203,30 +176,32 @@ class Gate:
         }  # fmt: skip
         self.kl = qg.new_zeros(self.kv_heads, self.tokens, dtype=torch.float32)
         self.recall = qg.new_zeros(budgets, self.kv_heads, self.tokens, dtype=torch.float32)
-        self.dqg = qg.new_zeros(qg.shape) if want_dqg else qg.new_empty(0)
-        self.dkg = kg.new_zeros(kg.shape if want_dkg else (0, 0, 0), dtype=torch.float32)
+        self.dqg = qg.new_zeros(qg.shape) if want_dqg else None
+        self.dkg = kg.new_zeros(kg.shape, dtype=torch.float32) if want_dkg else None
 
     def buffers(self, cells: int) -> tuple[Tensor, Tensor, Tensor]:
         """Flat buffers of ``cells`` log targets, ``pi - p`` and logits; the last two are dummies if not needed."""
+        dummy = self.kl.new_empty(1).expand(cells)
         return (
             self.qg.new_empty(cells, dtype=torch.float32),
-            self.qg.new_empty(cells, dtype=self.dtype) if self.want_dkg else self.dkg.new_empty(1).expand(cells),
-            self.qg.new_empty(cells, dtype=torch.float32) if self.budgets else self.dkg.new_empty(1).expand(cells),
+            dummy if self.dkg is None else self.qg.new_empty(cells, dtype=self.dtype),
+            self.qg.new_empty(cells, dtype=torch.float32) if self.budgets else dummy,
         )
 
     def add_rows(self, tiles: packs.Tiles, targets: Tensor, delta: Tensor, logits: Tensor) -> None:
         """Add KL and ``dqg`` of these rows; fill ``delta`` and ``logits``."""
         gate_kl_kernels.rows_kernel[(len(tiles) * self.kv_heads,)](
             targets, self.qg, self.kg, tiles.table, tiles.weights, self.kl,
-            self.dqg if self.want_dqg else self.qg, delta, logits,
+            self.qg if self.dqg is None else self.dqg, delta, logits,
             len(tiles), self.tokens, *targets.stride()[:2], *self.qg.stride()[:2], *self.kg.stride()[:2],
-            *(self.dqg.stride()[:2] if self.want_dqg else (0, 0)), self.gate_scale,
-            WANT_DQG=self.want_dqg, WANT_DELTA=self.want_dkg, WANT_LOGITS=self.budgets > 0, **self.constants,
+            *((0, 0) if self.dqg is None else self.dqg.stride()[:2]), self.gate_scale,
+            WANT_DQG=self.dqg is not None, WANT_DELTA=self.dkg is not None, WANT_LOGITS=self.budgets > 0,
+            **self.constants,
         )  # fmt: skip
 
     def add_columns(self, tiles: packs.Tiles, delta: Tensor) -> None:
         """Add these rows' contribution to ``dkg``."""
-        if self.want_dkg:
+        if self.dkg is not None:
             gate_kl_kernels.columns_kernel[(len(tiles) * self.kv_heads,)](
                 delta, self.qg, tiles.table, tiles.weights, self.dkg, len(tiles),
                 *delta.stride()[:2], *self.qg.stride()[:2], *self.dkg.stride()[:2], self.gate_scale, **self.constants,
@@ -245,53 +220,3 @@ class Gate:
             BLOCK_SIZE=self.block_size, ROWS=self.launch.rows, TURN=turn, WIDTH=width, STEP=self.row_stride,
             num_warps=num_warps,
         )  # fmt: skip
-
-
-def _fake(
-    q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, *rest: Any, **options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    names = dict(zip(_ARGUMENTS[4:], rest, strict=False)) | options
-    kv_heads, fp32 = k.shape[1], torch.float32
-    return (
-        q.new_empty((), dtype=fp32),
-        q.new_empty(kv_heads, dtype=fp32),
-        q.new_empty((), dtype=torch.int64),
-        q.new_empty((len(names["recall_budgets"]), kv_heads), dtype=fp32),
-        qg.new_empty(qg.shape if names["want_dqg"] else 0),
-        kg.new_empty(kg.shape if names["want_dkg"] else 0),
-    )
-
-
-_ARGUMENTS = tuple(evaluate.__code__.co_varnames[: evaluate.__code__.co_argcount])
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*output[4:])
-    ctx.wanted = inputs[-2:]
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad_loss: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    refuse_second_order()
-    # grad_loss stays on the device: no value is read. As a 0-dim tensor it does not widen a bf16 gradient.
-    gradients = (
-        x * grad_loss if wanted and grad_loss is not None else None
-        for x, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    )  # fmt: skip
-    return None, None, *gradients, *(None for _ in _ARGUMENTS[4:])
-
-
-_gate_kl = torch.library.custom_op(
-    "seergate::gate_kl",
-    evaluate,
-    mutates_args=(),
-    schema=(
-        "(Tensor q, Tensor k, Tensor qg, Tensor kg, Tensor cu_seqlens, int block_size, float sm_scale, "
-        "float gate_scale, float row_start, str reduction, int[] recall_budgets, int sink_blocks, int row_stride, "
-        "int row_shift, Tensor? sinks, float? softcap, Tensor? lse, bool want_dqg, bool want_dkg) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-_gate_kl.register_fake(_fake)
-_gate_kl.register_autograd(_backward, setup_context=_setup_context)

@@ -1,7 +1,6 @@
 """Kernels of the gate's side of `gate_kl`: loss and gradients of rows, gradients of columns, recall.
 
-Per row, with ``u`` the log targets before normalisation and ``a`` the gate's logits over past blocks:
-``log p = u - logsumexp(u)``, ``log pi = a - logsumexp(a)``, ``KL = sum p (log p - log pi)``, ``dKL/da = pi - p``.
+Names are those of the equations in `seergate.ops.torch_impl.gate_kl`.
 
 Buffers hold a chunk of rows, ``[rows, kv_heads, width]``; cells of blocks that are not strictly past were never
 written and are never read. Tiles: see `packs`. Rows of a tile are ``STEP`` tokens apart; positions and blocks are

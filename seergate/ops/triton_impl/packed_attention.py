@@ -28,5 +28,5 @@ def packed_attention(pack: Pack, v: Tensor, window: int | None) -> PackedAttenti
     teacher = Teacher(pack, BLOCK_SIZE, v, window)
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    teacher.attend_whole(spans, out, lse)
+    teacher.attend(spans, out, lse)
     return PackedAttention(out, lse)

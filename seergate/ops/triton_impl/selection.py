@@ -18,6 +18,7 @@ from torch import Tensor
 from seergate.inference_mode import without_gradients
 from seergate.ops.backend import one_node
 from seergate.ops.gate_math import NORM_EPS, Branch
+from seergate.ops.rows import RowLengths
 from seergate.ops.selection import Selection
 from seergate.ops.triton_impl.compression import THREADS
 from seergate.ops.triton_impl.gpus import gpu_of
@@ -84,12 +85,11 @@ def score_kernel(  # type: ignore[no-untyped-def]
 
 
 @without_gradients
-def score_blocks(q: Tensor, lengths: Tensor, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
+def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments; float64 runs in the torch backend."""
     if not {q.dtype, branch.weight.dtype} <= set(DTYPES):
         return NotImplemented
-    branch = branch.detached()
-    return score(q, lengths, compressed, branch.weight, block_size, *branch[1:])
+    return score(q, rows.tensor, compressed, branch.weight, block_size, *branch[1:])
 
 
 @one_node(
@@ -181,12 +181,18 @@ def select_kernel(  # type: ignore[no-untyped-def]
 
 @without_gradients
 def select_blocks(
-    scores: Tensor, *, budget_share: float | None, budget_min: int | None, budget_max: int | None, **others: Any
+    scores: Tensor,
+    rows: RowLengths,
+    *,
+    budget_share: float | None,
+    budget_min: int | None,
+    budget_max: int | None,
+    **others: Any,
 ) -> Selection:
     """The op on checked arguments; more than `MAX_BLOCKS` blocks, and ``budget_share``, run in the torch backend."""
     if scores.shape[2] > MAX_BLOCKS or budget_share is not None:
         return NotImplemented
-    return Selection(*select(scores=scores, **others))
+    return Selection(*select(scores, rows.tensor, **others))
 
 
 def width_kept(blocks: int, block_size: int, token_budget: int | None) -> int:

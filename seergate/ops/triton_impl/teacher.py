@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ MAX_HEAD_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 
 SCRATCH_BYTES = 256 * 2**20
 """Device memory for the scratch of a launch of `attention_kernel`: two programs per processor at 32k tokens in blocks
-of 16. If not even one program per processor fits, targets take two passes, without scratch."""
+of 16."""
 
 
 class Teacher:
@@ -39,12 +37,7 @@ class Teacher:
         self.v = None if v is None else rows_in_one_piece(v.detach())
         self.kv_heads, self.dim = k.shape[1:]
         self.group = q.shape[1] // self.kv_heads
-        self.block_size, self.softcap, self.window = block_size, softcap, window
-        # The kernels need a positive scale. A negative scale negates the queries instead; 0 is replaced by a number so
-        # small that every score is 0 in fp32.
-        if sm_scale < 0:
-            self.q = -self.q
-        self.scale = max(abs(sm_scale), 1e-30)
+        self.block_size, self.scale, self.softcap, self.window = block_size, sm_scale, softcap, window
         self.sinks = None if sinks is None else sinks.detach().contiguous()
 
     def launch(self, *, output: bool = False) -> TeacherLaunch:
@@ -61,16 +54,19 @@ class Teacher:
             "num_warps": launch.num_warps, "num_stages": launch.num_stages,
         }  # fmt: skip
 
-    def attend(self, tiles: packs.Tiles, out: Tensor | None, lse: Tensor, targets: Tensor | None) -> None:
-        """Fill ``lse`` and, if given, ``out`` and the past blocks of ``targets``.
+    def attend(
+        self, spans: Sequence[tuple[int, int]], out: Tensor | None, lse: Tensor, targets: Tensor | None = None
+    ) -> None:
+        """Fill ``lse`` and, if given, ``out`` and the past blocks of ``targets``, for a pack with segments ``spans``.
 
         Args:
-            tiles: tiles of ``launch(output=...).rows`` rows.
             out: ``[T, H, dv]``.
             lse: ``[T, H]``, contiguous, fp32.
-            targets: ``[rows, Hkv, width]``, fp32, by row of the buffer; ``width`` covers every candidate block.
+            targets: ``[T, Hkv, width]``, fp32; ``width`` covers every candidate block.
         """
         launch = self.launch(output=out is not None)
+        whole = packs.row_tiles(packs.whole_segments(spans), launch.rows, packed=True)
+        (tiles,) = packs.to_device([whole], lse.device)
         width = 0 if targets is None else targets.shape[-1]
         tile = launch.rows * launch.pack
         at_once = max(SCRATCH_BYTES // max(1, width * tile * 4), self.gpu.processors) // self.kv_heads
@@ -93,30 +89,10 @@ class Teacher:
                     **self.constants(launch),
                 )  # fmt: skip
 
-    def attend_whole(
-        self, spans: Sequence[tuple[int, int]], out: Tensor | None, lse: Tensor, targets: Tensor | None = None
-    ) -> None:
-        """Call `attend` for every row of the pack with segments ``spans``."""
-        rows = self.launch(output=out is not None).rows
-        tiles = packs.row_tiles(packs.whole_segments(spans), rows, packed=True)
-        self.attend(packs.to_device([tiles], lse.device)[0], out, lse, targets)
-
-    def log_targets(self, tiles: packs.Tiles, targets: Tensor, lse: Tensor, *, known: bool, step: int = 1) -> None:
-        """Fill the past blocks of ``targets [rows, Hkv, width]``, and ``lse [T, H]`` if it is not ``known``.
-
-        It must be known if rows are ``step > 1`` tokens apart, or do not start with the segment. An unknown ``lse`` is
-        computed in the same pass or, if that needs too much scratch, in a pass before it.
-        """
-        if not known:
-            launch = self.launch()
-            if targets.shape[-1] * launch.rows * launch.pack * 4 * self.gpu.processors <= SCRATCH_BYTES:
-                self.attend(tiles, None, lse, targets)
-                return
-            self.attend(tiles, None, lse, None)
-        self.maxima(tiles, lse, targets, step)
-
     def maxima(self, tiles: packs.Tiles, lse: Tensor, targets: Tensor, step: int) -> None:
-        """Fill the past blocks of ``targets [rows, Hkv, width]`` for these tiles, given ``lse [T, H]``."""
+        """Fill the past blocks of ``targets [rows, Hkv, width]``, given ``lse [T, H]``; a tile's rows are ``step``
+        tokens apart.
+        """
         launch = self.launch()
         for turn in range(0, self.group if len(tiles) else 0, launch.pack):
             teacher_kernels.maxima_kernel[(len(tiles) * self.kv_heads,)](
@@ -132,23 +108,6 @@ def runs_here(q: Tensor, block_size: int, *others: Tensor) -> bool:
     return block_size in BLOCK_SIZES and all(x.shape[-1] <= MAX_HEAD_DIM.get(x.dtype, 0) for x in (q, *others))
 
 
-def warn_if_too_wide(op: str, tensors: Mapping[str, Tensor]) -> None:
-    """Warn, once per op, argument and width, that torch runs because a tensor is too wide for the kernels."""
-    for name, x in tensors.items():
-        limit = MAX_HEAD_DIM.get(x.dtype)
-        if limit is not None and x.shape[-1] > limit:
-            _warn(
-                f"{op}: {name} is {x.shape[-1]} wide in {x.dtype}; the kernels take {limit} at most, so this runs in "
-                "the torch backend, which is slower on a GPU"
-            )
-            return
-
-
-@cache
-def _warn(text: str) -> None:
-    warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
 @without_gradients
 def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
     """The op on checked arguments."""
@@ -161,7 +120,7 @@ def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> Atte
     out = q.new_empty(*q.shape[:2], v.shape[-1], dtype=v.dtype)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     targets = torch.full((q.shape[0], teacher.kv_heads, widest), -torch.inf, dtype=torch.float32, device=q.device)
-    teacher.attend_whole(spans, out, lse, targets)
+    teacher.attend(spans, out, lse, targets)
     return AttentionWithTargets(out, lse, targets)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from seergate.ops.triton_impl import packs
 from seergate.ops.triton_impl.kernel_math import capped
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -21,8 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
 """Below any score; finite, so that a tile of which a row sees nothing adds nothing."""
 
-TILE_FIELDS = tl.constexpr(6)
-"""Numbers per entry of a tile table; `packs.FIELDS` says which."""
+TILE_FIELDS = tl.constexpr(packs.FIELDS)
 
 
 @triton.jit

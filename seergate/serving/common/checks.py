@@ -29,7 +29,7 @@ def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> 
     layers = hf_config.get_text_config().num_hidden_layers
     if bank is not None:
         check_gates(model, bank)
-    absent = [layer for layer in dense_layers if not (isinstance(layer, int) and 0 <= layer < layers)]
+    absent = [layer for layer in dense_layers if layer >= layers]
     if absent:
         raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")
     if not set(kinds) - set(dense_layers):

@@ -8,8 +8,6 @@ device and no shape depends on values there, so all of it can be captured in a C
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -21,18 +19,6 @@ from seergate.ops.triton_impl.gpus import gpu_of
 from seergate.ops.triton_impl.kernel_math import add_product, best, branch_end, ordered
 from seergate.ops.triton_impl.launch import decode_splits, padded, select_warps
 from seergate.ops.triton_impl.selection import MAX_BLOCKS, SCORE_CHUNK
-
-
-class Rotation(NamedTuple):
-    """A layer's RoPE in vLLM's layout.
-
-    Attributes:
-        angles: ``[positions, rotated dimensions]``, cosines and then sines; ``None`` without RoPE.
-        neox: whether dimensions are paired in the rotate-half form; else each one with its neighbour.
-    """
-
-    angles: Tensor | None
-    neox: bool
 
 
 @triton.jit
@@ -216,7 +202,8 @@ def close_blocks(
     summary: Tensor,
     table: Tensor,
     lengths: Tensor,
-    rotation: Rotation,
+    angles: Tensor | None,
+    neox: bool,
     branch: Branch,
     block_size: int,
     kinds: tuple[str, ...],
@@ -228,7 +215,8 @@ def close_blocks(
         summary: ``[pages, Hkv, E]``, compressed keys, changed in place at the last page of a completed block.
         table: int32 ``[R, P]``, pages of the rows.
         lengths: int ``[R]``; 0 for rows that are padding.
-        rotation: RoPE of the layer.
+        angles: the layer's RoPE, ``[positions, rotated dimensions]``, cosines and then sines; ``None`` without RoPE.
+        neox: whether dimensions are paired in the rotate-half form; else each one with its neighbour.
         branch: the key branch, with weight ``[Hkv, len(kinds) * D, E]`` in the dtype of ``summary``.
         block_size: tokens per block.
         kinds: see `seergate.ops.pool_keys`.
@@ -238,11 +226,11 @@ def close_blocks(
     dim, half = weight.shape[1] // len(kinds), -(-width // 2)
     at = [kinds.index(kind) if kind in kinds else -1 for kind in ("max", "min", "avg")]
     close_kernel[(kv_heads, len(lengths))](
-        cache, table, lengths, rotation.angles, summary, weight, norm_weight, inv_freq,
+        cache, table, lengths, angles, summary, weight, norm_weight, inv_freq,
         *cache.stride()[:3], table.stride(0), *summary.stride()[:2], *weight.stride(), attention_scaling, *at,
         BLOCK_SIZE=block_size, ROWS=padded(block_size), PAGE=cache.shape[2], DIM=dim,
         CHUNK=min(CHUNK, padded(dim)), WIDTH=width, HALF=half, PADDED_HALF=padded(half),
-        ROTARY=_rotary(rotation), NEOX=rotation.neox, EPS=NORM_EPS,
+        ROTARY=0 if angles is None else angles.shape[1], NEOX=neox, EPS=NORM_EPS,
         num_warps=THREADS // gpu_of(cache.device).warp_size,
     )  # fmt: skip
 
@@ -252,7 +240,8 @@ def score_pages(
     summary: Tensor,
     table: Tensor,
     lengths: Tensor,
-    rotation: Rotation,
+    angles: Tensor | None,
+    neox: bool,
     branch: Branch,
     block_size: int,
     page: int,
@@ -263,7 +252,7 @@ def score_pages(
         q: ``[R, H, D]`` after RoPE, contiguous in the last dimension.
         branch: the query branch, with weight ``[Hkv, G, D, E]``.
         page: tokens per page.
-        summary, table, lengths, rotation, block_size: see `close_blocks`.
+        summary, table, lengths, angles, neox, block_size: see `close_blocks`.
 
     Returns:
         fp32 ``[R, Hkv, N]`` for N the capacity of the table in blocks, and ``q`` as ``[R * Hkv, G, D]``.
@@ -276,11 +265,12 @@ def score_pages(
     gpu, half, tiles = gpu_of(q.device), -(-width // 2), -(-blocks // SCORE_CHUNK)
     span = SCORE_CHUNK * -(-tiles // decode_splits(rows * kv_heads, tiles, gpu.processors))
     paged_score_kernel[(-(-blocks // span), kv_heads, rows)](
-        q, lengths, table, rotation.angles, summary, weight, norm_weight, inv_freq, scores, packed,
+        q, lengths, table, angles, summary, weight, norm_weight, inv_freq, scores, packed,
         *q.stride()[:2], table.stride(0), *summary.stride()[:2], *weight.stride(), blocks, span, attention_scaling,
         width**-0.5, BLOCK_SIZE=block_size, RUN=block_size // page, GROUP=group, DIM=dim, WIDTH=width, HALF=half,
-        PADDED_HALF=padded(half), CHUNK=SCORE_CHUNK // 2 if width > 128 else SCORE_CHUNK, ROTARY=_rotary(rotation),
-        NEOX=rotation.neox, EPS=NORM_EPS, num_warps=THREADS // gpu.warp_size,
+        PADDED_HALF=padded(half), CHUNK=SCORE_CHUNK // 2 if width > 128 else SCORE_CHUNK,
+        ROTARY=0 if angles is None else angles.shape[1], NEOX=neox, EPS=NORM_EPS,
+        num_warps=THREADS // gpu.warp_size,
     )  # fmt: skip
     return scores, packed
 
@@ -318,8 +308,3 @@ def chosen_places(
         num_warps=select_warps(width),
     )  # fmt: skip
     return places, tokens
-
-
-def _rotary(rotation: Rotation) -> int:
-    """Number of dimensions that RoPE rotates."""
-    return 0 if rotation.angles is None else rotation.angles.shape[1]

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from seergate.errors import SeergateError
-
-
-class Angles(NamedTuple):
-    """A rotation of pairs of channels: ``x * cos + partner * sin``.
-
-    Attributes:
-        cos, sin: ``[..., d]``, one number per channel; the sine is negated for one channel of each pair.
-        neox: whether the channels of a pair are ``d / 2`` apart instead of adjacent.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    neox: bool = True
-
-    def rotate(self, x: Tensor) -> Tensor:
-        """Return ``x [..., d]``, rotated."""
-        half = x.shape[-1] // 2
-        partner = x.roll(half, -1) if self.neox else x.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
-        return (x * self.cos).add_(partner * self.sin)
 
 
 class Unrotation:
@@ -42,28 +23,32 @@ class Unrotation:
             )
         self.rotary = rotary
 
-    def at(self, positions: Tensor) -> tuple[Angles, Tensor] | None:
-        """The inverse rotation at int64 positions, and the divisor of its result; ``None`` without RoPE."""
+    def at(self, positions: Tensor) -> tuple[Tensor, ...] | None:
+        """The inverse rotation at int64 positions: cosine and sine ``[..., d]``, one number per rotated channel, and
+        the divisor of the result; ``None`` without RoPE. The sine is negated for one channel of each pair.
+        """
         if self.rotary is None:
             return None
         cos, sin = self.rotary.cos_sin_cache[positions].float().chunk(2, -1)
         square = cos.square() + sin.square()  # the squared attention factor: 1 without YaRN
         pairs = torch.stack((cos, cos, sin, -sin, square, square), -2).unflatten(-2, (3, 2))  # [..., 3, 2, d / 2]
         channels = pairs if self.rotary.is_neox_style else pairs.transpose(-1, -2)
-        cos, sin, square = channels.flatten(-2).unbind(-2)
-        return Angles(cos, sin, self.rotary.is_neox_style), square
+        return channels.flatten(-2).unbind(-2)
 
-    @staticmethod
-    def undo(x: Tensor, inverse: tuple[Angles, Tensor] | None) -> Tensor:
+    def undo(self, x: Tensor, inverse: tuple[Tensor, ...] | None) -> Tensor:
         """Return ``x [..., D]`` before RoPE, in float32; ``inverse`` comes from `at` and is broadcast to ``x``."""
         x = x.float()
         if inverse is None:
             return x
-        angles, square = inverse
-        width = square.shape[-1]
-        if width == x.shape[-1]:
-            return angles.rotate(x).div_(square)
-        return torch.cat((angles.rotate(x[..., :width]).div_(square), x[..., width:]), -1)
+        cos, sin, square = inverse
+        half, width = square.shape[-1] // 2, square.shape[-1]
+        turned = x if width == x.shape[-1] else x[..., :width]
+        if self.rotary.is_neox_style:  # the channels of a pair are half of them apart; else they are adjacent
+            partner = turned.roll(half, -1)
+        else:
+            partner = turned.unflatten(-1, (half, 2)).flip(-1).flatten(-2)
+        back = (turned * cos).add_(partner * sin).div_(square)
+        return back if width == x.shape[-1] else torch.cat((back, x[..., width:]), -1)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return ``x [..., D]`` before RoPE, in float32; positions are int64, broadcast to ``x.shape[:-1]``."""

@@ -7,12 +7,10 @@ a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
@@ -21,12 +19,15 @@ from seergate.ops.backend import choose
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
 
-Keys = Callable[[], Tensor]
-"""Reads the cached keys of all blocks of all rows, ``[R, K, N * S, D]``, for methods without block summaries."""
-
 
 class Scores(ABC):
     """How a method scores blocks in one layer.
+
+    Args:
+        method: the method that names this class.
+        head_dim, dtype: channels of a cached key, and the dtype of the cache.
+        scale: what the layer's attention multiplies its scores by.
+        gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
 
     Attributes:
         width, dtype: numbers per KV head in a block's summary, and their dtype.
@@ -37,43 +38,36 @@ class Scores(ABC):
     dtype: torch.dtype
     numbers: int
 
-    @classmethod
     @abstractmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        """Create the scorer of a method in one layer.
-
-        Args:
-            method: the method that names this class.
-            attention: the server's module, or an object with its ``head_size``, ``kv_cache_torch_dtype`` and ``impl``.
-            gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
-        """
+    def __init__(
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: Any, unrotate: Any
+    ) -> None: ...
 
     @abstractmethod
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
 
     @abstractmethod
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
 
-    def in_kernels(self, device: torch.device) -> bool:
-        """Whether fused kernels run a step in which all rows decode, which keeps its CUDA graph small."""
+    def in_kernels(self, device: torch.device, blocks: int) -> bool:
+        """Whether fused kernels run a step in which all rows decode, of at most ``blocks`` blocks each. That keeps its
+        CUDA graph small.
+        """
         return False
 
 
 class GateScores(Scores):
     """The learned gate: a block's summary is its compressed key."""
 
-    def __init__(self, gate: Scorer, unrotate: Unrotation) -> None:
+    def __init__(
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: Scorer, unrotate: Unrotation
+    ) -> None:
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
         self.numbers = self.width
         self.one_query_per_head = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj"
-
-    @classmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        assert gate is not None and unrotate is not None
-        return cls(gate, unrotate)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         size = keys_NKSD.shape[2]
@@ -81,83 +75,31 @@ class GateScores(Scores):
         pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         rotary = self.unrotate.rotary
         inverse = rows.once(("inverse RoPE", rotary), lambda: self.unrotate.at(rows.positions))
         return self.gate.step_scores(self.unrotate.undo(query_RHD, inverse), rows, summary_RKNW)
 
-    def in_kernels(self, device: torch.device) -> bool:
-        return self.one_query_per_head and self.dtype.itemsize <= 4 and choose(device) == "triton"
+    def in_kernels(self, device: torch.device, blocks: int) -> bool:
+        if not self.one_query_per_head or self.dtype.itemsize > 4 or choose(device) != "triton":
+            return False
+        from seergate.ops.triton_impl.selection import MAX_BLOCKS
 
-    def close_in_kernel(
-        self, cache: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int
-    ) -> None:
-        """Write in place the `summary` of each block that the step completes; for steps in which all rows decode."""
-        from seergate.serving.common.paged_kernels import close_blocks
-
-        given = cache, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("k")
-        close_blocks(*given, size, self.gate.config.k_pooling)
-
-    def score_in_kernel(
-        self, query_RHD: Tensor, summary_PKW: Tensor, table_RP: Tensor, lengths_R: Tensor, size: int, page: int
-    ) -> tuple[Tensor, Tensor]:
-        """The `scores` in such a step, read from the summaries in place, and the query as one sequence per KV head."""
-        from seergate.serving.common.paged_kernels import score_pages
-
-        given = query_RHD, summary_PKW, table_RP, lengths_R, self._rotation(), self.gate.branch("q")
-        return score_pages(*given, size, page)
-
-    def _rotation(self) -> Any:
-        from seergate.serving.common.paged_kernels import Rotation
-
-        rotary = self.unrotate.rotary
-        return Rotation(None, True) if rotary is None else Rotation(rotary.cos_sin_cache, rotary.is_neox_style)
+        return blocks <= MAX_BLOCKS
 
 
 class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, group_reduction: str, scale: float) -> None:
-        self.width, self.dtype, self.group_reduction, self.scale = 2 * head_dim, dtype, group_reduction, scale
+    def __init__(
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: None, unrotate: None
+    ) -> None:
+        self.width, self.dtype, self.group_reduction, self.scale = 2 * head_dim, dtype, method.group_reduction, scale
         self.numbers = 2 * self.width  # in the dtype of the cache, and in float32
-
-    @classmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        return cls(attention.head_size, attention.kv_cache_torch_dtype, method.group_reduction, attention.impl.scale)
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
         high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
         return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction, self.scale)
-
-
-class OracleScores(Scores):
-    """Scores of dense attention: the largest log-probability that a query head of the group assigns to a key of the
-    block. Reads all keys, so it saves nothing and serves as a reference.
-    """
-
-    width, dtype = 0, torch.float32
-
-    def __init__(self, size: int, head_dim: int, scale: float, softcap: float) -> None:
-        self.size, self.scale, self.softcap = size, scale, softcap
-        self.numbers = 2 * size * head_dim
-
-    @classmethod
-    def of_layer(cls, method: Any, attention: Any, gate: Scorer | None, unrotate: Unrotation | None) -> Scores:
-        impl = attention.impl
-        return cls(method.block_size, attention.head_size, impl.scale, impl.logits_soft_cap)
-
-    def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
-        return keys_NKSD.new_empty(*keys_NKSD.shape[:2], 0)
-
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor, read: Keys) -> Tensor:
-        keys_RKTD = read().float()
-        query_RKGD = query_RHD.unflatten(1, (keys_RKTD.shape[1], -1)).float()
-        logits = (query_RKGD * self.scale) @ keys_RKTD.transpose(-1, -2)
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        mask_RT = torch.arange(keys_RKTD.shape[2], device=keys_RKTD.device) <= rows.positions
-        logp_RKGT = F.log_softmax(logits.masked_fill(~mask_RT[:, None, None], -torch.inf), -1)
-        return logp_RKGT.unflatten(-1, (-1, self.size)).amax(-1).amax(2)

@@ -55,10 +55,6 @@ class Settings:
                 raise SeergateError(f"seergate.{name} is {value!r}; it must be a text")
         if self.revision is not None and self.gates is None:
             raise SeergateError(f"seergate.revision is {self.revision!r} without gates; leave it out")
-        for name in ("dense_layers", "anchors"):
-            layers = self.rule.get(name, ())
-            if not isinstance(layers, (list, tuple)):
-                raise SeergateError(f"seergate.{name} is {layers!r}; it must be a list of layers")
 
     @classmethod
     def read(cls, additional_config: Any) -> Settings | None:

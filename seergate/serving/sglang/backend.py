@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -99,12 +98,8 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 if bank is not None:
                     unrotate = Unrotation(parent.rotary_emb if kinds[number] == "plain" else None)
                     gate = bank.gate(number).to(keys.device, keys.dtype).requires_grad_(False)
-                like = SimpleNamespace(
-                    head_size=layer.qk_head_dim,
-                    kv_cache_torch_dtype=keys.dtype,
-                    impl=SimpleNamespace(scale=layer.scaling, logits_soft_cap=layer.logit_cap),
-                )
-                scoring = self.scores[number] = scores.of_layer(self.method, like, gate, unrotate)
+                scoring = scores(self.method, layer.qk_head_dim, keys.dtype, layer.scaling, gate, unrotate)
+                self.scores[number] = scoring
                 shape = len(keys) // self.page, keys.shape[1], scoring.width
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
 
@@ -177,15 +172,9 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         table_RNr = self.plan.table_RNr[rows, : -(-int(lengths_R.max()) // size)]
         summary_RKNW = self.summaries[layer.layer_id][table_RNr[..., -1]].transpose(1, 2)
 
-        def keys_RKTD() -> Tensor:
-            keys_NKTD = self._keys(table_RNr.flatten(0, 1), layer)
-            return keys_NKTD.unflatten(0, table_RNr.shape[:2]).transpose(1, 2).flatten(2, 3)
-
-        scoring = self.scores[layer.layer_id]
         decoding = Rows(lengths_R, table_RNr)
-        indices_RKX, counts_RK = self.method.choose(
-            scoring.scores(query_RHD, decoding, summary_RKNW, keys_RKTD), decoding
-        )
+        scores_RKN = self.scores[layer.layer_id].scores(query_RHD, decoding, summary_RKNW)
+        indices_RKX, counts_RK = self.method.choose(scores_RKN, decoding)
         each = torch.arange(len(rows), device=rows.device)[:, None, None]
         slots_RKT = self._slots(table_RNr[each, indices_RKX.clamp(min=0).long()])
         chosen = slots_RKT, decoding.tokens(counts_RK, size)

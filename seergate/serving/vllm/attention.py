@@ -191,7 +191,7 @@ class SparseBuilder:
                 f"anchors is {list(self.method.anchors)}; vLLM's cache has layers in groups with pages of their own, "
                 "and an anchor must be in the group of the layers that it chooses for"
             )
-        self.graphs, self.drafts = fits_graphs(self.method), vllm_config.num_speculative_tokens
+        self.graphs, self.drafts = fits_graphs(self.method, vllm_config), vllm_config.num_speculative_tokens
         page, size = kv_cache_spec.block_size, self.method.block_size
         room = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
         if room < impl.room:
@@ -208,7 +208,7 @@ class SparseBuilder:
         """CUDA graphs capture attention in steps in which all rows decode one token, or never."""
         from vllm.v1.attention.backend import AttentionCGSupport as Support
 
-        graphs = fits_graphs(gated_impls(vllm_config)[0].method)
+        graphs = fits_graphs(gated_impls(vllm_config)[0].method, vllm_config)
         return Support.UNIFORM_SINGLE_TOKEN_DECODE if graphs else Support.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
@@ -273,10 +273,12 @@ class SparseAttention:
         pages = self.pages.get(cache)
         if pages is None:
             pages = self.pages[cache] = self.kind(self, layer, cache, self.scoring.width)
-        if metadata.plan is None and self.method.budget is not None and self.scoring.in_kernels(cache.device):
-            metadata.plan = step_in_kernels(metadata)
-        elif metadata.plan is None:
-            metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
+        if metadata.plan is None:
+            blocks = -(-metadata.block_table.shape[1] * pages.size // self.method.block_size)
+            if self.method.budget is not None and self.scoring.in_kernels(cache.device, blocks):
+                metadata.plan = step_in_kernels(metadata)
+            else:
+                metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
         plan = metadata.plan
         if not isinstance(plan, Plan):
             self._in_kernels(pages, metadata, query, output)
@@ -300,15 +302,18 @@ class SparseAttention:
 
     def _in_kernels(self, pages: Pages, metadata: Any, query: Tensor, output: Tensor) -> None:
         """Run a step in which all rows decode, in three launches and those of attention."""
-        from seergate.serving.common.paged_kernels import chosen_places
+        from seergate.serving.common.paged_kernels import chosen_places, close_blocks, score_pages
 
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
         plan, lengths_R, size = metadata.plan, metadata.seq_lens, self.method.block_size
         rows, rule = len(lengths_R), (self.method.budget, self.method.sink_blocks)
         given = metadata.block_table, lengths_R, size
         if self.anchor is self:
-            self.scoring.close_in_kernel(pages.cache, pages.summary_PKW, *given)
-            scores_RKN, query_QGD = self.scoring.score_in_kernel(query[:rows], pages.summary_PKW, *given, pages.size)
+            gate, rotary = self.scoring.gate, self.scoring.unrotate.rotary
+            angles, neox = (None, True) if rotary is None else (rotary.cos_sin_cache, rotary.is_neox_style)
+            stored = pages.summary_PKW, metadata.block_table, lengths_R, angles, neox
+            close_blocks(pages.cache, *stored, gate.branch("k"), size, gate.config.k_pooling)
+            scores_RKN, query_QGD = score_pages(query[:rows], *stored, gate.branch("q"), size, pages.size)
             steps = pages.page_step, pages.head_step
             plan.chosen = {self: chosen_places(scores_RKN, *given, pages.size, *rule, *steps)}
         else:
@@ -357,10 +362,7 @@ class SparseAttention:
         most = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
 
         def of(query_RHD: Tensor, rows: Rows) -> Tensor:
-            summary_RKNW = pages.read_summaries(rows)
-            return self.scoring.scores(
-                query_RHD, rows, summary_RKNW, lambda: self._keys(pages, rows.table_RNr.flatten(1))
-            )
+            return self.scoring.scores(query_RHD, rows, pages.read_summaries(rows))
 
         if len(rows) <= most:
             return of(query_RHD, rows)
@@ -419,10 +421,15 @@ def gated_impls(vllm_config: Any, names: list[str] | None = None) -> list[Sparse
     return [impl for impl in impls if isinstance(impl, SparseAttention)]
 
 
-def fits_graphs(method: SelectingMethod) -> bool:
+def fits_graphs(method: SelectingMethod, vllm_config: Any) -> bool:
     """Whether CUDA graphs may capture decode steps: on a GPU, for a method whose budget alone decides how much is
-    read. A CPU has no graphs, and shapes that do not depend on lengths would slow it down.
+    read, from as many blocks as a kernel selects from. A CPU has no graphs, and shapes that do not depend on lengths
+    would slow it down.
     """
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda() and method.fixed_shapes and same_in_all_layers(method)
+    if not (current_platform.is_cuda() and method.fixed_shapes and same_in_all_layers(method)):
+        return False
+    from seergate.ops.triton_impl.selection import MAX_BLOCKS
+
+    return -(-vllm_config.model_config.max_model_len // method.block_size) <= MAX_BLOCKS

@@ -90,12 +90,13 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
             scoring = attentions[anchor].impl.scoring
         else:
             gate = unrotate = None
+            dtype = attention.kv_cache_torch_dtype
             if bank is not None:
                 unrotate = Unrotation(parent.rotary_emb if kinds[layer] == "plain" else None)
-                gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, attention.kv_cache_torch_dtype)
+                gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, dtype)
                 frequencies = gate.inv_freq if frequencies is None else frequencies
                 gate.inv_freq = frequencies  # one tensor, so that layers share its angles
-            scoring = scores.of_layer(method, attention, gate, unrotate)
+            scoring = scores(method, attention.head_size, dtype, attention.impl.scale, gate, unrotate)
         counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
         if same_in_all_layers(method):
             counts = shared.setdefault(attention.num_kv_heads, counts)

@@ -10,7 +10,7 @@ from seergate.config import SCORERS
 from seergate.eval.report import load_sweeps, write_report
 from seergate.eval.report.plots import line_style, panels, style
 from seergate.methods import METHODS
-from tests.support.made_reports import reconfigure, write_run
+from tests.support.made_reports import cells, reconfigure, write_run
 
 
 def write_method(root, name, budget, right, **options):
@@ -151,7 +151,7 @@ def test_methods_at_equal_bytes(many):
     ]
     (many / "matching-resident.json").write_text(json.dumps({"measure": "resident", "matches": matches}))
     text = write_report(many).markdown.read_text()
-    rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
+    rows = cells(text)
     # h2o holds 64032 bytes: 6.7 % more than 60000; 6 of 20 right; twelve lost, one more lost and one won
     assert ["32 tokens", "h2o", "32", "64.0", "+7", "30.0", "14.5 to 51.9", "-60.0 (-81 to -28)"] in rows
     assert ["kv4bit", "kv4bit", "all, in 4 bits", "21.0", "+0", "85.0", "64.0 to 94.8", "-5.0 (-21 to +12)"] in rows

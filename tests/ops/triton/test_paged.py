@@ -14,13 +14,11 @@ from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.gate_math import Branch
+from seergate.ops.triton_impl import selection
 from seergate.serving.common import paged_kernels as paged
-from seergate.serving.common.paged_kernels import Rotation
-from seergate.serving.common.rope import Unrotation
-from seergate.serving.common.scoring import GateScores
 from seergate.serving.vllm.attention import Counts, SparseAttention, plan_of_decodes
 from seergate.serving.vllm.pages import FlashPages
-from tests.support.models import geometry
+from tests.support.models import gate_scores, geometry
 
 K, G, D, WIDTH = 2, 5, 16, 8
 LENGTHS = (128, 100, 32, 0, 96, 7)
@@ -33,7 +31,7 @@ class Case:
     def __init__(self, page: int, device: torch.device, *, rotary: int, neox: bool, dtype: torch.dtype, **gate: Any):
         angles = torch.arange(WIDTH * page)[:, None] * torch.rand(rotary // 2)
         table = torch.cat((1.3 * angles.cos(), 1.3 * angles.sin()), -1).to(device) if rotary else None
-        self.page, self.rotation = page, Rotation(table, neox)
+        self.page, self.rope = page, (table, neox)
         rope: Any = None
         if rotary:
             rope = torch.nn.Module()
@@ -44,7 +42,7 @@ class Case:
         for weight in made.parameters():
             weight.data.normal_(std=0.5)
         self.gate = made.requires_grad_(False).to(device, dtype)
-        self.twin = GateScores(self.gate, Unrotation(rope))
+        self.twin = gate_scores(self.gate, rope)
         pages = len(LENGTHS) * WIDTH + 1
         self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
         own = torch.randperm(pages - 1).view(len(LENGTHS), WIDTH).int() + 1
@@ -87,7 +85,7 @@ def test_only_blocks_that_close_get_a_compressed_key(case: Case) -> None:
     want = case.summary.clone()
     want[pages[:, -1]] = case.twin.summary(keys, plan.starts_C[rows])
     branch, kinds = Branch(*case.weights("k"), case.gate.inv_freq, 0.7), case.gate.config.k_pooling
-    paged.close_blocks(case.cache, case.summary, case.table, case.lengths, case.rotation, branch, 32, kinds)
+    paged.close_blocks(case.cache, case.summary, case.table, case.lengths, *case.rope, branch, 32, kinds)
     torch.testing.assert_close(case.summary, want, rtol=1e-5, atol=1e-5)
 
 
@@ -97,12 +95,12 @@ def test_scores_and_places(case: Case) -> None:
     rows = plan.rows
     last_RN = rows.table_RNr[..., -1]
     query = torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G]
-    want = case.twin.scores(query, rows, case.summary[last_RN].transpose(1, 2), lambda: case.cache)
+    want = case.twin.scores(query, rows, case.summary[last_RN].transpose(1, 2))
     complete = torch.arange(want.shape[2], device=want.device) < (case.lengths // 32)[:, None]
     used = torch.zeros(len(case.summary), dtype=torch.bool)
     used[last_RN[complete].cpu()] = True
     case.summary[~used] = torch.nan
-    given = case.rotation, Branch(*case.weights("q"), case.gate.inv_freq, 0.7), 32, case.page
+    given = *case.rope, Branch(*case.weights("q"), case.gate.inv_freq, 0.7), 32, case.page
     scores, packed = paged.score_pages(query, case.summary, case.table, case.lengths, *given)
     torch.testing.assert_close(packed, query.reshape(-1, G, D), rtol=0, atol=0)
     torch.testing.assert_close(scores, want.where(complete[:, None], 0.0), rtol=1e-5, atol=1e-5)
@@ -136,7 +134,9 @@ class InPyTorch(FlashPages):
 
 
 def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers that share a plan, with room for summaries behind each page: outputs, memory, statistics."""
+    """Two layers that share a plan, with room for summaries behind each page: outputs, memory, statistics. A table of
+    more blocks than the kernel selects from is for PyTorch.
+    """
     pages, numbers = len(case.cache), K * case.page * 2 * D + K * 24
     memories = [torch.randn(pages * numbers, device=case.cache.device) for _ in range(2)]
     queries = [torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G] for _ in memories]
@@ -158,5 +158,8 @@ def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.M
 
     expected = run()
     monkeypatch.setenv("SEERGATE_BACKEND", "triton")
-    for got, want in zip(run(), expected, strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    for most in (16384, 3):  # blocks that the selection's kernel takes
+        for module in (selection, paged):
+            monkeypatch.setattr(module, "MAX_BLOCKS", most)
+        for got, want in zip(run(), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

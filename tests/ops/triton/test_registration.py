@@ -50,7 +50,6 @@ def arguments(step, op):
             (q, lengths, step["compressed"], step["query_weight"], 16, *extras, 1.0)
             for extras in ((step["norm"], step["freq"]), (None, None))
         ],
-        "pool_keys": [(k, 16, KINDS, None), (k, 17, ["avg"], lengths)],
         "update_compressed_keys": [
             (step["new"], lengths, step["recent"], step["compressed"], step["weight"], 16, KINDS, *extras, 1.0, 0)
             for extras in ((step["norm"], step["freq"]),)
@@ -58,9 +57,7 @@ def arguments(step, op):
     }[op]
 
 
-@pytest.mark.parametrize(
-    "op", ["score_blocks", "select_blocks", "decode_attention", "pool_keys", "update_compressed_keys"]
-)
+@pytest.mark.parametrize("op", ["score_blocks", "select_blocks", "decode_attention", "update_compressed_keys"])
 def test_the_registration_is_sound(op, step):
     for given in arguments(step, op):
         torch.library.opcheck(getattr(torch.ops.seergate, op).default, given)
@@ -103,7 +100,6 @@ def test_the_graph_has_one_node_per_op(step):
     assert sorted(name.removesuffix(".default") for name in seen) == [
         "seergate.decode_attention",  # the sparse one and the dense one
         "seergate.decode_attention",
-        "seergate.pool_keys",
         "seergate.score_blocks",
         "seergate.select_blocks",
         "seergate.update_compressed_keys",

@@ -12,9 +12,7 @@ from sglang.srt.plugins import load_plugins
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.serving.sglang.checks import check_page, check_server
 from tests.support.models import tiny_model
-from tests.support.reasoner import REASONER
-
-GATES = f"{REASONER}/gates-32"
+from tests.support.reasoner import GATES, REASONER
 
 
 def resolve(settings: Any, **options: Any) -> Any:
@@ -49,10 +47,7 @@ def test_what_fits_is_left_alone(settings: Any, options: Any) -> None:
     [
         (None, {}, "the attention backend is seergate, without options"),
         ({"gate": GATES}, {}, "no key 'gate' under seergate; did you mean 'gates'?"),
-        ({"gates": "nowhere"}, {}, "nowhere"),
-        ({"gates": GATES, "token_budget": 31}, {}, "token_budget is 31; .* it must be at least 64"),
         ({"gates": GATES, "dense_layers": [7]}, {}, r"dense_layers holds \[7\]; the model has the layers 0..3"),
-        ({"gates": GATES, "anchors": [7]}, {}, r"anchors names \[7\]; the layers with full attention are"),
         ({"gates": GATES}, {"page_size": 64}, "--page-size is 64; it must be the gates' block of 32 tokens"),
         ({"method": "quest"}, {"page_size": None}, "--page-size is 1; it is the block of this method"),
         ({"gates": GATES}, {"attention_backend": "torch_native"}, "the attention backend is torch_native for prompts"),
@@ -76,15 +71,8 @@ def test_what_fits_is_left_alone(settings: Any, options: Any) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(settings: Any, options: Any, sentence: str) -> None:
-    with pytest.raises((SeergateError, ValueError), match=sentence):
+    with pytest.raises(SeergateError, match=sentence):
         resolve(settings, **options)
-
-
-def test_gates_of_another_model_are_refused(tmp_path: Any) -> None:
-    model = tiny_model("qwen3", head_dim=32)
-    GateBank.for_model(model, GateConfig(block_size=32, gate_dim=32)).save_pretrained(tmp_path)
-    with pytest.raises(SeergateError, match="these gates are for another model"):
-        resolve({"gates": str(tmp_path)})
 
 
 def test_sglang_must_know_that_it_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +101,6 @@ def test_models_that_are_refused(family: str, rope: Any, sentence: str) -> None:
     [
         (GateConfig(block_size=32), 1, "--page-size is 1; it must be"),
         (GateConfig(block_size=32, gate_dim=16, scorer="msa"), 32, "these gates have the scorer 'msa'"),
-        (GateConfig(block_size=32, scorer="fast_kvzip"), 32, "these gates have the scorer 'fast_kvzip'"),
     ],
 )
 def test_pages_that_do_not_fit(config: Any, page: int, sentence: str) -> None:

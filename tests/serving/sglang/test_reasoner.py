@@ -8,10 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import seergate
 from seergate import GateBank
 from tests.serving.sglang.conftest import answers, engine
-from tests.support.reasoner import REASONER, questions
+from tests.support.reasoner import GATES, REASONER, questions, reference_tokens
 
 NEW = 60
 
@@ -30,38 +29,27 @@ def prompts() -> list[list[int]]:
     return [*ids, ids[1][:-40]]
 
 
-def reference_tokens(model: Any, prompts: list[list[int]], *method: Any, **options: Any) -> list[list[int]]:
-    """What transformers answers, one prompt at a time."""
-    with seergate.attached(model, *method, **options):
-        every = [model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False) for ids in prompts]
-    return [each[0, len(ids) :].tolist() for each, ids in zip(every, prompts, strict=True)]
-
-
-def gates(name: str) -> str:
-    return f"{REASONER}/{name}"
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("settings", "page", "options"),
     [
-        ({"gates": gates("gates-32"), "token_budget": 128}, 32, {}),
-        ({"gates": gates("gates-32"), "budget_share": 0.3, "budget_min": 96}, 32, {}),
-        ({"gates": gates("gates-32"), "threshold": 0.02}, 16, {"chunked_prefill_size": 64}),
-        ({"gates": gates("gates"), "token_budget": 64}, 8, {"disable_radix_cache": True}),
-        ({"gates": gates("gates-32"), "token_budget": 128, "anchors": [0, 2]}, 32, {}),
+        ({"gates": GATES, "token_budget": 128}, 32, {}),
+        ({"gates": GATES, "budget_share": 0.3, "budget_min": 96}, 32, {}),
+        ({"gates": GATES, "threshold": 0.02}, 16, {"chunked_prefill_size": 64}),
+        ({"gates": f"{REASONER}/gates", "token_budget": 64}, 8, {"disable_radix_cache": True}),
+        ({"gates": GATES, "token_budget": 128, "anchors": [0, 2]}, 32, {}),
         ({"method": "quest", "token_budget": 128, "dense_layers": []}, 32, {"disable_overlap_schedule": True}),
-        ({"method": "oracle", "token_budget": 64}, 32, {}),
     ],
-    ids=["gates", "a share", "pages and chunks", "blocks of 8", "anchors", "quest", "oracle"],
+    ids=["gates", "a share", "pages and chunks", "blocks of 8", "anchors", "quest"],
 )
 def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: Any, page: int, options: Any) -> None:
     given = {name: value for name, value in settings.items() if name not in ("gates", "method")}
     if "gates" in settings:
-        want = reference_tokens(model, prompts, GateBank.from_pretrained(settings["gates"]), **given)
+        want = reference_tokens(model, prompts, NEW, GateBank.from_pretrained(settings["gates"]), **given)
     else:
-        want = reference_tokens(model, prompts, settings["method"], block_size=page, **{"dense_layers": (), **given})
-    assert want != reference_tokens(model, prompts, "dense"), "what is not read is missed"
+        given = {"dense_layers": (), **given}
+        want = reference_tokens(model, prompts, NEW, settings["method"], block_size=page, **given)
+    assert want != reference_tokens(model, prompts, NEW, "dense"), "what is not read is missed"
     with engine(settings, page, **options) as llm:
         for ids, answer in zip(prompts, want, strict=True):
             assert answers(llm, [ids], NEW)[0] == [answer]
@@ -74,11 +62,11 @@ def test_tokens_are_those_of_transformers(model: Any, prompts: Any, settings: An
 @pytest.mark.timeout(600)
 def test_requests_that_are_retracted_go_on(model: Any, prompts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang computes their caches anew, densely. This answer is the dense one, so it does not depend on that."""
-    ids, bank = prompts[1], GateBank.from_pretrained(gates("gates-32"))
-    want = reference_tokens(model, [ids], bank, token_budget=192)
-    assert want == reference_tokens(model, [ids], "dense")
+    ids, bank = prompts[1], GateBank.from_pretrained(GATES)
+    want = reference_tokens(model, [ids], NEW, bank, token_budget=192)
+    assert want == reference_tokens(model, [ids], NEW, "dense")
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")  # at every third step, as where memory is full
-    with engine({"gates": gates("gates-32"), "token_budget": 192}) as llm:
+    with engine({"gates": GATES, "token_budget": 192}) as llm:
         together, infos = answers(llm, [ids] * 3, NEW, stop=True)
     assert sum(info["num_retractions"] for info in infos) > 0
     assert together == want * 3
@@ -86,14 +74,14 @@ def test_requests_that_are_retracted_go_on(model: Any, prompts: Any, monkeypatch
 
 @pytest.mark.timeout(600)
 def test_a_budget_for_everything_is_dense_attention(model: Any, prompts: Any) -> None:
-    with engine({"gates": gates("gates-32"), "token_budget": 4096}) as llm:
-        assert answers(llm, prompts, NEW)[0] == reference_tokens(model, prompts, "dense")
+    with engine({"gates": GATES, "token_budget": 4096}) as llm:
+        assert answers(llm, prompts, NEW)[0] == reference_tokens(model, prompts, NEW, "dense")
 
 
 @pytest.mark.timeout(600)
 def test_statistics_are_counts_of_tokens(prompts: Any) -> None:
     budget = 128
-    with engine({"gates": gates("gates-32"), "token_budget": budget}) as llm:
+    with engine({"gates": GATES, "token_budget": budget}) as llm:
         (tokens,), _ = answers(llm, prompts[:1], NEW)
         (state,) = llm.get_server_info()["internal_states"]
     lengths = [len(prompts[0]) + step for step in range(1, len(tokens))]  # the first token is the prompt's

@@ -21,8 +21,6 @@ os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 collect_ignore_glob = [] if importlib.util.find_spec("vllm") else ["test_*.py"]
 
-GATES = f"{REASONER}/gates-32"
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """vLLM multiplies unwritten memory by zero, which NaN does not survive, and uses deprecated names."""

@@ -15,8 +15,8 @@ import torch
 
 from seergate.methods import make_method
 from seergate.serving.vllm import attention
-from tests.serving.vllm.conftest import GATES, answers, engine
-from tests.support.reasoner import questions
+from tests.serving.vllm.conftest import answers, engine
+from tests.support.reasoner import GATES, questions
 
 GATE = {"gates": GATES, "token_budget": 256}
 SIZES = [random.Random(1).randint(12, 28) for _ in range(64)]
@@ -70,7 +70,7 @@ def test_steps_of_fixed_shapes(
     prompts: list[list[int]], together: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a CUDA graph would hold, run as it is."""
-    monkeypatch.setattr("seergate.serving.vllm.attention.fits_graphs", lambda method: True)
+    monkeypatch.setattr("seergate.serving.vllm.attention.fits_graphs", lambda method, vllm_config: True)
     planned: list[Any] = []
     plan_of_decodes = attention.plan_of_decodes
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
-import seergate
-from seergate import DecodeConfig, GateBank, GateConfig
+from seergate import GateBank, GateConfig
 from tests.serving.vllm.conftest import answers, engine
 from tests.support.models import prompt, tiny_model
+from tests.support.reasoner import reference_tokens
 
 SIZES = {"head_dim": 32, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -35,19 +34,15 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Any) -> None:
         gate.k_proj.weight.data.normal_(std=0.3, generator=torch.Generator().manual_seed(layer))
     model.save_pretrained(tmp_path / "model")
     bank.save_pretrained(tmp_path / "gates")
-    prompts = [prompt(length, seed=length) for length in LENGTHS]
-
-    def reference_tokens(**rule: Any) -> list[list[int]]:
-        with seergate.attached(model, bank, DecodeConfig(**rule)) if rule else nullcontext():
-            outputs = [model.generate(ids, max_new_tokens=NEW) for ids in prompts]
-        return [output[0, ids.shape[1] :].tolist() for ids, output in zip(prompts, outputs, strict=True)]
+    prompts = [prompt(length, seed=length)[0].tolist() for length in LENGTHS]
 
     def served(**rule: Any) -> list[list[int]]:
         gates = {"gates": str(tmp_path / "gates"), **rule}
         with engine(tmp_path / "model", gates, skip_tokenizer_init=True, max_model_len=512) as llm:
-            return answers(llm, [ids[0].tolist() for ids in prompts], NEW, stop=False)
+            return answers(llm, prompts, NEW, stop=False)
 
-    dense, sparse = reference_tokens(), reference_tokens(token_budget=64)
+    dense = reference_tokens(model, prompts, NEW, "dense")
+    sparse = reference_tokens(model, prompts, NEW, bank, token_budget=64)
     assert dense != sparse
     assert served(token_budget=64) == sparse
     assert served(threshold=1e-30) == dense  # every block, by way of the page tables

@@ -8,7 +8,7 @@ import pytest
 
 from seergate.serving.vllm import attention
 from tests.serving.vllm import test_speculation
-from tests.serving.vllm.conftest import GATES, answers, engine, gated_layers
+from tests.serving.vllm.conftest import answers, engine, gated_layers
 from tests.serving.vllm.flash import use_backend
 from tests.serving.vllm.test_batches import (  # noqa: F401
     GATE,
@@ -26,9 +26,9 @@ from tests.serving.vllm.test_blocks import (  # noqa: F401
     directory,
     model,
     test_blocks_of_one_page_and_of_several,
-    test_methods_without_gates,
+    test_quest,
 )
-from tests.support.reasoner import questions
+from tests.support.reasoner import GATES, questions
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -36,7 +36,9 @@ def _flash_attention() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         use_backend(patch)
         patch.setattr(
-            attention, "fits_graphs", lambda method: method.fixed_shapes and attention.same_in_all_layers(method)
+            attention,
+            "fits_graphs",
+            lambda method, vllm_config: method.fixed_shapes and attention.same_in_all_layers(method),
         )
         yield
 

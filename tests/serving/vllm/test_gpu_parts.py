@@ -35,9 +35,8 @@ from benchmarks.estimates import LAUNCHES
 from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
-from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
-from seergate.serving.common.scoring import GateScores, QuestScores, Scores
+from seergate.serving.common.scoring import QuestScores, Scores
 from seergate.serving.vllm.attention import (
     LAYOUTS,
     SCORED_BYTES,
@@ -51,7 +50,7 @@ from seergate.serving.vllm.attention import (
 from seergate.serving.vllm.checks import choose_backend
 from seergate.serving.vllm.pages import FlashPages, splits
 from tests.serving.vllm.flash import use_kernels
-from tests.support.models import geometry
+from tests.support.models import gate_scores, geometry
 from tests.support.operators import Operators
 from tests.support.running import refused
 
@@ -79,6 +78,10 @@ def gate(size: int) -> AttnGate:
     for weight in made.parameters():
         weight.data.normal_(std=0.5)
     return made.requires_grad_(False)
+
+
+def quest_scores(head_dim: int = D, dtype: torch.dtype = torch.float32) -> Scores:
+    return QuestScores(QUEST, head_dim, dtype, 1.0, None, None)
 
 
 class FlashImpl(SparseAttention):
@@ -130,13 +133,14 @@ class StockLayer:
 def builder(method: SelectingMethod, page: int, room: int = 0, drafts: int = 0, anchor: Any = None) -> Any:
     """The builder of a model with one gated layer and one that is none."""
     layer = sparse_layer(StockLayer)(page)
-    layer.impl = gated_layer(method, QuestScores(D, torch.float32, "max", 1.0))
+    layer.impl = gated_layer(method, quest_scores())
     layer.impl.anchor = anchor or layer.impl
     spec, layers = layer.get_kv_cache_spec(None), {"layer": layer, "other": None}
     if room:
         spec = replace(spec, page_size_padded=spec.unpadded_page_size_bytes + room)
     compilation = SimpleNamespace(static_forward_context=layers)
-    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts)
+    lengths = SimpleNamespace(max_model_len=2048)
+    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts, model_config=lengths)
     kind = type("Builder", (SparseBuilder, Stock), {})
     made = kind(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[call-arg]
     support = kind.get_cudagraph_support(config, spec)
@@ -178,7 +182,7 @@ def test_a_cache_with_more_places_than_int32_holds_is_refused() -> None:
 
 def test_the_cache_that_vllm_profiles_with_is_let_go() -> None:
     """vLLM drops its references and wants the memory for the real cache; all layers share one allocation."""
-    layers = [gated_layer(QUEST, QuestScores(D, torch.float32, "max", 1.0)) for _ in range(3)]
+    layers = [gated_layer(QUEST, quest_scores()) for _ in range(3)]
     buffer, query = memory_of(3 * 5, 32, 2 * D), torch.randn(1, K * G, D)
     place = buffer.untyped_storage().data_ptr()
     lengths, table = torch.tensor([128], dtype=torch.int32), torch.tensor([[1, 2, 3, 4]], dtype=torch.int32)
@@ -206,11 +210,11 @@ def test_flash_attention_is_chosen_before_weights_are_loaded_and_others_are_refu
 def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
     """1,024 rows of 131,072 tokens, eight KV heads of 128 channels, on meta tensors."""
     rows, blocks, size, heads, dim = 1024, 2048, 64, 8, 128
-    scoring: Scores = QuestScores(dim, torch.bfloat16, "max", 1.0)
+    scoring = quest_scores(dim, torch.bfloat16)
     if kind == "gate":
         config, shape = GateConfig(size, gate_dim=dim), geometry(4 * heads, heads, dim, inv_freq=[1.0] * (dim // 2))
         made = AttnGate(config, shape).requires_grad_(False).to("meta", torch.bfloat16)
-        scoring = GateScores(made, Unrotation(None))
+        scoring = gate_scores(made, None)
     layer = gated_layer(make_method("quest", token_budget=4096, block_size=size), scoring)
     with torch.device("meta"):
         numbers = heads * (size * 2 * dim + scoring.width)
@@ -278,7 +282,7 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monk
     monkeypatch.setattr(buffer_utils, "is_uva_available", lambda: False)  # it wants pinned memory
     size, rows, width = 32, 5, 6 * 32 // page
     method, rotary = make_method("quest", token_budget=3 * size, block_size=size), Rotary(width * page)
-    layers = [gated_layer(method, GateScores(gate(size), Unrotation(rotary))) for _ in range(2)]
+    layers = [gated_layer(method, gate_scores(gate(size), rotary)) for _ in range(2)]
     layers[1].anchor = layers[0] if shared else layers[1]
 
     def step(state: dict[str, Any]) -> list[Tensor]:
@@ -324,7 +328,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", lambda **named: names.append("attention"))
     monkeypatch.setattr(fa_utils, "get_scheduler_metadata", lambda **named: names.append("schedule"))
     state = decode_state(1, 5, 6, 32, 32)
-    layers = [gated_layer(QUEST, GateScores(gate(32), Unrotation(Rotary(192)))) for _ in range(4)]
+    layers = [gated_layer(QUEST, gate_scores(gate(32), Rotary(192))) for _ in range(4)]
     layers[3].anchor = layers[2]
     counts, launches = Counts(*torch.zeros(2, dtype=torch.long)), []
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.serving.vllm.conftest import GATES, answers, engine
-from tests.support.reasoner import REASONER, questions
+from tests.serving.vllm.conftest import answers, engine
+from tests.support.reasoner import GATES, REASONER, questions
 
 GATE = {"gates": GATES, "token_budget": 256}
 ENVIRONMENT = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}

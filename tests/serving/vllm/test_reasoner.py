@@ -5,19 +5,19 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import seergate
-from seergate import DecodeConfig, GateBank
+from seergate import GateBank
 from seergate.methods import make_method
 from seergate.serving.vllm.attention import fits_graphs
 from seergate.serving.vllm.worker import rank_gate
-from tests.serving.vllm.conftest import GATES, answers, engine, gated_layers
-from tests.support.reasoner import REASONER, questions
+from tests.serving.vllm.conftest import answers, engine, gated_layers
+from tests.support.reasoner import GATES, REASONER, questions, reference_tokens
 
 BUDGET = 160
 
@@ -45,8 +45,7 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         (served,) = answers(llm, [ids], 600)
         blocks = list(chosen)
         chosen.clear()
-        with seergate.attached(model, GateBank.from_pretrained(GATES), DecodeConfig(token_budget=BUDGET)):
-            tokens = model.generate(torch.tensor([ids]), max_new_tokens=600, do_sample=False)[0, len(ids) :].tolist()
+        (tokens,) = reference_tokens(model, [ids], 600, GateBank.from_pretrained(GATES), token_budget=BUDGET)
         assert served == tokens
         assert len(blocks) == len(chosen) == 4 * (len(tokens) - 1)
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
@@ -62,10 +61,13 @@ def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch
     from vllm.platforms import current_platform
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-    assert fits_graphs(make_method("quest", token_budget=64))
-    assert fits_graphs(make_method("quest", budget_share=0.1, budget_max=2048))
-    for name, rule in (("quest", {"dense_below": 512}), ("quest", {"top_p": 0.9}), ("oracle", {"token_budget": 128})):
-        assert not fits_graphs(make_method(name, **rule))
+    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=16384 * 16))
+    for rule in ({"token_budget": 64}, {"budget_share": 0.1, "budget_max": 2048}):
+        assert fits_graphs(make_method("quest", block_size=16, **rule), config)
+    for rule in ({"dense_below": 512}, {"top_p": 0.9}):
+        assert not fits_graphs(make_method("quest", block_size=16, **rule), config)
+    config.model_config.max_model_len += 1
+    assert not fits_graphs(make_method("quest", block_size=16, token_budget=64), config), "too many blocks"
 
 
 def test_statistics_are_counts_of_tokens(llm: Any) -> None:
@@ -96,15 +98,13 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
 )
 def test_rules_are_those_of_transformers(rule: dict[str, Any]) -> None:
     """Rows of different lengths in one batch, each with its own share; layers that read what others chose."""
-    prompts, sequences = questions(20, 8, 24), []
+    prompts = questions(20, 8, 24)
     model = AutoModelForCausalLM.from_pretrained(REASONER, dtype=torch.float32)
-    for ids in prompts:
-        with seergate.attached(model, GateBank.from_pretrained(GATES), **rule) as handle:
-            out = model.generate(torch.tensor([ids]), max_new_tokens=100, do_sample=False)
-            sequences.append(out[0, len(ids) :].tolist())
-            assert handle.stats()["density"] < 1
+    expected = reference_tokens(model, prompts, 100, GateBank.from_pretrained(GATES), **rule)
     with engine(seergate={"gates": GATES, **rule}) as llm:
-        assert answers(llm, prompts, 100) == sequences
+        assert answers(llm, prompts, 100) == expected
+        (stats,) = llm.collective_rpc("seergate_stats")
+        assert all(layer["density"] < 1 for layer in stats["layers"].values())
 
 
 def test_an_engine_that_is_gone_leaves_no_cache_behind() -> None:
