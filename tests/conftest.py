@@ -1,7 +1,5 @@
 """For every test: no network, one thread, fixed seeds, poisoned memory; deprecation warnings are errors."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

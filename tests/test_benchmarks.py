@@ -1,7 +1,5 @@
 """Benchmarks run on a small model, record what they promise, and refuse to time wrong results."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """The documentation: its contents, generated tables and figures, and in `make soak` the site's strict build."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """Untrusted text is escaped in Markdown, HTML and on a terminal."""
 
-from __future__ import annotations
-
 import html
 import io
 import json

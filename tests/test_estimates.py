@@ -1,7 +1,5 @@
 """`benchmarks/estimates.py` writes the tables of docs/scale.md and counts what the code has."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

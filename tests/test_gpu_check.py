@@ -1,7 +1,5 @@
 """`benchmarks/gpu_check.py`: its plan in Triton's interpreter, and on a GPU with ``pytest -m gpu``."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

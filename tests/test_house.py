@@ -1,7 +1,5 @@
 """Rules that neither ruff nor `lint-imports` checks: private names, import side effects, documented commands."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

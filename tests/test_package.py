@@ -1,7 +1,5 @@
 """The wheel and the source archive pass PyPI's checks, and the wheel runs in an empty environment."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

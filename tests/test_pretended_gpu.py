@@ -1,7 +1,5 @@
 """Runs `tests/pretended_gpu` in a process of its own, which has the device guard from its start."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The Python blocks of the README and the documents run as printed, on the shipped model."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

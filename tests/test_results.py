@@ -1,7 +1,5 @@
 """The stages of `dvc.yaml` make the results in the documents, and their commands exist."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

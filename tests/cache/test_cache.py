@@ -1,7 +1,5 @@
 """A cache that fails to grow, is copied, cropped deeply, emptied, hidden by masks, or used by another method."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """Inference mode may begin and end between two calls: caches, counters and copies outlive it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

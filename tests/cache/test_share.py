@@ -1,7 +1,5 @@
 """Budgets that are a share of a row's length: under every method that selects, on every kind of cache."""
 
-from __future__ import annotations
-
 import math
 
 import pyarrow.parquet as pq

@@ -1,7 +1,5 @@
 """The command as a user meets it: exit codes and output."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -4,8 +4,6 @@ The lines of a shell block run in one directory, one after the other, as somebod
 one short problem, short answers, two steps of distillation, and one budget in the sweep files.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """`eval show`, `regrade`, `sweep` and `report` of several runs, as a user meets them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 python -m tests.cli.test_options_frozen
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from seergate.cli import train

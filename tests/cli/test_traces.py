@@ -1,7 +1,5 @@
 """A model's own answers become rows to train on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

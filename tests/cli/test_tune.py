@@ -1,7 +1,5 @@
 """`seergate tune` on a tiny GGUF file: what is refused, how time is divided, and all of it, killed and continued."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

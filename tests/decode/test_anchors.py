@@ -1,7 +1,5 @@
 """Anchors: layers that choose blocks for the layers above them, under every method that selects."""
 
-from __future__ import annotations
-
 import copy
 
 import pyarrow.parquet as pq

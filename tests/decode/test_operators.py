@@ -1,7 +1,5 @@
 """What seergate asks PyTorch for in an eager decode step, counted per layer; a count needs no quiet machine."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a pass is, which thread may run one, and what goes together: what `attach` accepts, and what it refuses."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

@@ -1,7 +1,5 @@
 """Gates of published code place a block by whether its last token was decoded, in steps of any number of tokens."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """How the frozen model is kept: without its head, in fewer bits, partly on disk; and an upload that fails."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -1,7 +1,5 @@
 """Options: presets, overrides, types, and one clear sentence for every mistake."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

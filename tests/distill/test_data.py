@@ -1,7 +1,5 @@
 """From rows to tokens: the reasoning survives, bad rows cost themselves only, and everything is counted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """Data that lies on this machine: formats, splits, what is refused and what is counted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Gates that begin as the model's own product of queries and pooled keys."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The plan is made from shapes, and agrees with what runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

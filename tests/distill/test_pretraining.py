@@ -1,7 +1,5 @@
 """The script that pretrains a model like the tiny reasoner."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

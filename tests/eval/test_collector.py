@@ -1,7 +1,5 @@
 """Samples are graded while others are generated, and then written."""
 
-from __future__ import annotations
-
 import resource
 import threading
 from contextlib import contextmanager

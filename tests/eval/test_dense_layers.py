@@ -1,7 +1,5 @@
 """Which layers should stay dense: distances against decoding each text anew, the choice, and the adapter written."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

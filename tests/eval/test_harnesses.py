@@ -1,7 +1,5 @@
 """The adapter to lm-eval and its example task; where lm-eval is installed, it runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import runpy

@@ -1,7 +1,5 @@
 """How many samples fit into memory, and what happens where one more did not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Programs written by a model: what of an answer is run, what passes, and what a hostile one cannot do."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The shipped gates on the real model that they were trained for, which PyPI has: `make soak`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

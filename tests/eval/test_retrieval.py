@@ -1,7 +1,5 @@
 """Tasks that are made from a text: what they ask, how long they are, and that they depend on nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Methods as text, the grid they make, and options that are measured before they are used."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

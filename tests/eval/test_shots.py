@@ -1,7 +1,5 @@
 """Worked examples before a question, answers that end at a text, on local files with the Hub's columns."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

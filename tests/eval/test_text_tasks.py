@@ -1,7 +1,5 @@
 """Needles and texts through the evaluation: what is stored, and what the report says of it."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace

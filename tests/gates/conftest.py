@@ -1,7 +1,5 @@
 """Gates of a tiny model, changes of their files, and what tests ask of saved gates."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import reduce

@@ -1,7 +1,5 @@
 """Adapters: saving and loading, alone and with a base model; an error message for every fault."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

@@ -1,7 +1,5 @@
 """Adapters that are hostile, damaged, or left by a process that was killed while saving."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The adapters that ship with seergate: loaded by name from any directory; the example of the card runs."""
 
-from __future__ import annotations
-
 import json
 import tomllib
 

@@ -1,7 +1,5 @@
 """Model cards: their examples run, the Hub can read their metadata, their numbers are those that were measured."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

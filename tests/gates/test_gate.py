@@ -1,7 +1,5 @@
 """AttnGate against hand-computed numbers and an independent float64 implementation."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The widest blocks that are allowed, 256 tokens: the gates' loss, and decoding, over block borders."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import DynamicCache

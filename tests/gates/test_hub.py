@@ -1,7 +1,5 @@
 """Push and pull with the real client of the Hub, which talks to a stand-in on this machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The published format: read exactly, decoded as the published code decodes, written back to the same bytes."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from dataclasses import replace

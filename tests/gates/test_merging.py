@@ -1,7 +1,5 @@
 """Subset and conversion of adapters, and the commands about them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Gates that are defined and registered here train, are saved and loaded, and decode; no other file names them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Retention gates: trained, saved, attached, refused. What they keep is held to simulations in tests/methods."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import partial

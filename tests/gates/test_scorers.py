@@ -1,7 +1,5 @@
 """Scorers with a key per token: against the equations in float64, trained, decoded, saved."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

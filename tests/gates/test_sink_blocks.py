@@ -1,7 +1,5 @@
 """Gates that left the first blocks out of what they learned: what is saved with them, and how they decode."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

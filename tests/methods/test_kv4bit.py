@@ -1,7 +1,5 @@
 """Rounding to four bits, and the gate on what an evictor leaves. Token for token they are in `evictors`."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

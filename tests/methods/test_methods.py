@@ -1,7 +1,5 @@
 """Numeric examples of each method's equations; the shared invariants are in tests/decode/test_decode.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """TriAttention: its score by hand, RoPE's layouts, calibration."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which layers choose for others: the recall that is measured, the plan, and the adapter that is written."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

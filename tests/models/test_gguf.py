@@ -1,7 +1,5 @@
 """A GGUF file is a base model like another: what was written is what decodes, learns and is named by its gates."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What a handle tells of itself, and what it leaves behind."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache

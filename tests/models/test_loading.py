@@ -1,7 +1,5 @@
 """What is wrong with a model's files is one sentence, whatever the libraries raise for it."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

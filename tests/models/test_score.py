@@ -1,7 +1,5 @@
 """Given text, scored as if it had been generated."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrong arguments of every op: one sentence names the argument, its value and the rule."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Which implementation runs."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The K-compression cache's decode step against the reference, against pooling a whole prompt, in poisoned memory."""
 
-from __future__ import annotations
-
 import math
 from itertools import permutations
 

@@ -1,7 +1,5 @@
 """Launches of decoding, for all shapes and GPUs."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Dense decode attention against the reference, with poisoned caches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Launches of distillation and the division of a pack into tiles, for all shapes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

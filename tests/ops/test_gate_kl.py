@@ -1,7 +1,5 @@
 """The gate's loss and gradients against hand-made numbers and float64 autograd on materialised targets."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

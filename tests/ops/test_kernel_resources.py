@@ -4,8 +4,6 @@ Compiling everything takes long, so `benchmarks/kernel_resources.py` saves its r
 against the rules and the sources, and one configuration of each kernel is compiled anew.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache, partial
 from pathlib import Path

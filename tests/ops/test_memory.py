@@ -1,7 +1,5 @@
 """Memory of gate_kl, counted by the allocator: linear in the length of the pack, and never rows x blocks."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

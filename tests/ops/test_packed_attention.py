@@ -1,7 +1,5 @@
 """Attention of a pack and its log-sum-exp, by whatever kernel, against the reference in float64; and which kernel."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

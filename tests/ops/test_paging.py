@@ -1,7 +1,5 @@
 """A paged cache stands for the contiguous one: the same attention, whatever the pages' order, and clear refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Key pooling against the worked example, the reference, and poisoned memory."""
 
-from __future__ import annotations
-
 from itertools import permutations
 
 import pytest

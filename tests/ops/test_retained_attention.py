@@ -1,7 +1,5 @@
 """Attention to tokens that fade: the torch backend against the reference, and both against numbers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The loss of Fast KVzip's gates: the torch backend against the reference, and both against numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

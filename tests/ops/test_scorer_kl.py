@@ -1,7 +1,5 @@
 """The loss of any scorer against any target: the torch backend against the reference, and both against numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores of a decode step's query against the reference, in poisoned memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

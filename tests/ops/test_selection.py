@@ -1,7 +1,5 @@
 """Block selection: the worked example, the reference, ties, poisoned scores, and the promises of its docstring."""
 
-from __future__ import annotations
-
 import math
 from decimal import Decimal
 

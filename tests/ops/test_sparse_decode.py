@@ -1,7 +1,5 @@
 """Block-sparse decode attention against the reference, dense attention, and poisoned caches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What the program around an op has switched on must not change its result: autocast, default dtype, create_graph."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Block targets against numbers worked out by hand, the reference, and their own definition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Runs every file of `tests/ops/triton` in Triton's interpreter, in processes of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

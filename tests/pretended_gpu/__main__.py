@@ -1,7 +1,5 @@
 """Compile the device guard, into the cache of PyTorch's extension loader, and run the tests beside it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """These tests need a process that has the guard from its start: `python -m tests.pretended_gpu`."""
 
-from __future__ import annotations
-
 import os
 
 if not os.environ.get("SEERGATE_PRETENDED_GPU"):

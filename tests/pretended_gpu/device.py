@@ -1,7 +1,5 @@
 """The pretended GPU: a tensor type, the ops on it, and what is patched where PyTorch asks for a real device."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
@@ -36,7 +34,7 @@ class Pretended(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, host: Tensor) -> Pretended:
+    def __new__(cls, host: Tensor) -> "Pretended":
         layout = {"strides": host.stride(), "storage_offset": host.storage_offset()}
         with torch.inference_mode(False):  # the numbers know whether they were made in it
             made = torch.Tensor._make_wrapper_subclass(cls, host.shape, dtype=host.dtype, device=CUDA, **layout)

@@ -1,7 +1,5 @@
 """Every method, storage and correction decodes on the pretended GPU what it decodes on a CPU."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from typing import Any

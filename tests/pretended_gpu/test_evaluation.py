@@ -1,7 +1,5 @@
 """The evaluation's engine on the pretended GPU answers as on a CPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Training on the pretended GPU gives the losses, gradients and checkpoints of a CPU, and waits where listed."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from dataclasses import replace

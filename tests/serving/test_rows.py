@@ -1,7 +1,5 @@
 """Layers that share a step's intermediate results get the results that each computes alone, to the last bit."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, ClassVar
 

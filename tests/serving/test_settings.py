@@ -1,7 +1,5 @@
 """Options of servers, read and compared with the model by all plugins: wrong ones are refused."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows that a model decodes pass by pass, with the mask and the positions that `generate` would give it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

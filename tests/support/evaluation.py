@@ -1,7 +1,5 @@
 """A tiny random model with a word-level tokenizer for chain_sum, on disk: what a run needs, in a second."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

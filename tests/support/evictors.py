@@ -1,7 +1,5 @@
 """The table of evicting methods: what the shared tests run, one row each. A new evictor adds a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

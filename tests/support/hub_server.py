@@ -4,8 +4,6 @@ It holds repositories of models and datasets with branches, commits, pull reques
 tokens. On demand it refuses a request with a status, or closes the connection in the middle of a body.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -91,7 +89,7 @@ class Hub:
         port = self._server.server_address[1]
         self.url, self.storage = f"http://127.0.0.1:{port}", f"http://localhost:{port}"  # large files: another host
 
-    def __enter__(self) -> Hub:
+    def __enter__(self) -> "Hub":
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
         return self
 

@@ -5,8 +5,6 @@ take as long as samples do, so that kills also fall between a sample's end and i
 and an output directory, this is the run that is killed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -7,8 +7,6 @@ middle of a pack, the optimizer's update, an evaluation, the export of an adapte
 preparation of the data.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

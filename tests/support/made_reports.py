@@ -1,7 +1,5 @@
 """Run directories as `seergate.eval` writes them, without the work."""
 
-from __future__ import annotations
-
 import json
 
 import yaml

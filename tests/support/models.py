@@ -8,8 +8,6 @@ usual: attention of a usual random model is flat, so that leaving out half of th
 and a test that selects the wrong blocks would pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

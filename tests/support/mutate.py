@@ -8,8 +8,6 @@ numbers and truth values inside of functions, error messages left out. A mutatio
 its line. Kernels are left out: compiled for a GPU, or in Triton's interpreter, coverage does not see them.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

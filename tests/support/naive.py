@@ -5,8 +5,6 @@ function that computes ``softmax(q k) v`` over the tokens that a `policy` has le
 policy sees the whole past of a layer, so it can say a score as its paper defines it instead of keeping it up to date.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

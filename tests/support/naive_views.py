@@ -1,7 +1,5 @@
 """Simulations of the methods that do not just evict: what a query sees of the whole past. See `naive`."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Inputs and comparisons for the tests of the ops."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -115,7 +113,7 @@ class Pack:
         dtype: torch.dtype = torch.float64,
         spread: float = 2.0,
         seed: int = 0,
-    ) -> Pack:
+    ) -> "Pack":
         rng = torch.Generator().manual_seed(seed)
 
         def randn(*shape: int) -> Tensor:
@@ -131,7 +129,7 @@ class Pack:
             block_size,
         )
 
-    def to(self, dtype: torch.dtype) -> Pack:
+    def to(self, dtype: torch.dtype) -> "Pack":
         tensors = (x.detach().to(dtype, copy=True) for x in (self.q, self.k, self.qg, self.kg))
         return Pack(*tensors, self.cu, self.block_size)
 

@@ -1,7 +1,5 @@
 """Which operators PyTorch runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Two processes of one run as a launcher would start them, but each in a place of its own choice."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

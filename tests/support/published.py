@@ -4,8 +4,6 @@ Source: what microsoft/SeerAttention does at aba03e3 in its decode gate and its 
 Float64, one KV head and one block at a time.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

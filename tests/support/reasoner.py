@@ -1,7 +1,5 @@
 """The tiny reasoner, as the servers' tests ask it."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts that repeat themselves."""
 
-from __future__ import annotations
-
 import torch
 
 BORDER = 3

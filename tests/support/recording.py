@@ -6,8 +6,6 @@ A refactor is bit-identical: record before it, compare after it, on one machine.
     python -m tests.support.recording after.json --against before.json
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

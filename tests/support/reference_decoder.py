@@ -4,8 +4,6 @@ No batch, no padding, no cache layer, no state that is carried along: every step
 with loops over heads and blocks, in float64. The model's own modules compute everything but attention.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class ReferenceRow:
     def length(self) -> int:
         return self.layers[0].keys.shape[1]
 
-    def twin(self) -> ReferenceRow:
+    def twin(self) -> "ReferenceRow":
         """A copy that goes its own way."""
         other = copy.copy(self)
         other.layers = [Kept(kept.raw, kept.keys, kept.values) for kept in self.layers]

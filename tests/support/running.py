@@ -3,8 +3,6 @@
 Here is also what tests ask of a command that succeeds, and of commands and calls that are refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import runpy

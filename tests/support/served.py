@@ -1,7 +1,5 @@
 """Tests of `--engine` that are the same for every server."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ machine and versions. It is written as tests end. `make soak` begins a new one; 
 runs a part again and replaces its lines.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import sys

@@ -1,7 +1,5 @@
 """Steps made by hand, for states of methods without a model and a cache."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`seergate figure`, as a user meets it."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 
 import pytest

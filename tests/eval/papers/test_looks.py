@@ -1,7 +1,5 @@
 """What is drawn and said of runs, and the papers' numbers beside them."""
 
-from __future__ import annotations
-
 import pytest
 
 from seergate.eval.papers.figures import FIGURES

@@ -1,7 +1,5 @@
 """Reports on many methods at once: how they are told apart, drawn, and compared by bytes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

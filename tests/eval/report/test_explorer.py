@@ -1,7 +1,5 @@
 """The page says what was read: held to the slow decoder in float64, which scores all blocks anew from all keys."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """The findings of a report, as text."""
 
-from __future__ import annotations
-
 import pytest
 
 from seergate.errors import SeergateError

@@ -1,7 +1,5 @@
 """The three sentences of `seergate tune`, on made figures."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ Triton reads ``TRITON_INTERPRET`` at import, so `tests/ops/test_triton.py` start
 interpreter. Otherwise these files are collected only on a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Decode attention: sparse and dense, contiguous and paged, against the reference, on caches poisoned where unread."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

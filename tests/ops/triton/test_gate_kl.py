@@ -1,7 +1,5 @@
 """The gate's loss, gradients, KL by head and recall against the reference in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels of a decode step over pages against the same step in PyTorch, `seergate.serving.vllm`'s own."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

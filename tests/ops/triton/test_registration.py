@@ -1,7 +1,5 @@
 """The decode ops as a compiler sees them: one node each, shapes known without running, nothing read by the host."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

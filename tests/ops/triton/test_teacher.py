@@ -1,7 +1,5 @@
 """Attention with block targets against the reference in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

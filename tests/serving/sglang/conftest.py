@@ -1,7 +1,5 @@
 """Engines of SGLang. Without SGLang nothing is collected here: `make test-sglang` has it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

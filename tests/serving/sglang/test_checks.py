@@ -1,7 +1,5 @@
 """What does not fit is refused in the process that was called, before SGLang starts others or loads weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """`seergate eval --engine sglang`: the answers of the transformers engine, pinned and resumed like its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import asdict

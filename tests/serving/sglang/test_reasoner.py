@@ -1,7 +1,5 @@
 """The tiny reasoner inside SGLang says what it says inside transformers, with the same gates and without any."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

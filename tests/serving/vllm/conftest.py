@@ -1,7 +1,5 @@
 """Engines of vLLM in this process. Without vLLM nothing is collected here: `make test-vllm` has it."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

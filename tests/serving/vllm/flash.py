@@ -1,7 +1,5 @@
 """vLLM's FlashAttention backend on CPUs: its kernels in PyTorch, which refuse what the compiled ones would."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

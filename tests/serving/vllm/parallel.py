@@ -1,7 +1,5 @@
 """Two ranks on one machine: the program of `test_processes.py`. Writes a JSON object with what was said and read."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

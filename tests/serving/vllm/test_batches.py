@@ -3,8 +3,6 @@
 A preempted row is recomputed densely, so only its solution is compared, elsewhere all tokens.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The benchmark runs, on a small model, and records what it promises."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

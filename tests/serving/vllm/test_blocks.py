@@ -1,7 +1,5 @@
 """Blocks of one page and of several, and Quest, against the same inside transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrong options are refused before any weights are read; without the key nothing changes."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`seergate eval --engine vllm`: the answers of the transformers engine, pinned and resumed like its own."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """In every family, gates in vLLM give the tokens of transformers, and reading all blocks those of the dense model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

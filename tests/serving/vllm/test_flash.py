@@ -1,7 +1,5 @@
 """FlashAttention's backend in engines on CPUs, in the shapes of CUDA graphs: tests of blocks and of batches again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

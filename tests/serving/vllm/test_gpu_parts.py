@@ -1,7 +1,5 @@
 """Code for GPUs, without one: vLLM's callers and cache layouts, a recorded and replayed decode step, temporaries."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from functools import partial

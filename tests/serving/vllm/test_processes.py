@@ -1,7 +1,5 @@
 """The plugin where it has to find its own way in: worker processes of two ranks, and a server."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

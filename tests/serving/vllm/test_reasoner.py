@@ -1,7 +1,5 @@
 """The tiny reasoner inside vLLM against the same gates inside transformers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Drafts in vLLM: each verified token is a row of its own, and no answer changes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import accumulate
 from types import SimpleNamespace
