@@ -159,6 +159,10 @@ def _problem(options: argparse.Namespace, tiny: bool, chats: bool) -> Problem:
         raise SeergateError("there is no prompt; give --prompt TEXT or --prompt-file FILE")
     if text is None:
         return make_task("chain_sum", problems=1, variables=16).problems()[0]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SeergateError(f"the prompt is not UTF-8 text: {error}") from error
     if not text.strip():
         raise SeergateError("the prompt is empty; there is nothing to answer")
     return Problem("prompt", "", messages=({"role": "user", "content": text},)) if chats else Problem("", "", (), text)

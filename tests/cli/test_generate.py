@@ -78,6 +78,7 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
     [
         ([], "there is no prompt; give --prompt TEXT or --prompt-file FILE"),
         (["--prompt", " "], "the prompt is empty"),
+        (["--prompt", "a \udcff b"], "the prompt is not UTF-8 text"),
         (["--prompt-file", "nowhere.txt"], "the prompt nowhere.txt cannot be read"),
         (["--prompt", "a1", "--trace", "own.txt/read.html"], "own.txt is a file; the output needs a directory"),
         (["--prompt", "a1", "--trace", "."], "--trace is .; it must name a file that ends in .html"),

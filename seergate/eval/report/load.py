@@ -59,8 +59,8 @@ class Setting:
 
     @property
     def nominal(self) -> str:
-        """The limit on tokens read or held, in words, also for methods without a token budget."""
-        return str(self.config["method"]["nominal"])
+        """The limit on tokens read or held, in words; ``"unknown"`` for a run from before it was recorded."""
+        return str(self.config["method"].get("nominal", "unknown"))
 
     @property
     def evicts(self) -> bool:
@@ -248,6 +248,8 @@ def load_setting(directory: Path) -> Setting | None:
     if not (samples := store.read_samples(directory)):
         return None
     config, proxies = store.read_config(directory), store.read_json(directory / store.PROXIES)
+    if missing := [name for name in ("task", "method", "model", "generation") if name not in config]:
+        raise SeergateError(f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation")
     metrics = derive(samples, proxies)
     return Setting(directory, config, metrics, samples, proxies, series=str(config["method"]["name"]))
 

@@ -115,6 +115,7 @@ def test_software_that_differs_is_told(runs):
     ("file", "old", "new", "said"),
     [
         ("samples.jsonl", '"correct"', '"corect"', "has a sample without 'correct'"),
+        ("config.yaml", "task:", "tusk:", "has no task; it is not from an evaluation"),
         ("proxies.json", None, "[1]", "does not hold an object"),
     ],
 )
