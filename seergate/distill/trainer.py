@@ -194,6 +194,8 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
     train on the same packs share the frozen model's forward pass.
     """
     world = runs[0].world
+    for run, evaluation in _evaluate([run for run in runs if run.lacks_evaluation()]).items():
+        run.evaluated(run.done - 1, evaluation)
     for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
         active = [run for run in runs if run.done <= step < run.config.max_steps]
         started, outputs = time.monotonic(), dict[_Run, list[DistillOutput]]()
@@ -202,9 +204,7 @@ def _train(runs: list[_Run], requested: set[int]) -> None:
         stop = False
         for run in active:
             stop |= run.update(step, outputs[run], started, bool(requested))
-        held_out = dict[_Run, list[DistillOutput]]()
-        for group in _sharing([run for run in active if run.evaluates(step)]):
-            held_out |= _distill(group, group[0].data.held_out, 0, held_out=True)
+        held_out = _evaluate([run for run in active if run.evaluates(step)])
         for run in active:
             if run in held_out:
                 run.evaluated(step, held_out[run])
@@ -221,6 +221,14 @@ def _sharing(runs: list[_Run]) -> list[list[_Run]]:
         key = run.data.fingerprint, run.config.max_length, run.config.packs_per_step
         groups.setdefault(key, []).append(run)
     return list(groups.values())
+
+
+def _evaluate(runs: list[_Run]) -> dict[_Run, list[DistillOutput]]:
+    """Run this process's share of the held-out packs."""
+    outputs = dict[_Run, list[DistillOutput]]()
+    for group in _sharing(runs):
+        outputs |= _distill(group, group[0].data.held_out, 0, held_out=True)
+    return outputs
 
 
 def _distill(
@@ -260,6 +268,7 @@ class _Progress:
     tokens: int = 0
     held_out_kl: float | None = None  # of the current gates
     held_out_recall: dict[str, float] | None = None  # token budget -> mean recall of the current gates
+    held_out_row_start: float | None = None  # of both
     best_kl: float | None = None
     best_step: int | None = None
     final_kl: float | None = None
@@ -513,11 +522,17 @@ class _Run:
         train, config = self.data.train, self.config
         return [train[number] for number in packs_of_step(len(train), config.seed, step, config.packs_per_step)]
 
+    @property
+    def eval_row_start(self) -> float:
+        """Fraction of each sample from which on rows count in evaluations."""
+        given = self.config.eval_row_start
+        return self.config.row_start if given is None else given
+
     def spec(self, number: int, held_out: bool) -> DistillSpec:
         """Return the options of the gates' loss on a pack; ``number`` shifts the rows that count with a stride."""
         options = self.config.loss_options
-        if held_out and self.config.eval_row_start is not None:
-            options["row_start"] = self.config.eval_row_start
+        if held_out:
+            options["row_start"] = self.eval_row_start
         return DistillSpec(self.bank, **options, row_shift=number)
 
     def update(self, step: int, outputs: list[DistillOutput], started: float, stop: bool) -> bool:
@@ -541,7 +556,7 @@ class _Run:
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
-        progress.held_out_kl = progress.held_out_recall = None
+        progress.held_out_kl = progress.held_out_recall = progress.held_out_row_start = None
         if math.isfinite(kl := sum(means.kl_per_layer) / len(self.bank)):
             progress.final_kl = kl
         log = StepLog(
@@ -565,6 +580,13 @@ class _Run:
         every, done = self.config.eval_steps, step + 1
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
+    def lacks_evaluation(self) -> bool:
+        """Return whether a run that has ended was evaluated with other options, or its checkpoint has no recall."""
+        done, progress = self.done, self.progress
+        recorded = progress.held_out_row_start, sorted(map(int, progress.held_out_recall or ()))
+        current = self.eval_row_start, sorted(self.config.recall_budgets)
+        return done == self.config.max_steps and self.evaluates(done - 1) and recorded != current
+
     def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
         """Report an evaluation, given this process's outputs, and export the gates if they are the best so far."""
         count = len(self.data.held_out)
@@ -578,7 +600,7 @@ class _Run:
         progress = self.progress
         if not math.isfinite(log.kl):
             return
-        progress.held_out_kl = log.kl
+        progress.held_out_kl, progress.held_out_row_start = log.kl, self.eval_row_start
         progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
         if progress.best_kl is None or log.kl < progress.best_kl:
             progress.best_kl, progress.best_step = log.kl, step + 1

@@ -65,6 +65,27 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatc
         run_study(study, variant_configs(study, config.model, options_of(config, learning_rate=2e-2)))
 
 
+def test_an_ended_study_is_evaluated_again_where_that_is_not_recorded(config, monkeypatch):
+    study = Study("s", {}, {"max": {"k_pooling": "max"}, "min": {"k_pooling": "min"}})
+
+    def outcomes(**changes: Any) -> list[Outcome]:
+        return run_study(study, variant_configs(study, config.model, options_of(config, **changes)))
+
+    first = outcomes()
+    run = variant_configs(study, config.model, options_of(config))["max"].run_dir
+    (file,) = run.glob("checkpoints/*/state.json")
+    record = json.loads(file.read_text())
+    for name in ("held_out_recall", "held_out_row_start"):  # as in checkpoints of earlier versions
+        del record["progress"][name]
+    file.write_text(json.dumps(record))
+    before, seen = weights(run), forwards(monkeypatch)
+    assert outcomes() == first and len(seen) == config.eval_packs
+    other = outcomes(recall_budgets=(32, 64))
+    assert [o.recall.keys() for o in other] == [{32, 64}] * 2 and other[0].recall[64] == first[0].recall[64]
+    assert [a.kl != b.kl for a, b in zip(first, outcomes(eval_row_start=0.9), strict=True)] == [True, True]
+    assert_identical(weights(run), before)
+
+
 def test_variants_without_held_out_packs_cannot_be_compared(config):
     configs = variant_configs(study := Study("s", {}, {"a": {"rope": True}}), config.model, options_of(config))
     with pytest.raises(SeergateError, match="/a holds no evaluation: there are too few packs"):
