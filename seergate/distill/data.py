@@ -7,6 +7,8 @@ import json
 import os
 import random
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +20,7 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
-from seergate.durable import check_writable
+from seergate.durable import check_writable, naming
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
 from seergate.progress import working
@@ -220,9 +222,14 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
         the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
     """
+    with _cache(config) as cache:
+        return _tokenised(config, tokenizer, cache)
+
+
+def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Dataset:
+    """Do the work of `tokenised` with the cache in that directory."""
     from datasets import Features, Sequence, Value
 
-    cache = _cache(config)
     rows = open_source(config, cache)
     if not len(rows):
         raise SeergateError(no_rows(config.data))
@@ -288,7 +295,8 @@ def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Cou
     Returns:
         Row number -> the turns before the row's last answer; and reason -> number of rows without a question.
     """
-    rows = open_source(config, _cache(config))
+    with _cache(config) as cache:
+        rows = open_source(config, cache)
     by_row: dict[int, list[dict[str, str]]] = {}
     reasons: Counter[str] = Counter()
     for number, row in enumerate(rows):
@@ -311,14 +319,18 @@ def parsed(row: dict[str, Any]) -> Any:
         raise MalformedRow("not JSON") from error
 
 
-def _cache(config: TrainConfig) -> Path:
-    """Return the directory of tokenised data, made unless it exists; refuse one that cannot be written to."""
+@contextmanager
+def _cache(config: TrainConfig) -> Iterator[Path]:
+    """Yield the directory of tokenised data, which is made unless it exists; an error such as that of a full disk gets
+    its name. Refuse a directory that cannot be written to.
+    """
     if config.token_cache:
         cache = Path(config.token_cache)
     else:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "seergate" / "tokens"
     check_writable(cache)
-    return cache
+    with naming(cache):
+        yield cache
 
 
 def _why_empty(counts: dict[str, Any], too_short: int, config: TrainConfig) -> str:

@@ -348,6 +348,17 @@ def test_tokens_that_another_process_has_made_need_no_source(data_config: TrainC
         prepare_data(data_config, tokenizer, False, [["elsewhere.arrow"]])
 
 
+def test_a_full_disk_is_named(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write(data_config.data, [chat("<think>1</think>1")])
+    monkeypatch.setattr("seergate.distill.data.tokenise", full)
+    with pytest.raises(OSError) as caught:
+        token_files(data_config, byte_tokenizer(TEMPLATES["plain"]))
+    assert caught.value.filename == data_config.token_cache
+
+
 def test_a_killed_build_is_made_again(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = byte_tokenizer(TEMPLATES["plain"])
     write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(1200)])  # two batches
