@@ -125,7 +125,7 @@ class Plan:
 
     def _time(self) -> str:
         if (seconds := self.step_seconds) is None:
-            return "time: give --tflops, the rate that a device sustains"
+            return "time: `seergate plan --tflops` computes it from the rate that a device sustains"
         hours = self.config.max_steps * seconds / 3600
         return (
             f"time at {self.tflops:,.3g} TFLOP/s a device: {self.step_tokens / seconds:,.0f} tokens/s, "
