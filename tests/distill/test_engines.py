@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
 from seergate.models.gate_bank import GateBank
 from seergate.paths import shipped
+from tests.distill.conftest import assert_identical
 from tests.support.models import prompt
 
 
@@ -39,6 +41,19 @@ def test_gradients_are_clipped_by_their_global_norm(model, data_config, clip):
         first, second = ((1 - BETAS[0]) * clipped).float(), ((1 - BETAS[1]) * clipped.square()).float()
         torch.testing.assert_close(state[f"exp_avg.{name}"], first, rtol=2e-3, atol=1e-5 * scale)
         torch.testing.assert_close(state[f"exp_avg_sq.{name}"], second, rtol=4e-3, atol=1e-7 * scale**2)
+
+
+def test_a_process_without_a_pack_takes_the_step_of_the_others(model, data_config):
+    data_config = replace(data_config, packs_per_step=1)
+    banks = [GateBank.for_model(model, GateConfig(8, 16)) for _ in range(2)]
+    banks[1].load_state_dict(banks[0].state_dict())
+    busy = PlainEngine(banks[0], data_config, DistributedState(0, 1, 0, torch.device("cpu")))
+    busy.accumulate(distill_step(banks[0], model, prompt(60), **data_config.loss_options).loss)
+    gradient = torch.cat([parameter.grad.reshape(-1) for parameter in banks[0].parameters()])
+    idle = PlainEngine(banks[1], data_config, SimpleNamespace(size=2, sum=lambda own: own + gradient))
+    idle.skip()
+    assert idle.update(1e-2) == busy.update(1e-2) > 0
+    assert_identical(idle.state(), busy.state())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
