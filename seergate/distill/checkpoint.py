@@ -98,7 +98,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     record = read_record(path)
     with _damage(path):
         tensors = load_file(path / "state.safetensors")
-    # Checkpoints of before also hold PyTorch's random states, from which no step draws.
+    # Checkpoints of earlier versions also hold PyTorch's random states, from which no step draws.
     state = {name: x for name, x in tensors.items() if not name.startswith("random.")}
     return Checkpoint(record["step"], state, record["run"], record["progress"])
 
