@@ -248,7 +248,8 @@ def load_setting(directory: Path) -> Setting | None:
     if not (samples := store.read_samples(directory)):
         return None
     config, proxies = store.read_config(directory), store.read_json(directory / store.PROXIES)
-    if missing := [name for name in ("task", "method", "model", "generation") if name not in config]:
+    sections = ("task", "method", "model", "generation")
+    if missing := [name for name in sections if not isinstance(config.get(name), dict)]:
         raise SeergateError(f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation")
     metrics = derive(samples, proxies)
     return Setting(directory, config, metrics, samples, proxies, series=str(config["method"]["name"]))

@@ -116,6 +116,7 @@ def test_software_that_differs_is_told(runs):
     [
         ("samples.jsonl", '"correct"', '"corect"', "has a sample without 'correct'"),
         ("config.yaml", "task:", "tusk:", "has no task; it is not from an evaluation"),
+        ("config.yaml", "task:", "task: 3\nx:", "has no task; it is not from an evaluation"),
         ("proxies.json", None, "[1]", "does not hold an object"),
     ],
 )
