@@ -18,6 +18,10 @@ from seergate.eval.runner import write_metrics
 from seergate.eval.statistics.intervals import clustered
 from seergate.eval.statistics.metrics import by_problem
 
+UNFINISHED = "regrading"
+"""A key of the task in `config.yaml` while samples are replaced. A kill leaves it there, so that the run is not
+resumed or compared as one of either grader until it has been graded again."""
+
 
 @dataclass(frozen=True)
 class Regraded:
@@ -80,10 +84,12 @@ def regrade(
 
 def _write(directory: Path, config: dict[str, Any], samples: list[dict[str, Any]]) -> None:
     """Replace the configuration, the samples and the metrics of a run."""
+    unfinished = config | {"task": config["task"] | {UNFINISHED: "cut short, to be done again"}}
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
     try:
-        store.write_yaml(directory / store.CONFIG, config)
-        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        store.write_yaml(directory / store.CONFIG, unfinished)
         store.write_text(directory / store.SAMPLES, lines)
+        store.write_yaml(directory / store.CONFIG, config)
         write_metrics(directory)
     except OSError as error:
         raise SeergateError(f"{directory} is only graded in part: {error}; repeat the command") from error
@@ -91,7 +97,7 @@ def _write(directory: Path, config: dict[str, Any], samples: list[dict[str, Any]
 
 def _graded_by(name: str, config: dict[str, Any]) -> dict[str, Any]:
     """The run's configuration with this grader and the installed version of its library."""
-    task = {key: value for key, value in config["task"].items() if key != "regrading"}  # of older versions
+    task = {key: value for key, value in config["task"].items() if key != UNFINISHED}
     environment = {
         key: value for key, value in config.get("environment", {}).items() if key not in GRADES_WITH.values()
     }

@@ -170,22 +170,25 @@ def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp
     assert small(tmp_path)["n_samples"] == 4
 
 
-def test_regrading_that_fails_is_to_be_repeated(tmp_path, monkeypatch):
+@pytest.mark.parametrize("killed", [False, True])
+def test_regrading_that_fails_is_to_be_repeated(tmp_path, monkeypatch, killed):
+    """And the run belongs to no grader until then, as its samples may have grades of either."""
     small(tmp_path)
     edit_samples(tmp_path, lambda rows: [row | {"completion": "\\boxed{5}", "gold": "5"} for row in rows])
     write = store.write_text
 
     def full(path, text):
         if path.name == "samples.jsonl":
-            raise OSError(28, "No space left on device", str(path))
+            raise KeyboardInterrupt if killed else OSError(28, "No space left on device", str(path))
         write(path, text)
 
-    with monkeypatch.context() as patch, pytest.raises(SeergateError, match=r"in part: .*No space.*; repeat the comm"):
+    error, said = (KeyboardInterrupt, None) if killed else (SeergateError, r"in part: .*No space.*; repeat the comm")
+    with monkeypatch.context() as patch, pytest.raises(error, match=said):
         patch.setattr(store, "write_text", full)
         regrade(tmp_path, grader="exact")
-    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    config["task"]["regrading"] = "cut short, to be done again"  # as an older version would have it
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    for grader in ("digit", "exact"):
+        with pytest.raises(SeergateError, match=r"task\.regrading was 'cut short"):
+            small(tmp_path, task=replace(make_task("chain_sum", problems=4, variables=5), grader=grader))
     regrade(tmp_path)
     task = yaml.safe_load((tmp_path / "config.yaml").read_text())["task"]
     assert (task["grader"], "regrading" in task) == ("exact", False)
