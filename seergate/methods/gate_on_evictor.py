@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 SUFFIX = "+gate"
 """``snapkv+gate`` is SnapKV with the gate on what remains."""
+OWN_ATTENTION = "the gate's attention would replace that method's own"
 
 
 class GateOnEvictorState(EvictingState):
@@ -34,6 +35,8 @@ class GateOnEvictorState(EvictingState):
                 f"gate selection cannot be combined with {method.evictor.name!r}: there are no gates for layer "
                 f"{spec.layer}; give gates for every layer"
             )
+        if type(evicting).attend is not EvictingState.attend:
+            raise SeergateError(f"gate selection cannot be combined with {method.evictor.name!r}: {OWN_ATTENTION}")
         self.evicting, self.gating = evicting, method.gate.new_state(spec)
         self.parts, self.reads_all_keys = (self.evicting, self.gating), self.evicting.reads_all_keys
         self.add_per_token("index", torch.int32)
@@ -126,8 +129,8 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named}: it evicts nothing")
         if isinstance(self.evictor, GateOnEvictor):
             raise ValueError(f"{named}: it has a gate already; give the evictor itself")
-        if getattr(getattr(self.evictor, "state", None), "attend", None) is not EvictingState.attend:
-            raise ValueError(f"{named}: the gate's attention would replace that method's own")
+        if getattr(self.evictor, "state", EvictingState).attend is not EvictingState.attend:
+            raise ValueError(f"{named}: {OWN_ATTENTION}")
         if self.gate.compat is not None:
             raise ValueError(f'{named} with compat="published", whose code has no eviction; give compat=None')
         if self.gate.anchors:

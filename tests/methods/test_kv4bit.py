@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import seergate
-from seergate import methods
+from seergate import SeergateError, methods
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.generation.engine import Batch
 from seergate.methods.evicting import AttentionOutput
@@ -137,6 +137,8 @@ def test_tokens_in_the_cache_are_counted():
 
 
 def test_the_gate_never_drops_an_attention_of_the_evictors_own():
+    """Whether the method names its states or makes them itself; such states without an attention are combined."""
+
     class NewestState(H2OState):
         def attend(self, step):
             return AttentionOutput(torch.zeros_like(step.q_BHSD[:, :, 0]), [1.0] * len(step.ends))
@@ -144,6 +146,18 @@ def test_the_gate_never_drops_an_attention_of_the_evictors_own():
     class Newest(methods.H2O):
         state = NewestState
 
-    gate = methods.Gate(bank=naive_views.gate_for(model_of(4)), token_budget=16)
-    with pytest.raises(ValueError, match="the gate's attention would replace that method's own"):
+    class Making(methods.BudgetedMethod):
+        name, made = "making", H2OState
+
+        def new_state(self, spec):
+            return self.made(spec, methods.H2O(token_budget=24))
+
+    model = model_of(4)
+    gate, refusal = methods.Gate(bank=naive_views.gate_for(model), token_budget=16), "would replace that method's own"
+    with pytest.raises(ValueError, match=refusal):
         methods.GateOnEvictor(evictor=Newest(), gate=gate)
+    with seergate.attached(model, methods.GateOnEvictor(evictor=Making(), gate=gate)):
+        assert model.generate(input_ids=prompt(20), max_new_tokens=3).shape[1] == 23
+        Making.made = NewestState
+        with pytest.raises(SeergateError, match=refusal):
+            model.generate(input_ids=prompt(20), max_new_tokens=3)
