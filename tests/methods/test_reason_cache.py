@@ -197,6 +197,8 @@ class Row:
         self.length, self.table[length // 2 :] = length, range(length // 2, len(self.table))
 
     def share(self):
+        if not self.reasoning.unexamined:
+            return
         for newer, older in self.run.to_share(self.reasoning, self.table[: self.length // 2], self.layers):
             self.table[newer] = self.table[older]
             self.pairs.append((newer, older))
@@ -228,9 +230,23 @@ def test_forks_and_crops():
     for token in STEP:
         fork.read([token])
     assert fork.pairs == [(6, 0), (7, 1), (8, 2)] and not row.pairs
+    assert len(fork.reasoning.threshold.seen) == 3 and not row.reasoning.threshold.seen, "each has its own distances"
     for token in OTHER[1:]:
         row.read([token])
     assert not row.pairs and run.counts["steps"] == 4, "a step that is taken back and written again counts again"
+
+
+def test_steps_of_one_pass_are_compared_as_if_they_came_token_by_token():
+    """The third step with the blocks that the second one has been given, not with those it had."""
+    rows, ids = [], [*STEP, *STEP[:4], 5, 8, *STEP[:4], 5, 8]
+    for at_once in (False, True):
+        row = Row(evaluator(), ids if not at_once else [], [0, 0])
+        if at_once:
+            row.layers, row.table = rows[0].layers, list(range(len(ids) // 2 + 1))
+            row.read(ids)
+        rows.append(row)
+    assert rows[0].pairs == rows[1].pairs and rows[0].table == rows[1].table and len(rows[0].pairs) == 6
+    assert rows[0].reasoning.threshold.seen == rows[1].reasoning.threshold.seen
 
 
 def test_formal_content_must_not_differ():
