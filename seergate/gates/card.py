@@ -56,7 +56,7 @@ def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
         template_path=Path(__file__).parent / "card.jinja",
         **{"text": markdown_text, "code": markdown_code, "block": markdown_block, "percent_right": percent_right},
         **{"bank": bank, "geometry": bank.geometry, "gate": gate, "scoring": scoring(gate), "source": source},
-        **{"base": base, "in_gguf": base and base.endswith(GGUF)},
+        **{"base": base, "in_gguf": base and base.lower().endswith(GGUF)},
         rule="" if RULES.keys() & bank.decode_defaults.keys() else f", token_budget={_budget(bank)}",
         settings=", ".join(f"{key}={value!r}" for key, value in bank.decode_defaults.items()),
         **{"paper": SCORERS[gate.scorer].paper, "options": _options(bank)},

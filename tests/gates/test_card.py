@@ -45,7 +45,7 @@ def test_the_example_decodes_by_the_gates_own_rule(bank, tmp_path):
 
 
 def test_the_example_does_not_depend_on_what_is_downloaded(bank, tmp_path):
-    for base, has_tokenizer in (("org/nowhere", True), ("/models/file.gguf", False)):
+    for base, has_tokenizer in (("org/nowhere", True), ("/models/file.gguf", False), ("/models/FILE.GGUF", False)):
         bank.geometry = replace(bank.geometry, base_model=base)
         assert ("AutoTokenizer" in example(saved(bank, tmp_path / "gates"))) == has_tokenizer
 
