@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,7 +112,11 @@ class SharedPages(CachePages):
     def between_passes(self) -> None:
         """Share blocks of the steps that have ended, and update the counters."""
         super().between_passes()
-        self.sharing.attempt(self._share)
+        decided = list[tuple[int, int, int]]()
+        self.sharing.attempt(lambda: decided.extend(self._decisions()))
+        for decision in decided:  # an error here is the caller's, as layers would disagree about a block
+            self.remap(*decision)
+            self.sharing.shared += 1
         if logical := self.logical:
             self.sharing.passes += 1
             self.sharing.savings += sum(row.repeats for row in self.rows) / logical
@@ -145,14 +149,14 @@ class SharedPages(CachePages):
             before = row.length - count
             row.reasoning = self.sharing.evaluator.tokens_came(row.reasoning, before, tokens[:count])
 
-    def _share(self) -> None:
+    def _decisions(self) -> Iterator[tuple[int, int, int]]:
+        """Row, newer and older block of each pair to be shared now, in order."""
         for position, row in enumerate(self.rows):
             if row.reasoning is None or not row.reasoning.unexamined:
                 continue
             blocks = row.table[: row.sealed]
             for newer, older in self.sharing.evaluator.to_share(row.reasoning, blocks, self.buffers()):
-                self.remap(position, newer, older)
-                self.sharing.shared += 1
+                yield position, newer, older
 
 
 def _tokenizer(model: PreTrainedModel, reason: ReasonCache) -> Any:

@@ -253,6 +253,17 @@ def test_an_interrupt_is_the_callers(model, monkeypatch):
         forced_run(model, reason(), PROMPTS, looping())
 
 
+def test_an_error_between_the_layers_of_a_shared_block_ends_decoding(model, monkeypatch):
+    """The layers after it would still select the block by what it held before."""
+
+    def failing(*given):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(methods.LayerState, "block_shared", failing)
+    with pytest.raises(RuntimeError, match="no memory"):
+        forced_run(model, reason(), PROMPTS, looping())
+
+
 def test_an_error_that_comes_late_leaves_what_is_shared(model, monkeypatch):
     whole, _, _ = forced_run(model, reason(), PROMPTS, looping())
     spoilt(monkeypatch, 120)
