@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 import zlib
 from abc import ABC, abstractmethod
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.config import TrainConfig
 from seergate.durable import naming
-from seergate.errors import SeergateError
+from seergate.errors import DISK, SeergateError
 
 
 class Tracker(Callback, ABC):
@@ -36,6 +37,7 @@ class TensorBoard(Tracker):
 
         self._directory = config.run_dir / "tensorboard"
         self._writer = SummaryWriter(str(self._directory), purge_step=first_step)
+        self._excepthook, threading.excepthook = threading.excepthook, self._show_unless_of_disk
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         with naming(self._directory):
@@ -44,8 +46,14 @@ class TensorBoard(Tracker):
             self._writer.flush()  # if the run is killed, the steps before its checkpoint must be on disk
 
     def close(self) -> None:
+        threading.excepthook = self._excepthook
         with naming(self._directory):
             self._writer.close()
+
+    def _show_unless_of_disk(self, error: threading.ExceptHookArgs) -> None:
+        """Leave out the traceback of a full disk: what writes event files in a thread raises it again in the main one."""
+        if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in DISK):
+            self._excepthook(error)
 
 
 class WandbLike(Tracker):

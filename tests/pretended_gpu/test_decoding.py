@@ -32,9 +32,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 READS: dict[str, dict[str, str]] = {
     "streaming_llm": {"seergate/methods/streaming_llm.py select_kept: tolist": "how many tokens stay, at an eviction"},
-    "reason_cache": {
-        "seergate/methods/reason_cache/evaluator.py tokens_came: tolist": "the tokens, to divide their text into steps"
-    },
+    "reason_cache": {"seergate/cache/sharing.py _read: tolist": "the tokens, to divide their text into steps"},
     "and gate": {
         "seergate/methods/gate_on_evictor.py attend: item": "the width of an index of what is read",
         "seergate/methods/gate_on_evictor.py attend: tolist": "how much was read, for the statistics",
