@@ -157,9 +157,10 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # damaged archives and pickles raise any exception
         raise SeergateError(f"{path} is not a readable file of PyTorch tensors: {first_line(error)}") from error
     if not isinstance(weights, Mapping) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
+        for name, tensor in weights.items()
     ):
-        raise SeergateError(f"{path} must hold a dictionary of tensors")
+        raise SeergateError(f"{path} must hold a dictionary of dense tensors")
     return dict(weights)
 
 
