@@ -4,6 +4,7 @@ any storage.
 Both compute in float64, and every logit is compared, so that one block chosen wrongly at one step shows.
 """
 
+import itertools
 import random
 from contextlib import nullcontext
 
@@ -26,11 +27,13 @@ REQUESTS = 24
 MAX_ROWS = 6
 """Three that decode, and three that join."""
 LAYERS, HEAD_DIM = 2, 16
+COMBINATIONS = [*itertools.product(("gate", "quest", "oracle"), ("pages", "slow memory", "buffer"))]
+"""Every part has each of them once, and the first ones twice."""
 GROUPS = {1: {"num_key_value_heads": 4}, 2: {}, 4: {"num_key_value_heads": 1}}
 """Query heads per KV head -> fields of the model's configuration."""
 
 
-def a_rule(draw: random.Random) -> Rule:
+def a_rule(draw: random.Random, selector: str) -> Rule:
     size = draw.choice((8, 8, 13, 16))
     sinks = draw.choice((0, 0, 1))
     kinds = {
@@ -41,7 +44,7 @@ def a_rule(draw: random.Random) -> Rule:
     kind = draw.choice(("token_budget", "token_budget", "threshold", "top_p"))
     dense = draw.choice(((), (), (0,), (1,)))
     return Rule(
-        selector=draw.choice(("gate", "gate", "oracle", "quest")),
+        selector=selector,
         block_size=size,
         sink_blocks=sinks,
         dense_layers=dense,
@@ -51,11 +54,11 @@ def a_rule(draw: random.Random) -> Rule:
     )
 
 
-def a_storage(draw: random.Random, rule: Rule, kv_heads: int) -> KVBackend | None:
-    """Pages, slow memory with room for few more blocks than a step reads in so many rows, or mostly one buffer."""
+def a_storage(kind: str, rule: Rule, kv_heads: int) -> KVBackend | None:
+    """One buffer, pages, or slow memory with room for few more blocks than a step reads in so many rows."""
     blocks = 1 + -(-(rule.token_budget or 0) // rule.block_size)
     room = LAYERS * MAX_ROWS * kv_heads * blocks * rule.block_size * 2 * HEAD_DIM * 8
-    return draw.choice((None, None, Paging(), Offload(room)))
+    return {"buffer": None, "pages": Paging(), "slow memory": Offload(room)}[kind]
 
 
 def check_pools(cache) -> None:
@@ -190,6 +193,8 @@ class Request:
             else:
                 {"crop": self.crop, "rows": self.choose_rows, "join": self.join, "anew": self.start_anew}[event]()
         self.chunk(1)
+        self.crop()
+        self.chunk(1)
         self.compare_compressed_keys()
 
     def compare_compressed_keys(self) -> None:
@@ -253,7 +258,9 @@ def test_random_requests_against_the_slow_decoder(part):
     draw = random.Random(part)
     for number in range(REQUESTS):
         model = tiny_model("qwen3", seed=draw.randrange(3), dtype=torch.float64, **GROUPS[draw.choice((1, 2, 4))])
-        rule = a_rule(draw)
+        stock, turn = number % 3 == 0, number - number // 3 - 1
+        selector, kind = COMBINATIONS[(number // 3 if stock else turn) % len(COMBINATIONS)]
+        rule = a_rule(draw, selector)
         options = {name: value for name, value in vars(rule).items() if name not in ("selector", "block_size")}
         bank = None
         if rule.selector == "gate":
@@ -262,10 +269,10 @@ def test_random_requests_against_the_slow_decoder(part):
         else:
             method = methods.make_method(rule.selector, block_size=rule.block_size, **options)
         reference = ReferenceRow(model, rule, None if bank is None else {i: bank.gate(i) for i in range(2)})
-        storage = a_storage(draw, rule, reference.kv_heads) if number % 3 else None
+        storage = None if stock else a_storage(kind, rule, reference.kv_heads)
         try:
             with torch.no_grad(), seergate.attached(model, method, storage=storage):
-                if number % 3 == 0:
+                if stock:
                     generates(model, reference, draw)
                 else:
                     Request(model, reference, draw).live()
