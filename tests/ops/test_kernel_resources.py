@@ -16,7 +16,7 @@ triton = pytest.importorskip("triton")
 
 from benchmarks.kernels.ahead_of_time import compiled, fingerprint, launches, shipped, specialisation  # noqa: E402
 from benchmarks.kernels.data_sheets import GPUS, H200  # noqa: E402
-from benchmarks.kernels.examples import gate_kl_example, meta, select_example, update_example  # noqa: E402
+from benchmarks.kernels.examples import gate_kl_example, meta, select_example, sparse_example, update_example  # noqa: E402
 from benchmarks.kernels.machine_code import Resources, faults, resources  # noqa: E402
 from seergate.ops.attention import Pack  # noqa: E402
 from seergate.ops.losses import LossOptions  # noqa: E402
@@ -180,3 +180,13 @@ def test_one_configuration_of_each_kernel_compiled_anew(gpu):
     for kernel, (example, launch) in first.items():
         used = resources(compiled(launch, gpu), gpu)
         assert not faults(used, gpu, **example.required(kernel)), (example, kernel)
+
+
+def test_spills_are_seen_in_machine_code():
+    """Of a tile that no processor can hold."""
+    launch = launches(sparse_example(torch.float32, 128, 64).call, H200)[0]
+    launch.arguments["TILE"] = 32
+    launch.options["num_warps"] = 4
+    used = resources(compiled(launch, H200), H200)
+    assert used.spills and used.stack and used.registers == 255
+    assert faults(used, H200, products=False, wide=False, ahead=False)
