@@ -41,6 +41,7 @@ class GatedLayer(CacheLayerMixin):
     Attributes:
         counts: counters of compiled steps (`seergate.decode.stats`); ``None`` if an eager step must run before the
             next compiled one.
+        failed: whether a rectification has failed, after which the layers may hold different tokens.
     """
 
     is_sliding = False
@@ -68,7 +69,7 @@ class GatedLayer(CacheLayerMixin):
         self.rows = Rows()
         self.counts: object = None
         self.state: LayerState | None = None
-        self.is_initialized = False
+        self.is_initialized = self.failed = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
         """Copy the tokens, for another text with the same prefix. The method and the gates are shared, unless the
@@ -111,6 +112,8 @@ class GatedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Called by the plain model only: store new tokens, which the method has not seen; as `store`."""
+        if self.failed:
+            raise SeergateError("a pass failed that was to rectify this cache; start a new one")
         if isinstance(self.method, CompressingMethod) and self.rows.slots:
             raise SeergateError(
                 f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"

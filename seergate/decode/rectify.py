@@ -163,7 +163,7 @@ class Rectification:
         except BaseException:  # the layers may hold different tokens now
             for each in cache.layers:
                 if isinstance(each, GatedLayer):
-                    each.state = None
+                    each.state, each.failed = None, True
             raise
         layer.state.rows[DENSE] = torch.tensor(ends)
         self.dense_passes += 1

@@ -123,6 +123,8 @@ def test_a_cache_whose_rectification_failed_is_refused(family, lengths):
         with pytest.raises(SeergateError, match="or a pass failed, .*; start a new one"):
             rows.read(rows.logits[:, -1:].argmax(-1))
         assert model.generate(**batch, max_new_tokens=12).shape[1] == 52
+    with pytest.raises(SeergateError, match="a pass failed .*; start a new one"):  # the plain model
+        rows.read(rows.logits[:, -1:].argmax(-1))
 
 
 def test_a_cache_narrowed_to_some_rows(model):
