@@ -46,12 +46,14 @@ class TensorBoard(Tracker):
             self._writer.flush()  # if the run is killed, the steps before its checkpoint must be on disk
 
     def close(self) -> None:
-        threading.excepthook = self._excepthook
-        with naming(self._directory):
-            self._writer.close()
+        try:
+            with naming(self._directory):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._excepthook
 
     def _show_unless_of_disk(self, error: threading.ExceptHookArgs) -> None:
-        """Leave out the traceback of a full disk: what writes event files in a thread raises it again in the main one."""
+        """Leave out the traceback of a full disk: writing in the thread fails again in the main one."""
         if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in DISK):
             self._excepthook(error)
 
