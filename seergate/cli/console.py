@@ -29,8 +29,8 @@ def guarded(
 ) -> int:
     """Run a command and return its exit code (0 for ``None``). A user error, an interrupt, or an output that nobody
     reads any more (``seergate ... | head -1``) is reported by ``tell`` and becomes an exit code; any other exception
-    is a bug and propagates. While the command runs, it is never silent for long, and a log file gets no progress bars
-    (`seergate.progress`).
+    is a bug and propagates. While the command runs, lines name work that takes long, and a log file gets no progress
+    bars (`seergate.progress`).
     """
     try:
         with heartbeat(wanted=os.environ.get("RANK", "0") == "0"), bars_on_terminals_only():
