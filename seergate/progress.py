@@ -81,7 +81,8 @@ def bars_on_terminals_only() -> Iterator[None]:
 
 
 class ProgressBar:
-    """One progress bar per task on a terminal. Elsewhere there are no bars, and `say` prints plain lines.
+    """One progress bar per task on a terminal. Elsewhere there are no bars: `say` prints plain lines, and `heartbeat`
+    names the last task.
 
     Attributes:
         shown: whether bars are shown: they are ``wanted`` and standard output is a terminal.
@@ -91,6 +92,8 @@ class ProgressBar:
         from rich import console, progress
 
         self.shown = wanted and sys.stdout is not None and sys.stdout.isatty()
+        self._named = wanted and not self.shown
+        self._work: tuple[str, float] | None = None
         # The bar's own escape sequences must reach the terminal.
         out: Any = sys.stdout
         while isinstance(out, Terminal):
@@ -108,11 +111,14 @@ class ProgressBar:
 
     def add(self, description: str, total: int, done: int = 0) -> Any:
         """Start a task; returns its handle for `update`."""
+        self._name(f"at {visible(description)}, {done}/{total}")
         return self._bar.add_task(visible(description), total=total, completed=done, note="")
 
     def update(self, task: Any, done: int, note: str) -> None:
         """Show the progress of a task, and a note next to it."""
         self._bar.update(task, completed=done, note=note)
+        shown = self._bar.tasks[task]
+        self._name(f"at {shown.description}, {done}/{shown.total}" + (f", {note}" if note else ""))
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -125,6 +131,15 @@ class ProgressBar:
         """Stop updating; the bars stay on the screen."""
         if self.shown:  # older releases of rich end a disabled bar with an empty line
             self._bar.stop()
+        self._name("")
+
+    def _name(self, text: str) -> None:
+        """Name the work in the lines of `heartbeat` from now on, unless bars are shown; an empty text ends it."""
+        if self._work in _works:
+            _works.remove(self._work)
+        self._work = (text, time.monotonic()) if text and self._named else None
+        if self._work is not None:
+            _works.append(self._work)
 
 
 def duration(seconds: float) -> str:

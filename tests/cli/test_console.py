@@ -28,6 +28,12 @@ def at(done, *, total=40, label="gate-128", seconds=None, made=None):
     )
 
 
+@pytest.fixture(autouse=True)
+def _no_work(monkeypatch):
+    """Not even that of a display that another test has left open."""
+    monkeypatch.setattr(progress, "_works", [])
+
+
 @pytest.fixture
 def clock(monkeypatch):
     """The time that the console reads, to be set."""
@@ -135,6 +141,20 @@ def test_a_command_says_what_it_is_doing(monkeypatch, capsys):
     assert re.fullmatch(r"(still loading the model \(\d s\)\n)+", output.err), output.err
     monkeypatch.setenv("RANK", "1")
     assert guarded(run) == 0 and capsys.readouterr().err == "", "the main process says it"
+
+
+def test_a_command_tells_its_last_progress(monkeypatch, capsys):
+    """In a file, where the next sample may take hours; the time is that since the last one."""
+    monkeypatch.setattr(progress, "SILENT_SECONDS", 0.5)
+
+    def run():
+        with EvalProgress(1) as shown:
+            shown(at(4))
+            time.sleep(1.2)
+
+    assert guarded(run) == 0 and not progress._works
+    told = r"(still at gate-128, 4/40, 200 tokens/s, 18 s left \(\d s\)\n)+"
+    assert re.fullmatch(told, capsys.readouterr().err)
 
 
 def test_bars_of_libraries_are_for_terminals(capsys):
