@@ -54,12 +54,14 @@ def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
 
 def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
     """Line -> rows -> milliseconds per step at the longest context; and the options of the measurement."""
-    (path,) = results.glob("serving_model-*.json")
-    record = json.loads(path.read_text(encoding="utf-8"))
-    longest = [row for row in record["rows"] if row["length"] == max(record["options"]["lengths"])]
-    times = {
-        label: {row["batch"]: row["step_median_ms"][name] for row in longest} for label, (name, *_) in STEPS.items()
-    }
+    times: dict[str, dict[int, float]] = {}
+    for name in ("serving_model", "serving_model_transformers"):
+        (path,) = results.glob(f"{name}-*.json")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        longest = [row for row in record["rows"] if row["length"] == max(record["options"]["lengths"])]
+        for label, (way, *_) in STEPS.items():
+            if way in record["options"]["ways"]:
+                times[label] = {row["batch"]: row["step_median_ms"][way] for row in longest}
     return times, record["options"]
 
 
