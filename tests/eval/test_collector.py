@@ -129,7 +129,7 @@ def test_finished_samples_are_kept_when_another_fails(tmp_path, monkeypatch):
 
 
 def test_a_judge_that_is_ended_gives_no_verdict(tmp_path, monkeypatch):
-    """Interrupted while it waits for the last grades: one whose process is then killed, and one that never begins."""
+    """An interrupt while the last grades are awaited kills the process of the one, and the other never begins."""
     with SampleLog(tmp_path) as log, GradingPool(seconds=60) as judges:
         (judge,), threads, asked = judges._judges, [], threading.Event()
         sink, ask = collector(log, judges, 2), judge._ask
