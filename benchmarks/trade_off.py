@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ STEPS = {
     "transformers, gates": ("hf_gate", "gate", "--"),
 }
 """Label of a line -> its name in the results, the method that gives its colour, and its line style."""
+PANELS_PER_LINE = 4
 
 
 def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
@@ -125,26 +127,27 @@ def draw_anchors(results: Path) -> Any:
 
 
 def draw_board(results: Path) -> Any:
-    """The board: a row of panels per model, and a column per part, that was measured at all."""
+    """The board: a panel per part of a model that was measured, in lines of at most four."""
     rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
-    models = [model for model in MODELS if any(row["model"] == model for row in rows)]
-    parts = {part: about for part, about in PARTS.items() if any(row["part"] == part for row in rows)}
-    size = (1.6 + 3.4 * len(parts), 0.8 + 2.8 * len(models))
-    figure, grid = pyplot().subplots(len(models), len(parts), figsize=size, layout="constrained", squeeze=False)
-    for model, line in zip(models, grid, strict=True):
-        for (part, about), axes in zip(parts.items(), line, strict=True):
-            own = [row for row in rows if row["model"] == model and row["part"] == part]
-            axes.set_title(f"{model}: {about.title}", fontsize=10)
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            if all(row["method"] != "dense" for row in own):
-                axes.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axes.transAxes)
-                axes.set(xticks=[], yticks=[])
-            elif part == "times":
-                _panel_of_times(axes, own)
-            else:
-                _panel_of_methods(axes, own)
-    labels = {label: line for axes in grid.flat for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for part, model in product(PARTS, MODELS):
+        own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
+        if any(row["method"] == "dense" for row in own):
+            panels[f"{model}: {PARTS[part].title}", part] = own
+    lines = -(-len(panels) // PANELS_PER_LINE)
+    figure, grid = pyplot().subplots(
+        lines, PANELS_PER_LINE, figsize=(15.2, 0.8 + 2.8 * lines), layout="constrained", squeeze=False
+    )
+    for ((title, part), own), axes in zip(panels.items(), grid.flat, strict=False):
+        axes.set_title(title, fontsize=10)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        (_panel_of_times if part == "times" else _panel_of_methods)(axes, own)
+    for axes in grid.flat[len(panels) :]:
+        axes.remove()
+    labels = {
+        label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False)
     return figure
 
