@@ -113,7 +113,8 @@ class Parser(argparse.ArgumentParser):
         for text in unknown:
             name = text.partition("=")[0]
             flags = [option for action in self._actions for option in action.option_strings]
-            self.error(f"{name!r} is not an option{f'; {did_you_mean(name, flags)}' if name.startswith('-') else ''}")
+            hint = did_you_mean(name, flags) if name.startswith("-") else ""
+            self.error(f"{name!r} is not an option{f'; {hint}' if hint.endswith('?') else ''}")
         return options
 
     def list_only(self, *names: str) -> None:

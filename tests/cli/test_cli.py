@@ -92,6 +92,7 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["demo", "--problems", "0"], "problems is 0"),
         (["eval", "foo"], "'foo' is not an option (see seergate eval --help)"),
         (["doctor", "foo"], "'foo' is not an option (see seergate doctor --help)"),
+        (["train", "--threads", "2"], "'--threads' is not an option (see seergate train --help)"),
         (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
         (["train", "--max-stepz", "3"], "is not an option; did you mean '--max-steps'? (see seergate train --help)"),
         (
