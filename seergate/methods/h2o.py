@@ -13,6 +13,7 @@ from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import prompt_probabilities, reduced
+from seergate.ops.gate_math import wide_dtype
 
 
 class H2OState(BudgetedState):
@@ -24,7 +25,7 @@ class H2OState(BudgetedState):
     def __init__(self, spec: LayerSpec, method: H2O) -> None:
         super().__init__(spec, method)
         # half precision would lose small increments
-        self.add_per_token("mass", torch.promote_types(spec.dtype, torch.float32))
+        self.add_per_token("mass", wide_dtype(spec.dtype))
 
     @without_gradients
     def append(self, step: Step) -> None:

@@ -17,6 +17,7 @@ from seergate.checks import check_counts
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
+from seergate.ops.gate_math import wide_dtype
 
 LEVELS = 15
 """The highest code; codes are 0..15."""
@@ -164,7 +165,7 @@ def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
         Codes 0..15, uint8 ``[B, K, N, group, D]``, and minima and scales, float16 ``[B, K, N, 2, ..]``. Codes are
         chosen for the float16 minimum and scale, so that these add no error of their own.
     """
-    x, axis = _grouped(x_BKNGD.to(torch.promote_types(x_BKNGD.dtype, torch.float32)), channels)
+    x, axis = _grouped(x_BKNGD.to(wide_dtype(x_BKNGD.dtype)), channels)
     low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
     low16, scale16 = low.half(), ((high - low.half().to(x)).clamp(min=0) / LEVELS).half()
     scale = scale16.to(x)

@@ -20,6 +20,7 @@ from seergate.inference_mode import without_gradients
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, OffsetOf, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
+from seergate.ops.gate_math import wide_dtype
 from seergate.ops.rows import RowLengths
 
 
@@ -86,7 +87,7 @@ def page_bounds(
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group's queries, or ``"mean_query"``, the bound of
             their mean: ``[B, K, N]``; ``"separate"``, the bound of each query: ``[B, H, N]``.
     """
-    (batch, kv_heads, pages, _), wide = high_BKND.shape, torch.promote_types(q_BHD.dtype, torch.float32)
+    (batch, kv_heads, pages, _), wide = high_BKND.shape, wide_dtype(q_BHD.dtype)
     high_PDN, low_PDN = (x.to(wide).flatten(0, 1).transpose(1, 2) for x in (high_BKND, low_BKND))
     q_PGD = q_BHD.reshape(batch * kv_heads, -1, q_BHD.shape[-1]).to(wide)
     if group_reduction == "mean_query":

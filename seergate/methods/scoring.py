@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import EvictingState
+from seergate.ops.gate_math import wide_dtype
 
 TILE = 128
 """Number of queries of a prompt, or of keys, that are compared with all keys at a time."""
@@ -38,7 +39,7 @@ def _log_probabilities(step: Step) -> Tensor:
     keys, tokens = step.keys_BKCD, step.max_length
     batch, kv_heads, _, dim = keys.shape
     q_PGD = step.q_BHSD.to(keys.device).reshape(batch * kv_heads, -1, dim)  # keys may be offloaded
-    wide = torch.promote_types(keys.dtype, torch.float32)
+    wide = wide_dtype(keys.dtype)
     logits = torch.bmm(q_PGD.to(wide) * step.sm_scale, pairs_of(keys, tokens).to(wide).transpose(1, 2))
     if step.softcap is not None:
         logits = step.softcap * torch.tanh(logits / step.softcap)
@@ -90,7 +91,7 @@ def attend_and_weigh(step: Step) -> tuple[Tensor, Tensor]:
 
 def logits(q_RHWD: Tensor, keys_RKTD: Tensor, step: Step) -> Tensor:
     """Scaled query-key products ``[R, K, G, W, T]``, capped if the model caps them."""
-    wide = torch.promote_types(keys_RKTD.dtype, torch.float32)
+    wide = wide_dtype(keys_RKTD.dtype)
     q_RKGWD = q_RHWD.to(wide).unflatten(1, (keys_RKTD.shape[1], -1)) * step.sm_scale
     scores = q_RKGWD @ keys_RKTD.to(wide)[:, :, None].transpose(-1, -2)
     return scores if step.softcap is None else step.softcap * torch.tanh(scores / step.softcap)

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -15,6 +14,7 @@ from seergate.checks import check, check_choice, check_counts, check_share
 from seergate.methods.base import Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import TILE, WindowState, causal_softmax, logits, pooled, reduced
+from seergate.ops.gate_math import wide_dtype
 
 
 class SnapKVState(WindowState, BudgetedState):
@@ -152,7 +152,7 @@ class RKV(SnapKV):
 
 def redundancy(keys_KTD: Tensor, threshold: float, spared: int) -> Tensor:
     """R-KV's redundancy of each key, ``[K, T]``, summing to 1 over T; tiled over rows of the similarity matrix."""
-    keys = F.normalize(keys_KTD.to(torch.promote_types(keys_KTD.dtype, torch.float32)), dim=-1)
+    keys = F.normalize(keys_KTD.to(wide_dtype(keys_KTD.dtype)), dim=-1)
     total = keys.shape[1]
     sums = keys.new_zeros(keys.shape[:2])
     for first in range(0, total, TILE):

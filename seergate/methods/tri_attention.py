@@ -22,6 +22,7 @@ from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
+from seergate.ops.gate_math import wide_dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +113,7 @@ class TriAttentionState(BudgetedState):
                 f"the centres were measured with another RoPE than layer {spec.layer} has now (its theta or scaling); "
                 "run seergate calibrate again"
             )
-        wide = torch.promote_types(spec.dtype, torch.float32)
+        wide = wide_dtype(spec.dtype)
         mean, modulus = mean.to(spec.device, wide), modulus.to(spec.device, wide)
         offsets = 2 ** torch.arange(int(math.log2(method.offsets)) + 1, device=spec.device)
         self.ahead_HOD = self.pairs.turn(mean, offsets).mean(1, keepdim=True)

@@ -23,9 +23,14 @@ class Branch(NamedTuple):
     attention_scaling: float
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which sums are computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """RMSNorm of ``x [..., E]`` with one ``weight [E]`` for all heads; statistics in fp32 or wider."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(wide_dtype(x.dtype))
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + NORM_EPS)
     return wide.to(x.dtype) * weight
 
@@ -44,7 +49,7 @@ def rotation(
     Returns:
         Two tensors ``[B, 1, S, E]`` or ``[S, E]``; the first half of the sines is negative.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = wide_dtype(dtype)
     angles = positions.to(wide)[..., None] * inv_freq.to(wide)
     cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
     if positions.ndim == 2:
@@ -90,7 +95,7 @@ def projected_queries(q_BHSD: Tensor, weight_KGDE: Tensor) -> Tensor:
 
 def block_scores(qg_BKSE: Tensor, kg_BKNE: Tensor) -> Tensor:
     """The logits of equation 1c, ``[B, K, S, N]``, in fp32 or wider; B and K may be one axis."""
-    wide = torch.promote_types(qg_BKSE.dtype, torch.float32)
+    wide = wide_dtype(qg_BKSE.dtype)
     scaled, kg_BKEN = qg_BKSE.to(wide) * (1.0 / math.sqrt(qg_BKSE.shape[-1])), kg_BKNE.to(wide).transpose(-1, -2)
     return torch.bmm(scaled, kg_BKEN) if scaled.ndim == 3 else scaled @ kg_BKEN
 

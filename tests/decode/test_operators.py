@@ -16,13 +16,13 @@ from tests.support.models import prompt, tiny_model
 ROOT, BLOCK, BUDGET, LENGTH = str(Path(seergate.__file__).parent), 8, 32, 75
 QUEST = {"block_size": BLOCK, "dense_layers": ()}
 CASES = [
-    ("gates", 1, False, 56, 30, {}),
-    ("gates", 16, False, 57, 31, {}),
-    ("gates", 16, True, 60, 35, {}),
-    ("gates with norm", 1, False, 63, 37, {}),
-    ("gates with norm", 16, True, 67, 42, {}),
-    ("quest", 1, False, 52, 26, QUEST),
-    ("quest", 16, True, 60, 37, QUEST),
+    ("gates", 1, False, 54, 28, {}),
+    ("gates", 16, False, 55, 29, {}),
+    ("gates", 16, True, 58, 32, {}),
+    ("gates with norm", 1, False, 60, 34, {}),
+    ("gates with norm", 16, True, 64, 38, {}),
+    ("quest", 1, False, 50, 24, QUEST),
+    ("quest", 16, True, 58, 35, QUEST),
     ("h2o", 16, False, 36, 22, {}),
     ("h2o", 16, True, 37, 22, {}),
     ("h2o", 16, True, 40, 25, {"token_budget": LENGTH + 1}),  # some rows evict, others have room

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.inference_mode import without_gradients
-from seergate.ops.gate_math import Branch, compressed_keys
+from seergate.ops.gate_math import Branch, compressed_keys, wide_dtype
 from seergate.ops.rows import RowLengths
 
 
@@ -36,7 +36,7 @@ def _pool(k_BKNCD: Tensor, kinds: tuple[str, ...]) -> Tensor:
     pools = {
         "max": lambda: k_BKNCD.amax(3),
         "min": lambda: k_BKNCD.amin(3),
-        "avg": lambda: k_BKNCD.mean(3, dtype=_sum_dtype(k_BKNCD)).to(k_BKNCD.dtype),
+        "avg": lambda: k_BKNCD.mean(3, dtype=wide_dtype(k_BKNCD.dtype)).to(k_BKNCD.dtype),
     }
     return torch.cat([pools[kind]() for kind in kinds], dim=-1)
 
@@ -52,14 +52,10 @@ def _pool_ragged(k: Tensor, block_size: int, kinds: tuple[str, ...], lengths: Te
         "max": lambda: k_BKNCD.masked_fill(beyond, -torch.inf).amax(3),
         "min": lambda: k_BKNCD.masked_fill(beyond, torch.inf).amin(3),
         "avg": lambda: (
-            k_BKNCD.masked_fill(beyond, 0).sum(3, dtype=_sum_dtype(k)).div(real_BN.clamp(min=1)).to(k.dtype)
+            k_BKNCD.masked_fill(beyond, 0).sum(3, dtype=wide_dtype(k.dtype)).div(real_BN.clamp(min=1)).to(k.dtype)
         ),
     }
     return torch.cat([pools[kind]() for kind in kinds], dim=-1).masked_fill(real_BN == 0, 0)
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 @without_gradients

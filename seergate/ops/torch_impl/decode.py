@@ -20,6 +20,7 @@ from seergate.inference_mode import without_gradients
 from seergate.ops.arguments import readable
 from seergate.ops.backend import one_node
 from seergate.ops.decode import DecodeInputs
+from seergate.ops.gate_math import wide_dtype
 from seergate.ops.paging import index_of, layout_of, unpaged
 from seergate.ops.rows import RowLengths
 
@@ -161,7 +162,7 @@ def _probabilities(
     softcap: float | None,
 ) -> Tensor:
     """Softmax of each pair's group over its tokens, ``[P, G, S]``, in fp32 or wider; P may be several dimensions."""
-    wide = torch.promote_types(q_PGD.dtype, torch.float32)
+    wide = wide_dtype(q_PGD.dtype)
     scaled, k_PDS = q_PGD.to(wide) * sm_scale, k_PSD.to(wide).transpose(-1, -2)
     scores_PGS = torch.bmm(scaled, k_PDS) if scaled.ndim == 3 else scaled @ k_PDS
     if softcap is not None:
