@@ -78,7 +78,7 @@ class DataReport:
             "truncated": self.truncated,
             "dropped as too long": self.dropped,
             "duplicates left out": self.duplicates,
-            "too short to choose between blocks left out": self.too_short,
+            "left out (too short to select blocks)": self.too_short,
             **self.notes,
             **{f"malformed ({reason})": count for reason, count in self.malformed.items()},
         }

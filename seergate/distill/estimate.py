@@ -95,13 +95,13 @@ class Plan:
             "two layers put together, or the embedding": m.gathered,
             "DeepSpeed's buffer for gradients": m.buckets,
             "LM head and file (while loading only)": m.loading,
-            "Python and libraries" if where == "cpu" else "CUDA, NCCL and what fragments (assumed)": self.libraries,
+            "Python and libraries" if where == "cpu" else "CUDA, NCCL and fragmentation (assumed)": self.libraries,
             "most at once": self.total,
             f"in {elsewhere}: frozen model": m.base_elsewhere,
         }
         lines = [
             f"model: {c.model}; {self.shape}",
-            f"run: {c.max_steps:,} steps of {c.packs_per_step} packs, {self.step_tokens:,} tokens a step, "
+            f"run: {c.max_steps:,} steps, packs per step: {c.packs_per_step}, {self.step_tokens:,} tokens a step, "
             f"{c.max_steps * self.step_tokens / 1e6:,.1f} M tokens in all; processes: {self.processes}",
             c.uneven(self.processes),
             self.why_one_sample and f"a pack holds one sample: {self.why_one_sample}",

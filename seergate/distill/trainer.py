@@ -510,10 +510,7 @@ class _Run:
             f"{world.device.type}{processes}"
         )
         if config.eval_steps and config.eval_packs and not self.data.held_out:
-            yield (
-                f"no evaluations and no best/: of {len(self.data.train)} packs none is held out, as that is for a "
-                "tenth of them at most"
-            )
+            yield f"no evaluations and no best/: at most a tenth of the packs ({len(self.data.train)}) is held out"
         if self.done:
             yield f"continuing after step {self.done} of {config.max_steps}"
 

@@ -50,8 +50,8 @@ class EvalProgress:
             return
         if now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
             self.said = time.monotonic()
-            seconds = self.said - self.began
+            what = "texts" if now.correct is None else "answers"
             self.bar.say(
-                f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} answers, {note} "
-                f"({seconds:.0f} s)"
+                f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} {what}, {note} "
+                f"({self.said - self.began:.0f} s)"
             )

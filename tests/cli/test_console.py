@@ -1,5 +1,6 @@
 """Progress of evaluations: lines in a log, a bar on a terminal, and the remaining time."""
 
+import dataclasses
 import os
 import pty
 import re
@@ -75,6 +76,7 @@ def test_a_line_comes_at_most_every_few_seconds_and_always_at_the_end(capsys, cl
         *((at(n, seconds=20.0), "tokens/s (") for n in (1, 3)),  # samples that run side by side end together
         (at(4, seconds=20.0), "tokens/s, 3 min left ("),
         (at(1), "1/40 answers, 200 tokens/s ("),  # the right ones are told at the end: easy ones come first
+        (dataclasses.replace(at(1), correct=None), "1/40 texts, 200 tokens/s ("),
         (at(1, total=1), "1/1 answers, 0 % right, 200 tokens/s"),
     ],
 )

@@ -422,7 +422,7 @@ def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(da
     write(data_config.data, [{"text": text} for text in texts])
     report = prepare_data(data_config, tokenizer).report
     assert (report.samples, report.too_short, report.tokens) == (2, 3, 57)
-    assert "3 too short to choose between blocks left out" in report.summary()
+    assert "3 left out (too short to select blocks)" in report.summary()
     write(data_config.data, [{"text": text} for text in texts[:3]])
     with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in 2 blocks of 8 tokens"):
         prepare_data(data_config, tokenizer)

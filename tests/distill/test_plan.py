@@ -54,7 +54,7 @@ def test_the_plan_divides_what_does_not_fit_whole() -> None:
     assert roomy.fits and not roomy.config.shard_base
     whole = make_plan(replace(run, shard_base=False), memory_gb=48, processes=8)
     assert not whole.fits and whole.memory.base == alone.memory.base
-    huge = load_train_config("qwen3-235b-a22b")  # CUDA, NCCL and what fragments leave less for tensors
+    huge = load_train_config("qwen3-235b-a22b")  # CUDA, NCCL and fragmentation leave less for tensors
     tensors = make_plan(huge, memory_gb=1000, processes=16).memory.total
     room = [make_plan(huge, memory_gb=(tensors + more) / 0.93e9, processes=16) for more in (1.1e9, 0.9e9)]
     assert [plan.config.shard_base for plan in room] == [False, True]

@@ -78,17 +78,21 @@ def at_chance(dense: Setting) -> bool:
 
 def idle(sweep: Sweep) -> list[str]:
     """Name the settings that have no effect: they read everything, or reproduce dense logits bit for bit."""
-    lines = list[str]()
+    everything, equal = list[str](), list[str]()
     for s in sweep.settings:
         if s.method == "dense":
             continue
         limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
         density = s.metrics.get("density") or 0.0
         if limited and density > 1 - 1e-6:
-            lines.append(f"{s.label} read the whole context at every step, so it does not measure sparsity.")
+            everything.append(s.label)
         elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):
-            lines.append(f"{s.label} reproduced dense attention's logits bit for bit: its options have no effect.")
-    return lines
+            equal.append(s.label)
+    notes = {
+        "read the whole context at every step, which does not measure sparsity": everything,
+        "reproduced dense attention's logits bit for bit: their options have no effect": equal,
+    }
+    return [f"{', '.join(labels)} {note}." for note, labels in notes.items() if labels]
 
 
 def _logit_measures(s: Setting) -> list[Any]:
@@ -132,7 +136,10 @@ def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
             parts.append(f"{other} {ahead} ({behind}) of {len(diffs)}")
     if not parts:
         return f"{start} at no budget of the others."
-    return f"{start} ahead (behind), beyond the 95 % interval, at so many equal token budgets: {', '.join(parts)}."
+    return (
+        f"{start} ahead (behind), with an interval that excludes zero, at this number of equal token budgets: "
+        f"{', '.join(parts)}."
+    )
 
 
 def _dense(sweep: Sweep, dense: Setting) -> str:
@@ -202,7 +209,7 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     if difference.low >= -CLOSE and difference.high <= CLOSE:
         return f"{start}: level with dense."
     if difference.positive:
-        return f"{start}, beyond the 95 % interval: better than dense."
+        return f"{start}, with an interval above zero: better than dense."
     reach = -100 * difference.low if difference.n > 1 else 100
     return f"{start}: no measurable loss, but one of up to {reach:.0f} points is possible."
 
@@ -212,7 +219,7 @@ def _gate_against(sweep: Sweep, gate: str, other: str) -> str:
     if not diffs:
         return f"{gate} and {other} answered no problem at the same budget, so they cannot be compared."
     points = ", ".join(f"{in_points(difference)} at {budget}" for budget, difference in diffs.items())
-    wins = f"ahead beyond the 95 % interval at {sum(d.positive for d in diffs.values())} of {len(diffs)} budgets"
+    wins = f"ahead, with an interval above zero, at {sum(d.positive for d in diffs.values())} of {len(diffs)} budgets"
     return f"{gate} minus {other}, points on the same problems: {points} ({wins})."
 
 
@@ -254,18 +261,12 @@ def cautions(sweep: Sweep) -> list[str]:
     greedy = sweep.config["generation"]["temperature"] == 0
     if greedy:
         lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
-    truncated: list[str] = []
-    for setting in sweep.settings:
-        if setting.metrics["unanswered_rate"] > UNANSWERED:
-            lines.append(
-                f"no result was found in {_percent(setting.metrics['unanswered_rate'])} of {setting.label}'s answers."
-            )
-        if setting.metrics["truncation_rate"] > TRUNCATED:
-            truncated.append(f"{setting.label} ({_percent(setting.metrics['truncation_rate'])})")
-    if truncated:
+    if unanswered := _above(sweep, "unanswered_rate", UNANSWERED):
+        lines.append(f"no result was found in many answers: {unanswered}.")
+    if truncated := _above(sweep, "truncation_rate", TRUNCATED):
         generation = sweep.config["generation"]
         limit = generation["max_new_tokens"] or generation["max_total_tokens"]
-        lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {', '.join(truncated)}.")
+        lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {truncated}.")
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
     if sweep.dense is not None and at_chance(sweep.dense):
@@ -294,6 +295,12 @@ def cautions(sweep: Sweep) -> list[str]:
     if unlike := "; ".join(f"{name} {', '.join(values)}" for name, values in versions.items() if len(values) > 1):
         lines.append(f"the settings were made with different software: {unlike}; differences may come from that.")
     return lines
+
+
+def _above(sweep: Sweep, rate: str, limit: float) -> str:
+    """The settings of which a rate is above a limit, with the rate."""
+    rates = {s.label: s.metrics[rate] for s in sweep.settings}
+    return ", ".join(f"{label} ({_percent(value)})" for label, value in rates.items() if value > limit)
 
 
 def _not_worse(difference: Difference) -> bool:

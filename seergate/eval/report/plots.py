@@ -345,7 +345,7 @@ def save(figure: Figure, path: Path) -> Path:
     numbers = [label for axis in sides for label in axis.get_ticklabels(which="both")]  # which may be formulas
     for text in figure.findobj(Text):
         if text not in numbers:
-            text.set(text=visible(text.get_text()), parse_math=False)
+            text.set(text=visible(text.get_text(), "\n"), parse_math=False)
     box: dict[str, Any] = {} if figure.get_layout_engine() else {"bbox_inches": "tight"}
     for name in (path, path.with_suffix(".svg")):
         with naming(name):

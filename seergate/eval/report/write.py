@@ -266,7 +266,7 @@ def _conditions(sweep: Sweep) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())
+    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, ""))
 
 
 def _bullets(lines: Iterable[str]) -> str:

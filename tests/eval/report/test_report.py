@@ -100,6 +100,7 @@ def test_names_in_plots_are_no_formulas(tmp_path):
     drawn = [plot.with_suffix(".svg").read_text() for plot in report.plots]
     assert all(ElementTree.fromstring(text).tag.endswith("svg") for text in drawn)
     assert any("$x^{$b" in text and "$\\fraca$" in text for text in drawn)
+    assert not any(r"\n" in text for text in drawn), "titles have two lines"
 
 
 def test_other_models_are_not_compared(runs, monkeypatch):
