@@ -130,6 +130,8 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
     lines = ["gate [msa]", "gate [attn_gate]", "streaming_llm", "gate [msa], thresholds", "own, thresholds"]
     assert [text.count(f"<!-- {line} -->") for line in lines] == [2, 2, 1, 2, 1], "gates are in both panels"
     assert text_plot(Sweep(report.settings[1:]), tmp_path / "none.png") is None
+    drawn = text_plot(Sweep([dense, theirs, ours]), tmp_path / "gates.png")
+    assert drawn is not None and drawn.with_suffix(".svg").read_text().count(f"<!-- {ours.series} -->") == 1
 
 
 def test_one_text_has_no_interval():

@@ -199,27 +199,34 @@ def _line_of(s: Setting) -> str:
 
 
 def text_plot(sweep: Sweep, path: Path) -> Path | None:
-    """KL to dense attention against bytes read, in one panel for methods that keep all tokens and one for gates and
-    methods that evict; ``None`` without a dense run.
+    """KL to dense attention against bytes read; ``None`` without a dense run. If methods other than gates keep all
+    tokens and others evict, each kind has a panel, the second with the gates.
     """
     if sweep.dense is None:
         return None
     lines = grouped((s for s in sweep.settings if s is not sweep.dense), _line_of)
-    figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharex=True, sharey=True, layout="constrained")
     evicting = {name for name, own in lines.items() if issubclass(own[0].kind, EvictingMethod)}
     gates = {name for name in lines if name_of(name) == "gate"}
-    for axis, names in zip(axes, (lines.keys() - evicting, evicting | gates), strict=True):
+    groups = {"": lines.keys()}
+    if evicting and lines.keys() - evicting - gates:
+        groups = {"keep everything": lines.keys() - evicting, "gates, and methods that keep a part": evicting | gates}
+    size = (WIDTH, 4.2 * len(groups))
+    figure, axes = pyplot().subplots(
+        len(groups), 1, figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained"
+    )
+    for axis, (title, names) in zip(axes[:, 0], groups.items(), strict=True):
         drawn = [name for name in lines if name in names]
         for name in drawn:
             points = sorted((sweep.share(s, "bytes_read_per_step"), s.metrics["kl"]) for s in lines[name])
             axis.plot(*zip(*points, strict=True), label=name, **style(name, drawn))
+        axis.set_title(title, fontsize=10)
         axis.set(xscale="log", yscale="log", ylabel="KL from dense attention (nats per token)")
         for ticks in (axis.xaxis.set_major_formatter, axis.xaxis.set_minor_formatter):
             ticks(lambda value, _: f"{value:g}")
         tidy(axis, grid="both")
         axis.legend(**LEGEND)
-    axes[1].set_xlabel("bytes read per step, % of dense attention's (log scale)")
-    figure.suptitle("Next-token distributions on given texts: above, methods that keep everything; below, a part")
+    axes[-1, 0].set_xlabel("bytes read per step, % of dense attention's (log scale)")
+    figure.suptitle(f"Next-token distributions on given texts\n{sweep.model} on {sweep.task}", fontsize=10)
     return save(figure, path)
 
 
