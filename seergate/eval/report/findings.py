@@ -96,10 +96,12 @@ def idle(sweep: Sweep) -> list[str]:
 
 
 def _logit_measures(s: Setting) -> list[Any]:
-    """What was measured on the decoded logits: KL on texts, log-probabilities of replies, or the proxies."""
-    each = {(x["problem_id"], x["sample_idx"]): x.get("kl", x.get(REPLY)) for x in s.samples}
+    """What was measured on the decoded logits: KL on texts, replies' log-probabilities with the answers (a reply of one
+    token follows the dense prompt), or the proxies.
+    """
+    each = {(x["problem_id"], x["sample_idx"]): (x.get("kl", x.get(REPLY)), x.get("completion")) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
-    sample_measures = [each[key] for key in sorted(each)] if None not in each.values() else []
+    sample_measures = [each[key] for key in sorted(each)] if all(x is not None for x, _ in each.values()) else []
     measured = proxies if proxies[0] is not None else []
     return [sample_measures, measured] if sample_measures or measured else []
 

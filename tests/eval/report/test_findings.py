@@ -6,6 +6,7 @@ from seergate.errors import SeergateError
 from seergate.eval.report import load_sweeps, write_report
 from seergate.eval.report.findings import cautions, findings, idle, verdict
 from seergate.eval.report.plots import conditions
+from tests.support.evaluation import edit_samples
 from tests.support.made_reports import cells, reconfigure, write_run
 
 
@@ -190,6 +191,14 @@ def test_a_setting_that_does_nothing_is_named(tmp_path):
         "quest at 64 reproduced dense attention's logits bit for bit: their options have no effect.",
     ]
     assert any(line.startswith("gate at 100, gate at 128 read the whole context") for line in cautions(sweep))
+
+
+def test_other_answers_are_an_effect(tmp_path):
+    for method, budget in (("dense", None), ("gate", 64)):
+        samples = {"reply_logprob": -1.0, "completion": method}
+        run = write_run(tmp_path, method, budget, lambda i: True)
+        edit_samples(run, lambda rows, samples=samples: [row | samples for row in rows])
+    assert idle(sweep_of(tmp_path)) == [], "replies of one token have the log-probability of the dense prompt"
 
 
 def test_answers_in_which_nothing_was_found_are_told_of(tmp_path):
