@@ -96,8 +96,8 @@ def idle(sweep: Sweep) -> list[str]:
 
 
 def _logit_measures(s: Setting) -> list[Any]:
-    """What was measured on the decoded logits: KL on texts, replies' log-probabilities with the answers (a reply of one
-    token follows the dense prompt), or the proxies.
+    """What was measured on the decoded logits: KL on texts; log-probabilities of replies (their first token follows the
+    dense prompt) with the answers; or the proxies.
     """
     each = {(x["problem_id"], x["sample_idx"]): (x.get("kl", x.get(REPLY)), x.get("completion")) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]

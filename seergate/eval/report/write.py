@@ -63,9 +63,10 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
     out = out or root
     out.mkdir(parents=True, exist_ok=True)
     parts, plots, sentences = [], [], []
+    one_task_each = len({sweep.task for sweep in sweeps}) == len(sweeps)  # which the headings name
     for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):
         suffix = f"-{i + 1}" if len(sweeps) > 1 else ""
-        text, images = _section(sweep, out, suffix, why)
+        text, images = _section(sweep, out, suffix, {} if one_task_each else why)
         parts.append(text)
         plots += images
         sentences += findings(sweep)
@@ -248,7 +249,7 @@ def _conditions(sweep: Sweep) -> str:
     sampling = Sampling(**{field.name: generation.get(field.name, field.default) for field in fields(Sampling)})
     limit = Limit(generation["max_new_tokens"], generation.get("max_total_tokens"))
     lines = [
-        f"task: {_pairs(task)}",
+        f"task: {_pairs({name: value for name, value in task.items() if value not in (None, '')})}",
         f"generation: {sampling}; {generation['samples']} sample(s) per problem, {limit}, "
         f"seed {generation['seed']}"
         + (f"; ended by tokens {', '.join(map(str, generation['ends']))}" if generation.get("ends") else ""),
@@ -266,7 +267,7 @@ def _conditions(sweep: Sweep) -> str:
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items() if value not in (None, ""))
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -104,6 +104,9 @@ def test_sections_say_why_they_are_separate(runs):
     report = write_report(runs).markdown.read_text()
     assert "not all runs have: task.grader not recorded." in report
     assert "not all runs have: task.grader exact." in report
+    for label in ("quest-32", "quest-64"):
+        reconfigure(runs / label, task={"name": "needle", "problems": None})
+    assert "not all runs have" not in write_report(runs).markdown.read_text(), "the headings name the tasks"
 
 
 def test_software_that_differs_is_told(runs):
