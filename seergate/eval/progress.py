@@ -50,8 +50,6 @@ class EvalProgress:
             return
         if now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
             self.said = time.monotonic()
-            what = "texts" if now.correct is None else "answers"
-            self.bar.say(
-                f"[{self.started}/{self.settings}] {now.label}: {now.done}/{now.total} {what}, {note} "
-                f"({self.said - self.began:.0f} s)"
-            )
+            done = f"{now.done}/{now.total} {'texts' if now.correct is None else 'answers'}"
+            seconds = self.said - self.began
+            self.bar.say(f"[{self.started}/{self.settings}] {now.label}: {done}, {note} ({seconds:.0f} s)")

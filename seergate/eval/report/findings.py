@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,27 +78,21 @@ def at_chance(dense: Setting) -> bool:
 
 def idle(sweep: Sweep) -> list[str]:
     """Name the settings that have no effect: they read everything, or reproduce dense logits bit for bit."""
-    everything, equal = list[str](), list[str]()
+    notes = defaultdict[str, list[str]](list)
     for s in sweep.settings:
         if s.method == "dense":
             continue
         limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
         density = s.metrics.get("density") or 0.0
         if limited and density > 1 - 1e-6:
-            everything.append(s.label)
+            notes["read the whole context at every step, which does not measure sparsity"].append(s.label)
         elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):
-            equal.append(s.label)
-    notes = {
-        "read the whole context at every step, which does not measure sparsity": everything,
-        "reproduced dense attention's logits bit for bit: their options have no effect": equal,
-    }
-    return [f"{', '.join(labels)} {note}." for note, labels in notes.items() if labels]
+            notes["reproduced dense attention's logits bit for bit: their options have no effect"].append(s.label)
+    return [f"{', '.join(labels)} {note}." for note, labels in notes.items()]
 
 
 def _logit_measures(s: Setting) -> list[Any]:
-    """What was measured on the decoded logits: KL on texts; log-probabilities of replies (their first token follows the
-    dense prompt) with the answers; or the proxies.
-    """
+    """What was measured on the decoded logits: KL on texts, replies and their log-probabilities, or proxies."""
     each = {(x["problem_id"], x["sample_idx"]): (x.get("kl", x.get(REPLY)), x.get("completion")) for x in s.samples}
     proxies = [s.metrics.get(name) for name in ("next_token_kl", "next_token_kl_p99", "perplexity")]
     sample_measures = [each[key] for key in sorted(each)] if all(x is not None for x, _ in each.values()) else []
@@ -138,18 +132,14 @@ def _ahead(sweep: Sweep, ours: str, others: list[str], start: str) -> str:
             parts.append(f"{other} {ahead} ({behind}) of {len(diffs)}")
     if not parts:
         return f"{start} at no budget of the others."
-    return (
-        f"{start} ahead (behind), with an interval that excludes zero, at this number of equal token budgets: "
-        f"{', '.join(parts)}."
-    )
+    return f"{start} ahead (behind), with an interval that excludes zero, at equal budgets: {', '.join(parts)}."
 
 
 def _dense(sweep: Sweep, dense: Setting) -> str:
-    low, high = dense.interval
-    problems = Sweep([dense]).problems
+    low, high = map(_percent, dense.interval)
     return (
-        f"dense answers {_percent(dense.accuracy.mean)} of {problems} right (95 % interval "
-        f"{_percent(low)} to {_percent(high)}); prompt and answer have {sweep.context:.0f} tokens on average."
+        f"dense answers {_percent(dense.accuracy.mean)} of {Sweep([dense]).problems} right (95 % interval "
+        f"{low} to {high}); prompt and answer have {sweep.context:.0f} tokens on average."
     )
 
 
@@ -246,10 +236,8 @@ def cautions(sweep: Sweep) -> list[str]:
     ]
     if sweep.of_texts:
         count = sweep.settings[0].metrics["n_problems"]
-        return [
-            *lines,
-            f"{count} text{'s' if count > 1 else ''} of {sweep.config['task']['length']} tokens were scored.",
-        ]
+        texts = f"{count} text{'s' if count > 1 else ''}"
+        return [*lines, f"{texts} of {sweep.config['task']['length']} tokens were scored."]
     most = max(s.accuracy.n for s in sweep.settings)
     if sweep.dense is None:
         lines.append("there is no dense run, so the cost of sparsity is not known.")
@@ -260,13 +248,12 @@ def cautions(sweep: Sweep) -> list[str]:
             lines.append(f"with {sweep.problems}, differences to dense below {100 * least:.0f} points may be chance.")
     if most == 1:
         lines.append("a single problem gives no interval; any difference may be chance.")
-    greedy = sweep.config["generation"]["temperature"] == 0
-    if greedy:
+    generation = sweep.config["generation"]
+    if generation["temperature"] == 0:
         lines.append("decoding was greedy, one chain per problem; sampled chains would vary more.")
     if unanswered := _above(sweep, "unanswered_rate", UNANSWERED):
         lines.append(f"no result was found in many answers: {unanswered}.")
     if truncated := _above(sweep, "truncation_rate", TRUNCATED):
-        generation = sweep.config["generation"]
         limit = generation["max_new_tokens"] or generation["max_total_tokens"]
         lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {truncated}.")
     if chance := sweep.config["task"].get("chance"):

@@ -56,9 +56,7 @@ def length_plot(sweep: Sweep, path: Path) -> Path:
         half = 0.0 if se is None else t95(s.accuracy.n - 1) * se
         return mean, max(0.0, mean - half), mean + half
 
-    return _against_budget(
-        sweep, path, interval, "generated tokens per answer", "Generation length against token budget"
-    )
+    return _against_budget(sweep, path, interval, "tokens per answer", "Generation length against token budget")
 
 
 def recall_plot(sweep: Sweep, path: Path) -> Path | None:
@@ -129,6 +127,13 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
     return save(figure, path)
 
 
+def _stacked(count: int, sharex: bool = False) -> Any:
+    """A figure, and its panels, one below the other."""
+    figure, axes = pyplot().subplots(count, squeeze=False, sharex=sharex, sharey=True, layout="constrained")
+    figure.set_size_inches(WIDTH, 4.2 * count)
+    return figure, axes[:, 0]
+
+
 def _grid(count: int) -> tuple[int, int]:
     """Numbers of columns and rows of a grid of ``count`` small maps."""
     columns = min(4, count)
@@ -162,7 +167,7 @@ def bytes_plot(sweep: Sweep, path: Path) -> Path | None:
         return None
     lines = grouped(measured, _line_of)
     chance = sweep.config["task"].get("chance") or 0.0
-    figure, axes = pyplot().subplots(2, 1, figsize=(WIDTH, 8.4), sharey=True, layout="constrained")
+    figure, axes = _stacked(len(PER_BYTE))
     for axis, (metric, label) in zip(axes, PER_BYTE.items(), strict=True):
         for name, settings in lines.items():
             points = sorted(((s.metrics[metric] / 1e3, s) for s in settings), key=lambda point: point[0])
@@ -210,11 +215,8 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
     groups = {"": lines.keys()}
     if evicting and lines.keys() - evicting - gates:
         groups = {"keep everything": lines.keys() - evicting, "gates, and methods that keep a part": evicting | gates}
-    size = (WIDTH, 4.2 * len(groups))
-    figure, axes = pyplot().subplots(
-        len(groups), 1, figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained"
-    )
-    for axis, (title, names) in zip(axes[:, 0], groups.items(), strict=True):
+    figure, axes = _stacked(len(groups), sharex=True)
+    for axis, (title, names) in zip(axes, groups.items(), strict=True):
         drawn = [name for name in lines if name in names]
         for name in drawn:
             points = sorted((sweep.share(s, "bytes_read_per_step"), s.metrics["kl"]) for s in lines[name])
@@ -225,7 +227,7 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
             ticks(lambda value, _: f"{value:g}")
         tidy(axis, grid="both")
         axis.legend(**LEGEND)
-    axes[-1, 0].set_xlabel("bytes read per step, % of dense attention's (log scale)")
+    axes[-1].set_xlabel("bytes read per step, % of dense attention's (log scale)")
     figure.suptitle(f"Next-token distributions on given texts\n{sweep.model} on {sweep.task}", fontsize=10)
     return save(figure, path)
 
@@ -239,9 +241,8 @@ def _against_budget(
     zero_to: float | None = None,
 ) -> Path:
     groups = panels(sweep)
-    size = (WIDTH, 4.2 * len(groups))
-    figure, axes = pyplot().subplots(len(groups), 1, figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis, (name, methods) in zip(axes[:, 0], groups.items(), strict=True):
+    figure, axes = _stacked(len(groups))
+    for axis, (name, methods) in zip(axes, groups.items(), strict=True):
         for i, method in enumerate(methods):
             shift = 2 ** (0.035 * (i - (len(methods) - 1) / 2))  # side by side, so that no error bar hides another
             places = [(s.budget or 0) * shift for s in sweep.of(method)]
@@ -257,8 +258,8 @@ def _against_budget(
         axis.set_title(name, fontsize=10)
         axis.set_ylabel(ylabel)
         axis.legend(**LEGEND)
-    top = zero_to if zero_to is not None else axes[0, 0].get_ylim()[1] * 1.05
-    axes[0, 0].set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
+    top = zero_to if zero_to is not None else axes[0].get_ylim()[1] * 1.05
+    axes[0].set_ylim(-0.02 * top, top)  # a marker at zero is drawn whole
     figure.suptitle(f"{title}\n{conditions(sweep)}; {CONVENTIONS}", fontsize=10)
     return save(figure, path)
 

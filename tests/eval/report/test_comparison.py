@@ -119,7 +119,7 @@ def test_what_is_said_of_many_methods(many):
     # one problem of twenty lost, one more lost and one won: -4.5 ± 2.080 * 8.0
     assert "kv4bit (all, in 4 bits) is -5.0 (-21 to +12) points from dense, and holds 30 % of its bytes." in findings
     # 18 of 20 against 14: four won and none lost may be chance; against 6 and 0 more
-    gate = "gate is ahead (behind), with an interval that excludes zero, at this number of equal token budgets: "
+    gate = "gate is ahead (behind), with an interval that excludes zero, at equal budgets: "
     assert (
         gate + "streaming_llm 2 (0) of 2, h2o 2 (0) of 2, tova 2 (0) of 2, snapkv 0 (0) of 2, raas 2 (0) of 2"
         in findings
