@@ -212,7 +212,7 @@ def text_plot(sweep: Sweep, path: Path) -> Path | None:
     lines = grouped((s for s in sweep.settings if s is not sweep.dense), _line_of)
     evicting = {name for name, own in lines.items() if issubclass(own[0].kind, EvictingMethod)}
     gates = {name for name in lines if name_of(name) == "gate"}
-    groups = {"": lines.keys()}
+    groups = {"": set(lines)}
     if evicting and lines.keys() - evicting - gates:
         groups = {"keep everything": lines.keys() - evicting, "gates, and methods that keep a part": evicting | gates}
     figure, axes = _stacked(len(groups), sharex=True)
