@@ -143,7 +143,7 @@ def _dense_layers(options: argparse.Namespace) -> None:
         layers = "+".join(map(str, plan)) or "none"
         print(f"dense layers {layers:>10}  KL {float(kl.mean()):.4f}")
 
-    print(f"{len(texts)} answers of {task.name}; KL from dense attention at {method.nominal} tokens")
+    print(f"{len(texts)} answers of {task.name}; KL from dense attention in nats per token, budget {method.nominal}")
     layers = find_dense_layers(model, method, texts, options.count, report)
     record = {**bank.training_record, "dense_layers_found_on": f"{named}, at {method.nominal}"}
     defaults = {**bank.decode_defaults, "dense_layers": list(layers)}
