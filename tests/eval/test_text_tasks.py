@@ -146,6 +146,15 @@ def test_one_text_has_no_interval():
     assert [metrics[name] for name in names] == [30, 6], "the peak is that of the worst text"
 
 
+def test_a_model_whose_logits_are_not_finite_is_not_measured(tmp_path, data):
+    model = support.model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    task = make_task("perplexity:length=120:scored=24", data=data)
+    with pytest.raises(SeergateError, match="the model's logits are not finite"):
+        sweep(model, support.tokenizer(), task, grid(["dense"], [], 8), tmp_path, RunOptions())
+
+
 def test_the_peak_of_a_text_counts_its_prompt():
     model = support.model()
     ids = torch.randint(6, 40, (1, 120), generator=torch.Generator().manual_seed(1))
