@@ -12,7 +12,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
 from seergate.eval.grading.graders import check_grader
-from seergate.eval.grading.judge import GradingPool
+from seergate.eval.grading.judge import GradingPool, graded_text
 from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.runner import write_metrics
 from seergate.eval.statistics.intervals import clustered
@@ -68,7 +68,7 @@ def regrade(
             raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; {directory} is of {task['name']}")
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes, run_programs=run_programs) as pool:
-            grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
+            grades = pool.grade_all((name, graded_text(s), s["gold"]) for s in samples)
         changed = []
         for sample, grade in zip(samples, grades, strict=True):
             old = _verdict(sample["correct"], sample["pred"], sample.get("grade_reason"))

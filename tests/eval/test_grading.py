@@ -398,6 +398,8 @@ def test_many_are_graded_in_their_order():
         ("contains", "12345 and\n77013.", "77013\n12345", "12345 and\n77013.", True),
         ("contains", "12345", "77013\n12345", "12345", False),
         ("contains", "77013? </think> 12345", "77013", "12345", False),
+        *((grader, "<think>\n77013? Or", "77013", None, False) for grader in ("exact", "contains", "number")),
+        ("number", "</think> 1 <think> 77013", "77013", None, False),
         ("number", "3 apples, so 1,204.50 in all.", "1204.5", "1204.50", True),
         ("number", "it is 3-5", "5", "5", True),
         ("number", "x2 and 7b", "7", None, False),

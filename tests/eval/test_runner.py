@@ -44,6 +44,17 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert {"torch", "transformers", "git", "hardware"} <= set(config["environment"])
 
 
+def test_reasoning_that_was_cut_is_no_answer(tmp_path):
+    tokenizer = support.tokenizer()
+    task = replace(make_task("chain_sum", problems=2, variables=5), grader="contains")
+    assert small(tmp_path / "plain", task=task)["unanswered_rate"] == 0
+    tokenizer.chat_template += "<think>\n"
+    assert small(tmp_path / "opened", tokenizer=tokenizer, task=task)["unanswered_rate"] == 1
+    assert regrade(tmp_path / "opened").changed == []
+    edit_samples(tmp_path / "opened", lambda rows: [row | {"completion": f"</think> {row['gold']}"} for row in rows])
+    assert regrade(tmp_path / "opened").after == 1
+
+
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])], ids=["short", "storm"]
 )

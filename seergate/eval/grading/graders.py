@@ -27,7 +27,7 @@ from seergate.eval.grading.mathematics import (
     plain,
     readable,
 )
-from seergate.eval.grading.programs import PROGRAM, answered_program
+from seergate.eval.grading.programs import PROGRAM, answered_program, final_part
 
 _TOKEN = re.compile(
     r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL
@@ -236,7 +236,7 @@ BOXED = ("digit", "math", "letter")
 
 def _answer(grader: str, text: str) -> str | None:
     """The answer in a completion that has no box, or ``None``."""
-    text = text.rpartition("</think>")[2].strip()
+    text = final_part(text).strip()
     if grader == "number":
         return last_number(text)
     return (text.splitlines()[0].rstrip(" .") if grader == "exact" and text else text) or None

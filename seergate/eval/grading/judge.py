@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.grading import equivalence
@@ -123,6 +124,12 @@ class _Judge:
                 with suppress(BrokenPipeError):  # what was still in the buffer is of no interest
                     pipe.close()
         return status
+
+
+def graded_text(sample: dict[str, Any]) -> str:
+    """A sample's completion, after ``<think>`` if its prompt ends so: reasoning that was cut is no answer."""
+    opened = str(sample.get("prompt", "")).rstrip().endswith("<think>")
+    return ("<think>" if opened else "") + str(sample["completion"])
 
 
 class GradingPool:

@@ -83,14 +83,20 @@ def check_programs_run(allowed: bool) -> None:
     checker_file()
 
 
+def final_part(completion: str) -> str:
+    """What a completion says after its reasoning: everything behind ``</think>``, nothing if a ``<think>`` is open."""
+    text = completion.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
+
+
 def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block with
-    the function's definition or an indented body, else the last one; ``None`` without any behind ``</think>``.
+    the function's definition or an indented body, else the last one; ``None`` without any in its `final_part`.
     """
     record = json.loads(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
-    blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}("
+    blocks, definition = fenced_blocks(final_part(completion)), f"def {record['entry_point']}("
     functions = [block for block in blocks if definition in block or _BODY.match(block)]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program
