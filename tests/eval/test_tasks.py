@@ -76,6 +76,10 @@ def test_jsonl(tmp_path):
         (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
         (b'{"messages": [{"role": "user", "content": null}], "answer": 1}\n', "line 1: 'messages' must be a list"),
         (b'{"messages": [{"role": "user", "content": 5}], "answer": 1}\n', "line 1: 'messages' must be a list"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": 1}',
+            "'messages' end with an assistant's turn",
+        ),
         (b'{"prompt": "boxed \\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
         (b'{"prompt": "boxed x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
         (

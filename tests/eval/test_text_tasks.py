@@ -18,7 +18,7 @@ from seergate.eval.generation.engine import Batch
 from seergate.eval.report import Sweep, load_sweeps, write_report
 from seergate.eval.report.plots import text_plot
 from seergate.eval.report.tables import TEXTS, minus_gate, table
-from seergate.eval.running import each_task
+from seergate.eval.running import directory_of, each_task
 from seergate.eval.settings import grid, with_each
 from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan
@@ -209,6 +209,15 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     assert [plan.task for plan in each_task(SweepPlan())] == [""]
     plans = [(x.task, x.out) for x in each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))]
     assert plans == [("needle:keys=2", "here/needle-keys=2"), ("perplexity", "here/perplexity")]
+    (tmp_path / "more").mkdir()
+    files = [tmp_path / "a.jsonl", tmp_path / "more" / "a.jsonl"]
+    for file in files:
+        file.touch()
+    same = f"{files[0]},{files[1]}"
+    with pytest.raises(SeergateError, match="of which two would be in one directory"):
+        each_task(SweepPlan(model=model, task=same))
+    names = [directory_of(task) for task in (str(files[1]), f"needle:data={files[1]}")]
+    assert names == ["a", f"needle-data={str(files[1]).replace('/', '-')}"]
 
 
 def test_one_command_evaluates_several_tasks(tmp_path, data):

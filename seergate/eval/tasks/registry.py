@@ -113,6 +113,8 @@ def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
         good = isinstance(turns, list) and turns and all(map(_is_turn, turns))
         if not good:
             raise ValueError("'messages' must be a list of records with 'role' and 'content', which are texts")
+        if turns[-1]["role"] == "assistant":
+            raise ValueError("'messages' end with an assistant's turn, which may hold the answer; leave it out")
         return Problem(name, gold, messages=tuple(turns))
     for field in ("prompt", "question"):
         if field in record and not isinstance(record[field], str):
