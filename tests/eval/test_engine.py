@@ -22,7 +22,7 @@ from seergate.eval.generation.engine import (
     text_of,
 )
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
-from seergate.eval.tasks.prompts import beginning, encode, prompt_text
+from seergate.eval.tasks.prompts import beginning, encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem
 from seergate.models.attach import attached
 from seergate.models.gate_bank import GateBank
@@ -331,6 +331,8 @@ def test_the_end_token_ends_an_answer():
     assert generations[0].token_ids == free[0].token_ids[: first + 1]
     assert generations[0].finish_reason == "stop"
     assert len(generations[0].completion.split()) == first  # the end token is counted but not part of the text
+    for ids, ends in ((None, {support.END}), (7, {7, support.END}), ([support.END, 7], {7, support.END})):
+        assert end_ids(support.model(ids), support.tokenizer()) == ends  # the tokenizer's too
 
 
 def choose(sampling, scores, seeds):
