@@ -200,12 +200,15 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
+_WORDS = re.compile(r"(?=.*[a-z])[A-Za-z]{3,}(?: [A-Za-z]+)*")  # no product such as AB, in which case matters
+
+
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The answer must be mathematically equivalent to the gold answer, by math-verify."""
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
-    if answer == gold:
+    if answer == gold or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
         return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)
