@@ -173,16 +173,12 @@ class GradingPool:
         finally:
             self._idle.put(judge)
 
-    def close(self) -> None:
-        """End the processes."""
-        for judge in self._judges:
-            judge._end()
-
     def __enter__(self) -> GradingPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        for judge in self._judges:
+            judge._end()
 
 
 def check_installed() -> None:

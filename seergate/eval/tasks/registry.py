@@ -104,7 +104,8 @@ def _records(path: Path, grader: str) -> Iterator[Problem]:
 
 def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
     """The problem in a record of a JSONL file."""
-    name, gold = str(record.get("id", number)), as_text("answer", record["answer"])
+    name = str(number if record.get("id") is None else record["id"])
+    gold = as_text("answer", record["answer"])
     if "messages" in record:
         turns = record["messages"]
         good = isinstance(turns, list) and turns and all(map(_is_turn, turns))
