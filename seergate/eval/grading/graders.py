@@ -29,9 +29,7 @@ from seergate.eval.grading.mathematics import (
 )
 from seergate.eval.grading.programs import PROGRAM, answered_program, final_part
 
-_TOKEN = re.compile(
-    r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL
-)  # box, escaped character, brace
+_TOKEN = re.compile(r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL)  # box, escaped sign, brace
 
 MAX_ANSWER = 2000
 """Characters of a boxed answer above which it is wrong; symbolic algebra on it could take for ever."""
@@ -122,6 +120,7 @@ def _whole(part: str) -> str:
 
 
 _GROUP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
+_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)")  # 10 000, as no number begins with 0
 _FRACTION = re.compile(r"(?:(\d)\s{0,3})?\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
 _POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
 _NUMBER = re.compile(
@@ -137,7 +136,8 @@ def last_number(text: str) -> str | None:
 
     Letters after a number must be a unit (``120km``). Only the last 10,000 characters are read, which bounds the time.
     """
-    text = multiplied(latex(_GROUP.sub(",", text[-10_000:])))
+    text = _SPACED.sub(lambda match: match[0].replace(" ", ","), _GROUP.sub(",", text[-10_000:]))
+    text = multiplied(latex(text))
     text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
     numbers = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
