@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from seergate.checks import check_counts
-from seergate.cli.arguments import Command
+from seergate.cli.arguments import Command, given
 from seergate.errors import SeergateError
 
 REPORT_HELP = (
@@ -66,13 +66,7 @@ def _regrade(options: argparse.Namespace) -> None:
 
     check_counts(options, processes=1)
     for directory in run_directories(options.run_dir):
-        result = regrade(
-            directory,
-            grader=options.grader,
-            dry_run=options.dry_run,
-            processes=options.processes,
-            run_programs=options.run_programs,
-        )
+        result = regrade(directory, **given(options, "grader", "dry_run", "processes", "run_programs"))
         if not result.total:
             print(f"{directory}: no answers to grade")
             continue

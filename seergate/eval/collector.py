@@ -12,7 +12,7 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.generation.engine import Generation
-from seergate.eval.grading.judge import GradingPool
+from seergate.eval.grading.judge import GradingPool, graded_text
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Collector:
 
     def _grade(self, sample: dict[str, Any]) -> None:
         try:
-            grade = self.judges.grade(self.grader, sample["completion"], sample["gold"])
+            grade = self.judges.grade(self.grader, graded_text(sample), sample["gold"])
             with self.lock:
                 self.log.append(sample | {"pred": grade.pred, "correct": grade.correct, "grade_reason": grade.reason})
                 self.done += 1

@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.eval.generation.engine import Batch
+from seergate.eval.sampling import check_finite
 from seergate.eval.tasks.prompts import encode
 from seergate.eval.tasks.task import digest_of
 from seergate.methods import CompressingMethod, SelectingMethod
@@ -171,10 +172,14 @@ def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
 
     Returns:
         float64 ``[4, S]``, on the CPU.
+
+    Raises:
+        SeergateError: if one of the first three is not finite.
     """
     p, q = dense.float().log_softmax(-1), sparse.float().log_softmax(-1)
     # clamped per position: KL is not negative; values below zero are rounding
     kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double()
     loss, dense_loss = (-x.gather(-1, targets[:, None])[:, 0].double() for x in (q, p))
+    check_finite(torch.stack((kl, loss, dense_loss)))
     agreement = (p.argmax(-1) == q.argmax(-1)).double()
     return torch.stack((kl, loss, dense_loss, agreement)).cpu()

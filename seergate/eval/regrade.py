@@ -11,8 +11,8 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH, grader_version
-from seergate.eval.grading.graders import check_grader
-from seergate.eval.grading.judge import GradingPool
+from seergate.eval.grading.graders import check_gold, check_grader
+from seergate.eval.grading.judge import GradingPool, graded_text
 from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.runner import write_metrics
 from seergate.eval.statistics.intervals import clustered
@@ -50,8 +50,8 @@ def regrade(
         run_programs: whether the grader ``program`` may run programs (`seergate.eval.grading.programs`).
 
     Raises:
-        SeergateError: if the directory is not a run, the grader is unknown, or, unless in a dry run, another process
-            is writing to the directory.
+        SeergateError: if the directory is not a run, the grader is unknown or cannot grade the right answers, or,
+            unless in a dry run, another process is writing to the directory.
     """
     config = store.read_config(directory)
     task = config.get("task")
@@ -66,9 +66,11 @@ def regrade(
         check_grader(name)
         if name == PROGRAM and task["name"] != "humaneval":
             raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; {directory} is of {task['name']}")
+        for sample in samples if grader else ():
+            check_gold(name, sample["gold"])
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes, run_programs=run_programs) as pool:
-            grades = pool.grade_all((name, s["completion"], s["gold"]) for s in samples)
+            grades = pool.grade_all((name, graded_text(s), s["gold"]) for s in samples)
         changed = []
         for sample, grade in zip(samples, grades, strict=True):
             old = _verdict(sample["correct"], sample["pred"], sample.get("grade_reason"))

@@ -143,7 +143,7 @@ def run_config(
             "grader": task.grader,
             "chance": task.chance,
             "contents": contents_hash(problems),
-            "prompts": prompts_of(tokenizer, problems),
+            "prompts": digest_of(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems),
         },
         "method": spec.describe(bank),
         "model": {
@@ -171,8 +171,3 @@ def run_config(
             "processes": processes,
         },
     }
-
-
-def prompts_of(tokenizer: PreTrainedTokenizerBase, problems: list[Problem]) -> str:
-    """Hash (`digest_of`) of the problems' prompt tokens, which depend on the tokenizer and its chat template."""
-    return digest_of(encode(tokenizer, prompt_text(tokenizer, problem)) for problem in problems)

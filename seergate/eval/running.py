@@ -52,15 +52,18 @@ def each_task(plan: SweepPlan) -> list[SweepPlan]:
             f"{', '.join(TASKS)}, or a .jsonl file"
         )
     tasks = [plan.task] if exists(plan.task) or not plan.task else plan.task.split(",")
+    directories = [directory_of(task) for task in tasks]
+    if len(set(directories)) < len(tasks):
+        raise SeergateError(f"task is {plan.task!r}, of which two would be in one directory; give a command for each")
     return [
-        replace(plan, task=task, out=plan.out and str(Path(plan.out) / directory_of(task)) if tasks[1:] else plan.out)
-        for task in tasks
+        replace(plan, task=task, out=plan.out and str(Path(plan.out) / name) if tasks[1:] else plan.out)
+        for task, name in zip(tasks, directories, strict=True)
     ]
 
 
 def directory_of(task: str) -> str:
-    """Name of a task's run directory: the task and its options as given."""
-    return Path(task).stem if task.endswith((".jsonl", ".ndjson")) else task.replace(":", "-").replace("/", "-")
+    """Name of a task's run directory: the task and its options as given; a file's without its ending."""
+    return Path(task).stem if exists(task) else task.replace(":", "-").replace("/", "-")
 
 
 def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
@@ -204,12 +207,6 @@ def _matched(
     bytes_by_key = before["bytes"] if before.get("made") == made else {}
     print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
     replay = Replay(model, tokenizer, dense, MEASURES[plan.match], bytes_by_key)
-    chosen, records = match(
-        replay,
-        specs,
-        plan.budget or list(task.budgets),
-        prepare=calibrated,
-        banks=banks,
-    )
+    chosen, records = match(replay, specs, plan.budget or list(task.budgets), prepare=calibrated, banks=banks)
     store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})
     return chosen

@@ -22,9 +22,10 @@ from seergate.errors import SeergateError
 
 NOT_FOLLOWED: dict[str, int | None] = {
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "stop_strings", "top_h", "dola_layers")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config")),
     **dict.fromkeys(("num_beams", "guidance_scale", "typical_p", "encoder_repetition_penalty"), 1),
-    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "token_healing"), 0),
     **dict.fromkeys(("min_length", "min_new_tokens"), 0),
 }
 """Fields of a generation configuration that are not supported here -> the value at which they do nothing, beside
@@ -91,6 +92,15 @@ class Sampling:
         return ", ".join(parts)
 
 
+def check_finite(values: Tensor) -> None:
+    """Raise `SeergateError` if values computed from a model's logits are not finite."""
+    if not values.isfinite().all():
+        raise SeergateError(
+            "the model's logits are not finite: its dtype is too small for what it computes (give another, such as "
+            "--dtype float32), or its weights are damaged"
+        )
+
+
 def sample_seed(seed: int, problem_id: str, sample_idx: int) -> int:
     """The seed of one sample, 0 .. 2^63 - 1, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{problem_id}/{sample_idx}".encode()).digest()
@@ -120,10 +130,11 @@ class TokenChooser:
         if self.penalty is not None:
             histories = [torch.tensor([row.prompt + row.tokens], device=scores.device) for row in rows]
             scores = torch.cat([self.penalty(ids, scores[i : i + 1]) for i, ids in enumerate(histories)])
+        if not self.sampling.greedy:  # none of the warpers looks at the tokens so far
+            scores = self.warpers(torch.empty(len(rows), 0, dtype=torch.long, device=scores.device), scores)
+        check_finite(scores.amax(-1))
         if self.sampling.greedy:
             return [int(token) for token in scores.argmax(-1).tolist()]
-        # None of the warpers looks at the tokens so far.
-        scores = self.warpers(torch.empty(len(rows), 0, dtype=torch.long, device=scores.device), scores)
         uniform = torch.stack([torch.rand((), generator=row.generator, dtype=torch.float64) for row in rows])
         cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
         # Scaled by the total, which rounding leaves a little off one, so that the index never exceeds the last token.

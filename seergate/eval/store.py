@@ -50,6 +50,8 @@ def run_directories(root: Path) -> list[Path]:
         return [root]
     directories = sorted(path.parent for path in root.glob(f"*/{SAMPLES}"))
     if not directories:
+        if deeper := sorted({str(path.parents[1]) for path in root.glob(f"*/*/{SAMPLES}")}):
+            raise SeergateError(f"{root} holds no runs itself; give the directories in it: {' '.join(deeper)}")
         raise SeergateError(f"{root} holds no runs; `seergate eval --out {root} ...` makes some")
     return directories
 

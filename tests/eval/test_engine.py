@@ -22,7 +22,7 @@ from seergate.eval.generation.engine import (
     text_of,
 )
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
-from seergate.eval.tasks.prompts import beginning, encode, prompt_text
+from seergate.eval.tasks.prompts import beginning, encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem
 from seergate.models.attach import attached
 from seergate.models.gate_bank import GateBank
@@ -331,6 +331,8 @@ def test_the_end_token_ends_an_answer():
     assert generations[0].token_ids == free[0].token_ids[: first + 1]
     assert generations[0].finish_reason == "stop"
     assert len(generations[0].completion.split()) == first  # the end token is counted but not part of the text
+    for ids, ends in ((None, {support.END}), (7, {7, support.END}), ([support.END, 7], {7, support.END})):
+        assert end_ids(support.model(ids), support.tokenizer()) == ends  # the tokenizer's too
 
 
 def choose(sampling, scores, seeds):
@@ -346,6 +348,16 @@ def test_draws_follow_the_softmax():
     assert set(choose(Sampling(temperature=0.7, top_k=2), scores, range(300)).tolist()) == {2, 3}
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=1e-40)])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(sampling, bad):
+    scores = torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 1.0]])
+    if sampling.temperature != 1e-40:  # whose division overflows
+        scores[1, 2] = bad
+    with pytest.raises(SeergateError, match="the model's logits are not finite"):
+        choose(sampling, scores, range(2))
+
+
 def test_repetition_is_penalised():
     chooser = TokenChooser(Sampling(repetition_penalty=2.0))
     row = SampledRow([1], 0)
@@ -359,9 +371,11 @@ def test_a_generation_configuration_that_is_not_followed_is_refused():
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
     assert Sampling.of_model(model) == Sampling(0.6, 20, 0.95)
     assert str(Sampling.of_model(model)) == "temperature 0.6, top-k 20, top-p 0.95"
-    model.generation_config.no_repeat_ngram_size = 3
-    with pytest.raises(SeergateError, match="no_repeat_ngram_size=3"):
-        Sampling.of_model(model)
+    for name, value in {"no_repeat_ngram_size": 3, "top_h": 0.4, "stop_strings": ["."], "token_healing": True}.items():
+        setattr(model.generation_config, name, value)
+        with pytest.raises(SeergateError, match=f"sets {name}="):
+            Sampling.of_model(model)
+        setattr(model.generation_config, name, None)
 
 
 @pytest.mark.parametrize(

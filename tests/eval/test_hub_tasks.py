@@ -63,6 +63,9 @@ def test_math500_and_gsm8k(tmp_path):
     (problem,) = task.problems()
     assert (problem.problem_id, problem.gold) == ("test/algebra/1.json", r"\frac{1}{2}")
     assert (task.samples, task.budgets[0]) == (8, 1024)
+    unnamed = [MATH[0] | {"unique_id": None}, MATH[0], MATH[0] | {"unique_id": None}]
+    some = make_task("math500", source=write(tmp_path / "u.jsonl", unnamed)).problems()
+    assert [problem.problem_id for problem in some] == ["0", "test/algebra/1.json", "2"]
     (problem,) = make_task("gsm8k", source=write(tmp_path / "g.jsonl", GSM8K)).problems()
     assert problem.gold == "1200"
     records = [{"id": 1, "question": "Which?\n\n\nA. x\nB. y\n\nBox it.", "answer": "A"}]

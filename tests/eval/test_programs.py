@@ -132,6 +132,7 @@ def test_what_of_an_answer_is_run():
     assert answered_program(f"{stub}\nThe body:\n```python\n    return 1\n```", CHAT) == "\n    return 1"
     assert answered_program(f"{block}\n```python\ndef f_test():\n    f()\n```", CHAT) == "\ndef f():\n    return 1"
     assert answered_program(f"{block}</think>I do not know.", CHAT) is None
+    assert answered_program(f"<think>\n{block}\nBut", CHAT) is None
     assert (
         answered_program("1. so:\n   ```python\n   def f():\n       return 1\n   ```", CHAT)
         == "\ndef f():\n    return 1"

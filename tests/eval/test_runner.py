@@ -44,6 +44,17 @@ def test_a_run_directory_holds_what_it_should(tmp_path):
     assert {"torch", "transformers", "git", "hardware"} <= set(config["environment"])
 
 
+def test_reasoning_that_was_cut_is_no_answer(tmp_path):
+    tokenizer = support.tokenizer()
+    task = replace(make_task("chain_sum", problems=2, variables=5), grader="contains")
+    assert small(tmp_path / "plain", task=task)["unanswered_rate"] == 0
+    tokenizer.chat_template += "<think>\n"
+    assert small(tmp_path / "opened", tokenizer=tokenizer, task=task)["unanswered_rate"] == 1
+    assert regrade(tmp_path / "opened").changed == []
+    edit_samples(tmp_path / "opened", lambda rows: [row | {"completion": f"</think> {row['gold']}"} for row in rows])
+    assert regrade(tmp_path / "opened").after == 1
+
+
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])], ids=["short", "storm"]
 )
@@ -124,6 +135,7 @@ def test_regrading_changes_grades_only(tmp_path):
     for grader, message in (
         ("maths", "no grader 'maths'"),
         ("program", "is for humaneval only; .* is of chain_sum"),
+        ("letter", "the answer '5' must be one capital letter for the grader 'letter'"),
     ):
         with pytest.raises(SeergateError, match=message):
             regrade(tmp_path, grader=grader)
@@ -155,9 +167,9 @@ def test_a_dry_run_writes_nothing_and_whole_lines_are_kept(tmp_path, end):
 def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp_path):
     small(tmp_path)
     before = (tmp_path / "config.yaml").read_bytes()
+    edit_samples(tmp_path, lambda rows: [row | {"gold": "A"} for row in rows[:2]])
     regrade(tmp_path, grader="letter", dry_run=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
-    edit_samples(tmp_path, lambda rows: rows[:2])
     assert regrade(tmp_path, grader="letter").changed == []  # and yet the next sample would be graded otherwise
     with pytest.raises(SeergateError, match=r"other settings: task\.grader was 'letter' and is 'digit'"):
         small(tmp_path)

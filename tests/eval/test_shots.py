@@ -26,6 +26,7 @@ TRAIN = [
 def files(tmp_path: Path) -> dict[str, str]:
     rows = {"test": [{"question": "How many?", "answer": "All.\n#### 7"}], "train": TRAIN}
     rows["math"] = [{"problem": "1/2?", "answer": "0.5", "solution": r"It is $\boxed{0.5}$."}]
+    rows["other"] = [{"problem": "1/4?", "answer": "0.25", "solution": r"It is $\boxed{0.25}$."}]
     rows["bare"] = [{"problem": "1/2?", "answer": "0.5", "solution": "It is 0.5."}]
     for name, records in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -56,8 +57,8 @@ def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
     assert (only(zero).prompt, zero.samples) == ("Question: 1/2?\nAnswer:", 1)
     four = only(make_task("math500:shots=4", source=files["math"])).prompt
     assert four is not None and four.count("Question: ") == 5 and all(solution in four for _, solution in MINERVA)
-    own = only(make_task("math500:shots=1", source=files["math"], shots_source=files["math"])).prompt
-    assert own == "Question: 1/2?\nAnswer: It is $\\boxed{0.5}$.\n\nQuestion: 1/2?\nAnswer:"
+    own = only(make_task("math500:shots=1", source=files["math"], shots_source=files["other"])).prompt
+    assert own == "Question: 1/4?\nAnswer: It is $\\boxed{0.25}$.\n\nQuestion: 1/2?\nAnswer:"
     assert make_task("gsm8k", source=files["test"]).problems()[0].messages[0]["content"] == "How many?" + ASK
 
 
@@ -71,6 +72,8 @@ def test_mistakes_are_told(files: dict[str, str]) -> None:
         ("math500:shots=1", {"shots_source": "bare"}, r"record 0 of .*bare\.jsonl: 'solution' has no"),
         ("aime24:shots=1", {}, "shots is 1; the task 'aime24' has no worked examples"),
         ("gpqa_diamond:chat=false", {}, "chat is false; the task 'gpqa_diamond' has no worked examples"),
+        ("math500:shots=1", {"shots_source": "math"}, "the problem 0 is one of the worked examples"),
+        ("math500:shots=1:chat=true", {"shots_source": "math"}, "the problem 0 is one of the worked examples"),
         ("gsm8k:shots=1", {"shots_source": "nowhere"}, "the task's source nowhere does not exist"),
     ):
         given = {key: files.get(value, value) for key, value in options.items()}

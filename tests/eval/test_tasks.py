@@ -44,7 +44,7 @@ def test_jsonl(tmp_path):
     records = [
         {"question": "1+1?", "answer": 2},
         {"prompt": "Q: 2+2, boxed\nA:", "answer": "4", "id": "four"},
-        {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}], "answer": "x"},
+        {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "u"}], "id": None, "answer": "x"},
     ]
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
     task = make_task(str(path))
@@ -53,7 +53,7 @@ def test_jsonl(tmp_path):
     assert one.gold == "2"
     assert one.messages[0]["content"].endswith("within \\boxed{}.")
     assert (two.problem_id, two.prompt) == ("four", "Q: 2+2, boxed\nA:")
-    assert len(three.messages) == 2
+    assert len(three.messages) == 2 and (one.problem_id, three.problem_id) == ("1", "3")
     assert len(make_task(str(path), problems=2, grader="exact").problems()) == 2
 
 
@@ -76,6 +76,10 @@ def test_jsonl(tmp_path):
         (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
         (b'{"messages": [{"role": "user", "content": null}], "answer": 1}\n', "line 1: 'messages' must be a list"),
         (b'{"messages": [{"role": "user", "content": 5}], "answer": 1}\n', "line 1: 'messages' must be a list"),
+        (
+            b'{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1"}], "answer": 1}',
+            "'messages' end with an assistant's turn",
+        ),
         (b'{"prompt": "boxed \\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
         (b'{"prompt": "boxed x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
         (

@@ -18,7 +18,7 @@ from seergate.eval.generation.engine import Batch
 from seergate.eval.report import Sweep, load_sweeps, write_report
 from seergate.eval.report.plots import text_plot
 from seergate.eval.report.tables import TEXTS, minus_gate, table
-from seergate.eval.running import each_task
+from seergate.eval.running import directory_of, each_task
 from seergate.eval.settings import grid, with_each
 from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan
@@ -149,6 +149,15 @@ def test_one_text_has_no_interval():
     assert [metrics[name] for name in names] == [30, 6], "the peak is that of the worst text"
 
 
+def test_a_model_whose_logits_are_not_finite_is_not_measured(tmp_path, data):
+    model = support.model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    task = make_task("perplexity:length=120:scored=24", data=data)
+    with pytest.raises(SeergateError, match="the model's logits are not finite"):
+        sweep(model, support.tokenizer(), task, grid(["dense"], [], 8), tmp_path, RunOptions())
+
+
 def test_the_peak_of_a_text_counts_its_prompt():
     model = support.model()
     ids = torch.randint(6, 40, (1, 120), generator=torch.Generator().manual_seed(1))
@@ -203,6 +212,15 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     assert [plan.task for plan in each_task(SweepPlan())] == [""]
     plans = [(x.task, x.out) for x in each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))]
     assert plans == [("needle:keys=2", "here/needle-keys=2"), ("perplexity", "here/perplexity")]
+    (tmp_path / "more").mkdir()
+    files = [tmp_path / "a.jsonl", tmp_path / "more" / "a.jsonl"]
+    for file in files:
+        file.touch()
+    same = f"{files[0]},{files[1]}"
+    with pytest.raises(SeergateError, match="of which two would be in one directory"):
+        each_task(SweepPlan(model=model, task=same))
+    names = [directory_of(task) for task in (str(files[1]), f"needle:data={files[1]}")]
+    assert names == ["a", f"needle-data={str(files[1]).replace('/', '-')}"]
 
 
 def test_one_command_evaluates_several_tasks(tmp_path, data):

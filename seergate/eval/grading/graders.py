@@ -27,11 +27,9 @@ from seergate.eval.grading.mathematics import (
     plain,
     readable,
 )
-from seergate.eval.grading.programs import PROGRAM, answered_program
+from seergate.eval.grading.programs import PROGRAM, answered_program, final_part
 
-_TOKEN = re.compile(
-    r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL
-)  # box, escaped character, brace
+_TOKEN = re.compile(r"\\boxed\s*\{|\\boxed\s+[A-Za-z](?![A-Za-z])|\\.|[{}]", re.DOTALL)  # box, escaped sign, brace
 
 MAX_ANSWER = 2000
 """Characters of a boxed answer above which it is wrong; symbolic algebra on it could take for ever."""
@@ -122,6 +120,7 @@ def _whole(part: str) -> str:
 
 
 _GROUP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
+_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)")  # 10 000, as no number begins with 0
 _FRACTION = re.compile(r"(?:(\d)\s{0,3})?\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
 _POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
 _NUMBER = re.compile(
@@ -137,7 +136,8 @@ def last_number(text: str) -> str | None:
 
     Letters after a number must be a unit (``120km``). Only the last 10,000 characters are read, which bounds the time.
     """
-    text = multiplied(latex(_GROUP.sub(",", text[-10_000:])))
+    text = _SPACED.sub(lambda match: match[0].replace(" ", ","), _GROUP.sub(",", text[-10_000:]))
+    text = multiplied(latex(text))
     text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
     numbers = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
@@ -200,12 +200,15 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
+_WORDS = re.compile(r"(?=.*[a-z])[A-Za-z]{3,}(?: [A-Za-z]+)*")  # no product such as AB, in which case matters
+
+
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The answer must be mathematically equivalent to the gold answer, by math-verify."""
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
-    if answer == gold:
+    if answer == gold or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
         return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)
@@ -236,7 +239,7 @@ BOXED = ("digit", "math", "letter")
 
 def _answer(grader: str, text: str) -> str | None:
     """The answer in a completion that has no box, or ``None``."""
-    text = text.rpartition("</think>")[2].strip()
+    text = final_part(text).strip()
     if grader == "number":
         return last_number(text)
     return (text.splitlines()[0].rstrip(" .") if grader == "exact" and text else text) or None

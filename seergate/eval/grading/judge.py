@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
 from seergate.eval.grading import equivalence
@@ -125,6 +126,12 @@ class _Judge:
         return status
 
 
+def graded_text(sample: dict[str, Any]) -> str:
+    """A sample's completion, after ``<think>`` if its prompt ends so: reasoning that was cut is no answer."""
+    opened = str(sample.get("prompt", "")).rstrip().endswith("<think>")
+    return ("<think>" if opened else "") + str(sample["completion"])
+
+
 class GradingPool:
     """Grades completions; threads may share it. A context manager: leaving it ends the processes.
 
@@ -166,16 +173,12 @@ class GradingPool:
         finally:
             self._idle.put(judge)
 
-    def close(self) -> None:
-        """End the processes."""
-        for judge in self._judges:
-            judge._end()
-
     def __enter__(self) -> GradingPool:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
+        for judge in self._judges:
+            judge._end()
 
 
 def check_installed() -> None:

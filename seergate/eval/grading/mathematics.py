@@ -140,6 +140,7 @@ _DENIAL = re.compile(  # words that change what a name before "=" or a number be
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
 _CURRENCY = re.compile(r"\A[£€]\s*(?=\d)|(?<=\d)\s*[£€]\Z")
 _NUMBER = re.compile(r"-?\d[\d.,]*")
+_UNIT_SIGN = re.compile(rf"\\?\$\s*({_NUMBER.pattern})|({_NUMBER.pattern})\s*\^\s*\{{?\s*\\circ\s*\}}?")
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
 _NAME = re.compile(rf"\s*(?:{_TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
 _BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
@@ -174,6 +175,8 @@ def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
     r"""A quantity without the unit or the counted noun at its end, and the unit's factors or the noun; no factors if
     there is neither. ``upright`` are the words in the ``\text{}`` of both answers.
     """
+    if sign := _UNIT_SIGN.fullmatch(text):
+        return sign[1] or sign[2], ["dollar" if sign[1] else "degree"]
     match = _LAST_WORDS.search(text)
     if match is None or not re.search(r"\d", before := text[: match.start()]):
         return text, []

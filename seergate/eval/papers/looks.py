@@ -24,15 +24,7 @@ from seergate.eval.report.plots import (
     tidy,
 )
 from seergate.eval.report.published import PROBLEMS, deviations, model_key, table_1
-from seergate.eval.report.tables import (
-    NONE,
-    SETTING,
-    Columns,
-    core_table,
-    figure_of,
-    table,
-    table_beside,
-)
+from seergate.eval.report.tables import NONE, SETTING, Columns, core_table, figure_of, table, table_beside
 
 Points = dict[str, list[tuple[float, Setting]]]
 """Series -> (place on the x axis, setting)."""
@@ -68,18 +60,12 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
     for s in sweep.settings:
         if s.budget is not None and s.block_size is not None:
             points[f"{s.method} {s.budget} tokens"].append((s.block_size, s))
-    figure, axis = _panel(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals")
+    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
+    axis.set_title(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals", fontsize=10)
     _lines(axis, points, sweep, "block size (tokens)")
     powers_of_two(axis, sorted({int(x) for line in points.values() for x, _ in line}))
     axis.legend(**LEGEND)
     return save(figure, path)
-
-
-def _panel(title: str) -> tuple[Any, Any]:
-    """A figure with one panel."""
-    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
-    axis.set_title(title, fontsize=10)
-    return figure, axis
 
 
 def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
@@ -216,11 +202,8 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
         return ""
 
     def unlike(s: Setting) -> list[str]:
-        options = {name: s.config["generation"].get(name) for name in paper if name in s.config["generation"]}
-        return [
-            f"{name.replace('_', '-')} {value} instead of {paper[name]}"
-            for name, value in options.items()
-            if value != paper[name]
-        ]
+        ours = s.config["generation"]
+        different = [name for name in paper if name in ours and ours[name] != paper[name]]
+        return [f"{name.replace('_', '-')} {ours[name]} instead of {paper[name]}" for name in different]
 
     return table_beside(sweep, lambda s: numbers.get(s.directory.name), unlike)

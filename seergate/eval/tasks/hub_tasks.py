@@ -186,7 +186,8 @@ def _local_format(source: str) -> str:
 
 
 def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
-    name = str(record.get("unique_id", record.get("id", number)))
+    names = record.get("unique_id"), record.get("id"), number  # where some rows lack a field, it is None
+    name = str(next(each for each in names if each is not None))
     return Problem(name, gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
 
 

@@ -52,8 +52,6 @@ def reply_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, reply: str) -> tu
 
 
 def end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """The tokens that end a generation."""
+    """The tokens that end a generation: the model's, and the tokenizer's, which may be another after fine-tuning."""
     ids = model.generation_config.eos_token_id
-    if ids is None:
-        ids = tokenizer.eos_token_id
-    return set(ids) if isinstance(ids, (list, tuple)) else {ids} - {None}
+    return {*(ids if isinstance(ids, (list, tuple)) else [ids]), tokenizer.eos_token_id} - {None}

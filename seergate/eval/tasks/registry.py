@@ -86,33 +86,33 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
 
 
 def _records(path: Path, grader: str) -> Iterator[Problem]:
+    """The problem in each line; a `SeergateError` names a line that is damaged."""
     for number, record in json_lines(path):
-        yield _checked(record, f"{path}, line {number}", number, grader)
-
-
-def _checked(record: Any, where: str, number: int, grader: str) -> Problem:
-    """The problem in a line; a `SeergateError` names the line if it is damaged."""
-    if not isinstance(record, dict) or "answer" not in record:
-        raise SeergateError(f"{where} has no 'answer'")
-    try:
-        json.dumps(record, ensure_ascii=False).encode()
-        problem = _record(record, number, grader)
-        check_gold(grader, problem.gold)
-    except UnicodeEncodeError as error:
-        raise SeergateError(f"{where} holds half a surrogate pair, which is no character: {error}") from error
-    except ValueError as error:
-        raise SeergateError(f"{where}: {error}") from error
-    return problem
+        where = f"{path}, line {number}"
+        if not isinstance(record, dict) or "answer" not in record:
+            raise SeergateError(f"{where} has no 'answer'")
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+            problem = _record(record, number, grader)
+            check_gold(grader, problem.gold)
+        except UnicodeEncodeError as error:
+            raise SeergateError(f"{where} holds half a surrogate pair, which is no character: {error}") from error
+        except ValueError as error:
+            raise SeergateError(f"{where}: {error}") from error
+        yield problem
 
 
 def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
     """The problem in a record of a JSONL file."""
-    name, gold = str(record.get("id", number)), as_text("answer", record["answer"])
+    name = str(number if record.get("id") is None else record["id"])
+    gold = as_text("answer", record["answer"])
     if "messages" in record:
         turns = record["messages"]
         good = isinstance(turns, list) and turns and all(map(_is_turn, turns))
         if not good:
             raise ValueError("'messages' must be a list of records with 'role' and 'content', which are texts")
+        if turns[-1]["role"] == "assistant":
+            raise ValueError("'messages' end with an assistant's turn, which may hold the answer; leave it out")
         return Problem(name, gold, messages=tuple(turns))
     for field in ("prompt", "question"):
         if field in record and not isinstance(record[field], str):

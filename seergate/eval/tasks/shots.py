@@ -71,17 +71,22 @@ from MATH's training set. Minerva's solutions go on with *Final Answer:*; here t
 
 
 def with_examples(problem: Problem, shown: Sequence[Example], instruction: str, chat: bool) -> Problem:
-    """The problem after worked examples.
+    """The problem after worked examples; a `ValueError` if it is one of them.
 
     Args:
         problem: its only message is the question, with the instruction at its end.
         instruction: what the examples' questions end with in a chat.
         chat: show them as turns; otherwise as one text to continue.
     """
+    question = problem.messages[0]["content"].removesuffix(instruction)
+    if question.strip() in dict(shown):
+        raise ValueError(
+            f"the problem {problem.problem_id} is one of the worked examples, which would show its answer; take the "
+            "examples from other problems (--shots-source)"
+        )
     if chat:
         pairs = [(("user", question + instruction), ("assistant", solution)) for question, solution in shown]
         turns = [{"role": role, "content": content} for pair in pairs for role, content in pair]
         return replace(problem, messages=(*turns, *problem.messages))
-    question = problem.messages[0]["content"].removesuffix(instruction)
     text = "".join(f"Question: {example_question}\nAnswer: {solution}\n\n" for example_question, solution in shown)
     return replace(problem, messages=(), prompt=f"{text}Question: {question}\nAnswer:")

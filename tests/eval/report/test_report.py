@@ -121,6 +121,8 @@ def test_nothing_to_report_is_told(tmp_path):
 
     check_refusal("holds no runs")
     check_refusal("does not exist", tmp_path / "nowhere")
+    write_run(tmp_path / "tasks" / "aime", "dense", None, lambda i: True)
+    check_refusal("holds no runs itself; give the directories in it: .*aime$", tmp_path / "tasks")
     config = write_run(tmp_path, "dense", None, lambda i: True) / "config.yaml"
     config.write_text("[")
     check_refusal(r"config\.yaml, line 1, column 2 is not YAML")
