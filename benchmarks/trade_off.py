@@ -95,7 +95,7 @@ def draw(results: Path) -> Any:
     right.set_title(
         f"SmolLM2-135M: {max(options['lengths']):,} tokens per row, {options['threads']} CPU cores", fontsize=11
     )
-    right.legend(title=f"gates read {options['budget']:,} tokens")
+    right.legend(title=f"gates read {options['budget']:,} tokens", handlelength=3)
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
