@@ -129,7 +129,7 @@ def _budget(bank: Gates) -> int:
     """A token budget for the example: an eighth of the trained length, rounded down to a power of two."""
     longest, sinks = _options(bank).get("max_length"), bank.config.sink_blocks
     budget = 1 << ((longest // 8).bit_length() - 1) if is_int(longest) and longest >= 8 else 4096
-    return max(budget, (1 + sinks + (sinks > 0)) * bank.config.block_size)
+    return max(budget, (2 + sinks) * bank.config.block_size)
 
 
 def percent_right(result: dict[str, Any]) -> str:

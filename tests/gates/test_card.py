@@ -44,6 +44,13 @@ def test_the_example_decodes_by_the_gates_own_rule(bank, tmp_path):
     assert (method.threshold, method.token_budget, method.dense_layers) == (0.2, None, (0,))
 
 
+@pytest.mark.parametrize("sinks", [0, 1])
+def test_the_examples_budget_has_room_for_a_past_block(bank, tmp_path, sinks):
+    bank = bank.derived(config=replace(bank.config, sink_blocks=sinks), training={"config": {"max_length": 64}})
+    method = seergate.handle_of(run_example(saved(bank, tmp_path / "gates"))["model"]).method
+    assert method.token_budget == (2 + sinks) * 8
+
+
 def test_the_example_does_not_depend_on_what_is_downloaded(bank, tmp_path):
     for base, has_tokenizer in (("org/nowhere", True), ("/models/file.gguf", False), ("/models/FILE.GGUF", False)):
         bank.geometry = replace(bank.geometry, base_model=base)
