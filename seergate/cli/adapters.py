@@ -188,8 +188,11 @@ def _layer_list(text: str) -> list[int]:
     layers: list[int] = []
     try:
         for part in text.split(","):
-            first, _, last = part.partition("-")
-            layers += range(int(first), int(last or first) + 1)
+            first, dash, last = part.partition("-")
+            named = range(int(first), int(last if dash else first) + 1)
+            if not named:
+                raise ValueError
+            layers += named
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} must be layers such as 0,2,8-11") from None
     return layers

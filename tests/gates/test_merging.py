@@ -63,6 +63,8 @@ def test_commands(bank, tmp_path):
     for arguments, message in (
         (["export", a, half], "is not empty"),
         (["export", a, c, "--layers", "x"], "must be layers such as"),
+        (["export", a, c, "--layers", "0-"], "must be layers such as"),
+        (["export", a, c, "--layers", "0,1-0"], "must be layers such as"),
         (["export", a, c, "--layers", "5"], "must name some of"),
         (["export", str(tmp_path / "nowhere"), c], "there is no directory"),
         (["info", str(tmp_path)], "holds no gate_config.json"),
