@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 from typing import ClassVar
 
@@ -39,7 +40,7 @@ class RaaSState(PageState, EvictingState):
         """Number of pages that count as used at a step, if ``pages`` are resident."""
         method = self.method
         of = pages if method.share_of == "resident" else method.token_budget // method.block_size
-        return min(pages, max(1, int(method.share * of)))
+        return min(pages, max(1, int(Fraction(str(method.share)) * of)))  # the decimal fraction as written
 
     def max_resident(self) -> int:
         rows = range(len(self.prompts))

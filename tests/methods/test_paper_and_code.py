@@ -156,6 +156,12 @@ def test_which_share_raas_stamps_by_hand(share_of, used):
     assert state.rows["used"][0, 0, :6].tolist() == used
 
 
+def test_raas_takes_the_share_as_written():
+    """29 % of 100 pages are 29, though the float 0.29 is less than 29 / 100."""
+    state, _ = raas_step(methods.RaaS(share=0.29, block_size=1, prompt="extra"), 99, list(range(100, 0, -1)))
+    assert state.rows["used"][0, 0, :100].tolist() == [1] * 29 + [0] * 70 + [1]
+
+
 def test_a_prompt_that_raas_may_evict_by_hand():
     """Three pages of a prompt in a cache of three, and a fourth page: of 0, 1 and 2 those are used that the query
     finds best, 1 and 2, so 0 leaves. Of five pages those stay that are best of the used ones, beside the new one.
