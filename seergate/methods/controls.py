@@ -8,12 +8,15 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from seergate.checks import check, is_int
+from seergate.checks import check_count
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingMethod, SelectingState
+
+MAX_SEED = 2**43
+"""The largest seed of `random_bits`, whose product with a constant must fit into int64."""
 
 
 @dataclass(kw_only=True)
@@ -88,7 +91,7 @@ class Random(SelectingMethod):
         if self.threshold is not None or self.top_p is not None:
             raise ValueError("random has no probabilities of blocks; give token_budget or budget_share")
         super().__post_init__()
-        check("seed", self.seed, is_int(self.seed), "an integer")
+        check_count("seed", self.seed, -MAX_SEED, MAX_SEED)
 
 
 def mix(x: Tensor) -> Tensor:
@@ -145,7 +148,7 @@ class RandomEvict(BudgetedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("seed", self.seed, is_int(self.seed), "an integer")
+        check_count("seed", self.seed, -MAX_SEED, MAX_SEED)
 
 
 def random_bits(index_KT: Tensor, seed: int, layer: int, event: Tensor | int) -> Tensor:

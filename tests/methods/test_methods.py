@@ -5,6 +5,7 @@ import torch
 
 from seergate import DecodeConfig, methods, ops
 from seergate.methods.base import LayerSpec
+from seergate.methods.controls import random_bits
 from seergate.methods.gate import published_selection
 from seergate.models import families
 from seergate.models.rope import Rotary
@@ -110,6 +111,14 @@ def test_random_is_uniform_and_repeats():
     share = counts[:, :39] / counts[:, 39:]
     assert share.mean().item() == pytest.approx(9 / 39)
     assert share.std().item() < 3 * (9 / 39 * 30 / 39 / 407) ** 0.5
+
+
+@pytest.mark.parametrize("kind", [methods.Random, methods.RandomEvict])
+def test_every_seed_that_is_accepted_can_be_hashed(kind):
+    for seed in (-(2**43), 2**43):
+        random_bits(torch.arange(4)[None], kind(seed=seed).seed, 99, 7)
+    with pytest.raises(ValueError, match="seed is 8796093022209; it must be a whole number in"):
+        kind(seed=2**43 + 1)
 
 
 # -------------------------------------------------------------------------------------------------------- StreamingLLM
