@@ -101,11 +101,11 @@ def gated_attention(
             return decode_tokens(observer, layer, context, step).to(value.dtype), None
     observer.stats_.saw_prompt(layer)
     output, weights = dense(query, key, value, attention_mask, **kwargs)
-    if isinstance(state, CompressingState):
-        _evict(layer, step)
-    if not mode.decoded:
-        return output, weights
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        if isinstance(state, CompressingState):
+            _evict(layer, step)
+        if not mode.decoded:
+            return output, weights
         # The first drafts of assisted decoding come along with the prompt.
         drafts = decode_tokens(observer, layer, context, step)
         return torch.cat((output[:, : new - mode.decoded], drafts.to(output.dtype)), dim=1), weights

@@ -32,9 +32,10 @@ class H2OState(BudgetedState):
         super().append(step)
         if step.q_BHSD.shape[2] == 1:
             return  # `observe_attention` counts it
-        for row, count in enumerate(step.counts):
-            for p_KGWT in prompt_probabilities(step, row):
-                self.rows["mass"][row, :, :count] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
+        with torch.autocast(step.k_BKSD.device.type, enabled=False):  # as at a decode step
+            for row, count in enumerate(step.counts):
+                for p_KGWT in prompt_probabilities(step, row):
+                    self.rows["mass"][row, :, :count] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
 
     def observe_attention(self, step: Step) -> None:
         p_BKGT = step.p_BKGT

@@ -10,6 +10,7 @@ from transformers import DynamicCache
 import seergate
 from seergate import SeergateError
 from seergate.cache.batching import join_rows, keep_rows
+from seergate.methods import rpc, scoring, snapkv
 from seergate.methods.evicting import BudgetedState
 from seergate.methods.kv4bit import KV4BitState
 from seergate.methods.raas import RaaSState
@@ -107,6 +108,29 @@ def test_a_budget_for_everything_is_the_plain_model(name, group):
             logits, cache, _ = forced_run(model, method, rows, forced)
             torch.testing.assert_close(logits, plain, rtol=2e-4, atol=2e-4)
         assert cache.layers[0].rows.resident == [row.shape[1] + 30 for row in rows]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_autocast_does_not_round_what_decides(name, monkeypatch):
+    """The products of the model are in bfloat16, those of the method in float32, also after a prompt."""
+    products, model = [], model_of(4)
+
+    def logits(*args, original=scoring.logits):
+        products.append(original(*args))
+        return products[-1]
+
+    for module in (scoring, snapkv, rpc):
+        monkeypatch.setattr(module, "logits", logits)
+    for kind in {BudgetedState, RaaSState, RPCState, KV4BitState, StreamingState}:
+
+        def off(self, step, select_kept=kind.select_kept):
+            assert not torch.is_autocast_enabled("cpu")
+            return select_kept(self, step)
+
+        monkeypatch.setattr(kind, "select_kept", off)
+    with seergate.attached(model, EVICTORS[name].method(model)), torch.autocast("cpu", torch.bfloat16):
+        assert model.generate(prompt(40), max_new_tokens=12).shape == (1, 52)
+    assert all(product.dtype == torch.float32 for product in products)
 
 
 def places_in_order(kept, came):
