@@ -151,7 +151,8 @@ class Gates(nn.Module):
         return self.derived({name: tensor.to(dtype) for name, tensor in self.state_dict().items()})
 
     def subset(self, layers: Iterable[int]) -> Self:
-        """A copy with the gates of some layers, without results; the model's other layers will be dense.
+        """A copy with the gates of some layers, without results; the model's other layers will be dense, or read what
+        an anchor selects. Anchors among the decode defaults that have no gate any more are left out.
 
         Raises:
             SeergateError: if a layer has no gate, or ``layers`` is empty.
@@ -161,7 +162,10 @@ class Gates(nn.Module):
         if absent or not indices:
             raise SeergateError(f"layers is {absent or indices}; it must name some of {list(self.geometry.layers)}")
         tensors = {name: x for name, x in self.state_dict().items() if int(name.split(".")[1]) in indices}
-        return self.derived(tensors, geometry=replace(self.geometry, layers=tuple(indices)), results=())
+        geometry, defaults = replace(self.geometry, layers=tuple(indices)), dict(self.decode_defaults)
+        if "anchors" in defaults:
+            defaults["anchors"] = [layer for layer in defaults["anchors"] if layer in indices]
+        return self.derived(tensors, geometry=geometry, decode_defaults=defaults, results=())
 
     def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:
         """A copy with the gates of the anchor layers only, and these anchors as decode default, so that the layers

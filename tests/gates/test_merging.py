@@ -32,6 +32,8 @@ def test_subset_and_conversion(bank, model, tmp_path):
     assert density[0] == 1.0 > density[1], "the layer without a gate is dense"
     half.gate(1).q_proj.weight.data.zero_()
     assert bool(bank.gate(1).q_proj.weight.any()), "the subset has its own tensors"
+    with seergate.attached(model, bank.with_anchors([0, 1]).subset([1]), token_budget=16) as handle:
+        assert handle.method.anchors == (1,), "an anchor without a gate would be refused"
     for layers in ([], [2], [0, 7], [True]):
         refused("it must name some of", bank.subset, layers)
     cast = bank.cast(torch.float16)
