@@ -1,5 +1,6 @@
 """Every evicting method: what all must hold, and token for token what a simulation of its paper's equations gives."""
 
+import copy
 import itertools
 from contextlib import nullcontext
 
@@ -131,6 +132,18 @@ def test_autocast_does_not_round_what_decides(name, monkeypatch):
     with seergate.attached(model, EVICTORS[name].method(model)), torch.autocast("cpu", torch.bfloat16):
         assert model.generate(prompt(40), max_new_tokens=12).shape == (1, 52)
     assert all(product.dtype == torch.float32 for product in products)
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_a_state_holds_no_graph_where_gradients_are_on(name):
+    model = model_of(4).requires_grad_(True)
+    with seergate.attached(model, EVICTORS[name].method(model)):
+        cache = model(prompt(40), use_cache=True).past_key_values
+        for _ in range(8):
+            model(prompt(1), past_key_values=cache, use_cache=True)
+        states = [state for layer in cache.layers for state in (layer.state, *layer.state.parts)]
+        assert not any(tensor.requires_grad for state in states for tensor in state.rows.values())
+        copy.deepcopy(cache)
 
 
 def places_in_order(kept, came):
