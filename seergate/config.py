@@ -311,11 +311,10 @@ def check_rule(options: Any, block_size: int | None = None) -> None:
             'compat is "published", whose code has neither budget_share nor top_p nor sink_blocks nor dense_below; '
             "leave them out, or pass compat=None"
         )
-    past = compat == "published" or getattr(options, "min_pages", 1) > 1  # past blocks are read anyway
-    fewest = 1 if past else 2 + sinks
+    fewest = 1 if compat == "published" else 2 + sinks  # the published code reads past blocks anyway
     for name in ("token_budget", "budget_min", "budget_max"):
-        value = getattr(options, name)
-        if block_size and value is not None and value < fewest * block_size:
+        value, pages = getattr(options, name), getattr(options, "min_pages", 1)
+        if block_size and value is not None and max(value, pages * block_size) < fewest * block_size:
             raise ValueError(
                 f"{name} is {value}; with block_size {block_size} and {sinks} sink blocks it must be at least "
                 f"{fewest * block_size}, as one block is the current one and others are to be read beside it"

@@ -108,6 +108,7 @@ def test_refusals():
         (lambda: methods.TriAttention(centres=3), "centres is a int"),
         (lambda: methods.make_method("tri_attention"), "needs centres="),
         (lambda: methods.Quest(min_pages=3, threshold=0.1), "min_pages is 3 without a token budget"),
+        (lambda: methods.Quest(token_budget=16, min_pages=3, sink_blocks=2), "2 sink blocks it must be at least 64"),
         (lambda: methods.LazyEviction(use_h1=False, use_h2=False), "use_h1 and use_h2 are both False"),
         (lambda: methods.SnapKV(compress="prompt", prompt="pinned"), "then it must be 'evictable'"),
         (lambda: methods.ReSA(share=1.5), "share is 1.5; it must be a number in 0..1"),
