@@ -15,9 +15,6 @@ from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import log_block_maxima
 from seergate.methods.selecting import SelectingMethod, SelectingState
 
-MAX_SEED = 2**43
-"""The largest seed of `random_bits`, whose product with a constant must fit into int64."""
-
 
 @dataclass(kw_only=True)
 class Dense(Method):
@@ -91,7 +88,7 @@ class Random(SelectingMethod):
         if self.threshold is not None or self.top_p is not None:
             raise ValueError("random has no probabilities of blocks; give token_budget or budget_share")
         super().__post_init__()
-        check_count("seed", self.seed, -MAX_SEED, MAX_SEED)
+        check_count("seed", self.seed, -(2**43), 2**43)  # `random_bits` multiplies it
 
 
 def mix(x: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ class RandomEvict(BudgetedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("seed", self.seed, -MAX_SEED, MAX_SEED)
+        check_count("seed", self.seed, -(2**43), 2**43)  # `random_bits` multiplies it
 
 
 def random_bits(index_KT: Tensor, seed: int, layer: int, event: Tensor | int) -> Tensor:

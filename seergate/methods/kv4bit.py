@@ -36,8 +36,9 @@ class KV4BitState(CompressingState):
     def __init__(self, spec: LayerSpec, method: KV4Bit) -> None:
         super().__init__(spec, method)
         width = spec.head_dim
-        self.channels = max(n for n in range(1, min(method.group, width) + 1) if width % n == 0)
-        per_token = (method.group, width // self.channels)
+        channels = max(n for n in range(1, min(method.group, width) + 1) if width % n == 0)
+        self.channels = {"key": None, "value": channels}  # of a token that share a range; None: several tokens do
+        per_token = (method.group, width // channels)
 
         def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             return torch.zeros(spec.batch, spec.num_kv_heads, 0, *shape, dtype=dtype, device=spec.device)
@@ -84,12 +85,8 @@ class KV4BitState(CompressingState):
     def _widened(self, kind: str, groups: int) -> Tensor:
         """The dequantised keys or values ``[B, K, groups * group, D]`` in the cache's dtype."""
         codes, span = self.rows[f"{kind}s"][:, :, :groups], self.rows[f"{kind}_range"][:, :, :groups]
-        wide = widened(unpacked(codes, self.spec.head_dim), span, self._channels(kind))
+        wide = widened(unpacked(codes, self.spec.head_dim), span, self.channels[kind])
         return wide.to(self.spec.dtype).flatten(2, 3)
-
-    def _channels(self, kind: str) -> int | None:
-        """Channels of a token that share a range; ``None`` if a channel of several tokens does."""
-        return None if kind == "key" else self.channels
 
     def max_resident(self) -> int:
         return self.method.residual + self.method.group
@@ -107,7 +104,7 @@ class KV4BitState(CompressingState):
             first, past = stored[row] // size, (stored[row] + count) // size
             for kind, cache in (("key", step.keys_BKCD), ("value", step.values_BKCD)):
                 groups = cache[row : row + 1, :, :count].unflatten(2, (-1, size))
-                codes, span = rounded(groups, self._channels(kind))
+                codes, span = rounded(groups, self.channels[kind])
                 for name, part in ((f"{kind}s", packed_pairs(codes)), (f"{kind}_range", span)):
                     self.grown(name, past)[row, :, first:past] = part[0]
         lengths = [ends[row] - count for row, count in old.items()]

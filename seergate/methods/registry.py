@@ -153,13 +153,10 @@ def has_gates(name: str) -> bool:
 def option_names(name: str) -> set[str]:
     """Names of the options that `make_method` takes for a method, without ``bank``."""
     kind = keeping_class(name)
+    own = kind.option_names()
     if not name.endswith(SUFFIX):
-        return kind.option_names()
-    return (
-        kind.option_names() - {"reads"} | Gate.option_names()
-        if kind.shares_blocks
-        else {*kind.option_names(), "read_budget"}
-    )
+        return own
+    return own - {"reads"} | Gate.option_names() if kind.shares_blocks else own | {"read_budget"}
 
 
 def check_options(name: str, given: Iterable[str], allowed: Iterable[str]) -> None:

@@ -146,9 +146,8 @@ class WindowState(EvictingState):
         super().append(step)
         queries, size = self.rows["queries"], self.method.window
         if step.q_BHSD.shape[2] == 1:
-            rows = torch.arange(len(step.counts), device=queries.device)
             slots = torch.tensor([(self.total_tokens(row) - 1) % size for row in range(len(step.counts))])
-            queries[rows, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
+            queries[step.rows.each, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
             return
         for row, count in enumerate(step.counts):
             newest = min(count, size)

@@ -150,9 +150,5 @@ class Evaluator:
         assert isinstance(self.method, RandomSharing)
         draw, users = random.Random(f"{self.method.seed}/{index}/{len(blocks)}"), Counter(blocks)
         single = [i for i, block in enumerate(blocks) if users[block] == 1 and i > first]
-        chosen = []
-        for newer in draw.sample(single, min(number, len(single))):
-            older = draw.randrange(first, newer)
-            if blocks[older] != blocks[newer]:
-                chosen.append((newer, older))
-        return chosen
+        newest = draw.sample(single, min(number, len(single)))
+        return [(newer, draw.randrange(first, newer)) for newer in newest]
