@@ -63,16 +63,22 @@ def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
         **{"record": record, "whole_record": json.dumps(record, indent=2)},
     )
     old, before, after = _parts(existing or "")
-    owned = old["tags"] if isinstance(old.get("tags"), list) else []
+    owned = [tag.value for tag in old["tags"].value] if isinstance(old.get("tags"), yaml.SequenceNode) else []
     new = card.data.to_dict()
     if TAGS[0] in owned:  # it may have been written for other gates
         old = {name: value for name, value in old.items() if name in new or name not in OF_GATES}
     merged = {**old, **new}
-    merged["tags"] = [*TAGS, *(str(tag) for tag in owned if str(tag) not in TAGS)]
-    header = yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)
+    merged["tags"] = [*TAGS, *(tag for tag in owned if tag not in TAGS)]
+    header = yaml.dump(merged, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     # No record's text is taken for the marker. Inside of JSON and of Python strings the escape is the same character.
     text = card.text.strip().replace(END, END.replace("<", "\\u003c"))
     return f"---\n{header}---\n\n{before.lstrip()}{BEGIN}\n{text}\n\n{END}{after.rstrip()}\n"
+
+
+class _Dumper(yaml.SafeDumper):
+    def represent_data(self, data: Any) -> yaml.Node:
+        """Represent a value; a node stays as it is."""
+        return data if isinstance(data, yaml.Node) else super().represent_data(data)
 
 
 def has_own_text(card: str) -> bool:
@@ -80,21 +86,23 @@ def has_own_text(card: str) -> bool:
     return any(part.strip() for part in _parts(card)[1:])
 
 
-def _parts(card: str) -> tuple[dict[str, Any], str, str]:
+def _parts(card: str) -> tuple[dict[str, yaml.Node], str, str]:
     """A card's metadata, empty if it is not a YAML mapping, and its owner's text before and after the generated part;
-    all is before if there is none.
+    all is before if there is none. Values are nodes: as text they stay what they were, such as ``no`` for Norwegian.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    values = None
+    values: dict[str, yaml.Node] = {}
     if header := REGEX_YAML_BLOCK.match(card):
         card = card[header.end() :]
         with contextlib.suppress(yaml.YAMLError, ValueError):  # ValueError: a date that there is not
-            values = yaml.safe_load(header[2])
+            if isinstance(yaml.safe_load(header[2]), dict):
+                node: Any = yaml.compose(header[2], yaml.SafeLoader)
+                values = {key.value: value for key, value in node.value}
     before, begin, rest = card.partition(BEGIN)
     if not begin and card.strip():
         before = card.rstrip() + "\n\n"
-    return (values if isinstance(values, dict) else {}), before, rest.partition(END)[2]
+    return values, before, rest.partition(END)[2]
 
 
 def _metadata(bank: Gates, source: Source) -> Any:

@@ -114,6 +114,14 @@ def test_an_owners_text_stays(bank, tmp_path):
     assert "Mine, Löwe 狮." in text and text.count("## Use") == 1
 
 
+def test_an_owners_metadata_stays_as_written(bank, tmp_path):
+    """``no`` is Norwegian and 1.10 a version; YAML 1.1 reads False, 1.1 and 45000."""
+    written = 'language: no\nversion: 1.10\ninference: false\nat: 12:30:00\nname: "yes"\n'
+    (tmp_path / "README.md").write_text(f"---\n{written}tags:\n- no\n---\nMine.\n")
+    text = saved(bank, tmp_path)
+    assert written in text and "- 'no'\n" in text and saved(bank, tmp_path) == text
+
+
 def test_metadata_of_the_gates_that_were_there_before_goes(bank, tmp_path):
     """Results and data of other gates. What the owner wrote stays, all of it if the card was not of gates."""
     base, card = bank.geometry, tmp_path / "gates" / "README.md"
