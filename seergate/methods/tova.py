@@ -20,10 +20,7 @@ class TOVAState(BudgetedState):
     reads_all_keys = True
 
     def importance(self, step: Step, row: int) -> Tensor:
-        end = step.ends[row]
-        if step.p_BKGT is not None:
-            return self.importances(step, [row])[0, :, :end]
-        # for a prompt, its last query
+        end = step.ends[row]  # of a prompt: a step has the probabilities of all rows
         newest, keys = step.q_BHSD[row : row + 1, :, end - 1 : end], step.k_BKSD[row : row + 1, :, :end]
         return self._mean(causal_softmax(newest, keys, end - 1, step)[:, :, :, 0])[0]
 

@@ -83,12 +83,8 @@ def _latex_forest(nodes: Any) -> tuple[Tree, ...]:
         arguments = getattr(node, "nodeargd", None)
         children = _latex_forest(arguments.argnlist if arguments is not None else ())
         children += _latex_forest(getattr(node, "nodelist", ()))
-        name = (
-            getattr(node, "macroname", None)
-            or getattr(node, "environmentname", None)
-            or getattr(node, "specials_chars", "")
-        )
-        trees.append((f"{kind}:{name}", children))
+        names = (getattr(node, name, "") for name in ("macroname", "environmentname", "specials_chars"))
+        trees.append((f"{kind}:{next(filter(None, names), '')}", children))
     return tuple(trees)
 
 
