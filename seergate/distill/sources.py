@@ -8,6 +8,7 @@ streams are stored as JSON text in the columns `RAW`.
 from __future__ import annotations
 
 import codecs
+import glob
 import itertools
 import json
 import re
@@ -173,7 +174,8 @@ def _table_rows(file: Path) -> Iterator[dict[str, str]]:
 
     try:
         # Streaming reads the file in place; the default would copy it into a cache first.
-        rows = load_dataset(TABLE_SUFFIXES[file.suffix], data_files=str(file), split="train", streaming=True)
+        place = glob.escape(str(file))  # `datasets` reads names as patterns
+        rows = load_dataset(TABLE_SUFFIXES[file.suffix], data_files=place, split="train", streaming=True)
         yield from map(_as_json, rows)
     except (pyarrow.ArrowException, DatasetGenerationError, OSError) as error:
         raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error

@@ -35,6 +35,18 @@ def test_every_local_format_gives_the_same_samples(data_config: TrainConfig, tmp
         assert all(np.array_equal(data.samples[i], expected.samples[i]) for i in range(20)), name
 
 
+@pytest.mark.parametrize("name", ["rows[1].parquet", "rows?.parquet", "[a]/rows.parquet"])
+def test_a_name_that_is_also_a_pattern_is_read_as_it_is(data_config: TrainConfig, tmp_path: Path, name: str) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "[a]").mkdir()
+    Dataset.from_list([{"text": "another file " * 9}] * 2).to_parquet(str(tmp_path / "rows1.parquet"))
+    Dataset.from_list([{"text": f"the file, row {i} " * 9} for i in range(3)]).to_parquet(str(tmp_path / name))
+    for place in (tmp_path / name, *({(tmp_path / name).parent} - {tmp_path})):
+        report = prepare_data(replace(data_config, data=str(place)), byte_tokenizer(None)).report
+        assert (report.rows, report.samples) == (3, 3)
+
+
 def test_a_saved_dataset_of_several_splits(data_config: TrainConfig, tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
