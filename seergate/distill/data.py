@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 4
+FORMAT = 5
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -273,10 +273,10 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
         except MalformedRow as reason:
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
-    for is_chat in (True, False):
-        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_chat is is_chat}
+    for is_complete in (True, False):
+        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_complete is is_complete}
         if some:
-            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_chat, verbose=False)
+            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_complete, verbose=False)
             for number, tokens in zip(some, encoded["input_ids"], strict=True):
                 ids[number] = tokens
                 problems[number] = "" if tokens else "no tokens"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from seergate.distill import TrainConfig, load_train_config
@@ -95,9 +96,9 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
-    text, is_chat, notes = Formatter(tokenizer).text({"messages": turns})
+    text, is_complete, notes = Formatter(tokenizer).text({"messages": turns})
     assert notes == ["without the reasoning of their earlier turns"]
-    assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
+    assert is_complete and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
 def test_what_is_left_out_of_a_conversation_is_counted(
@@ -279,6 +280,16 @@ def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> Non
         assert question({"prompt": text}) == [{"role": "user", "content": text}]
     with pytest.raises(MalformedRow, match="invalid unicode"):
         question({"prompt": "half a pair: \ud83d"})
+
+
+def test_text_that_begins_with_its_special_token_gets_no_second_one() -> None:
+    tokenizer = byte_tokenizer(None)
+    begin = str(tokenizer.bos_token)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $0", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+    columns = tokenise({"text": ["plain", f"{begin}user: hi"]}, Formatter(tokenizer))
+    assert [tokenizer.decode(ids) for ids in columns["ids"]] == [f"{begin}plain", f"{begin}user: hi"]
 
 
 def test_the_date_in_a_template_does_not_change() -> None:
