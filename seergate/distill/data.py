@@ -135,12 +135,14 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     one_sample: bool = False,
     files: list[list[str]] | None = None,
+    vocabulary: int | None = None,
 ) -> TrainingData:
     """Read and pack a run's data, tokenising it unless it is cached. Every process gets the same result.
 
     Args:
         one_sample: put one sample in each pack instead of as many as fit.
         files: result of `token_files` in another process; ignored if this process does not see the files.
+        vocabulary: number of the model's embeddings; rows with other tokens are malformed.
     """
     if files is None or not all(Path(file).is_file() for part in files for file in part):
         files = token_files(config, tokenizer)
@@ -149,9 +151,11 @@ def prepare_data(
     malformed: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     first: dict[str, tuple[int, int]] = {}  # digest of the tokens -> row and length of the first sample with them
-    about = tokens.select_columns(["length", "digest", "problem", "notes"])[:]
-    for row, (length, digest, problem, noted) in enumerate(zip(*about.values(), strict=True)):
+    about = tokens.select_columns(["length", "digest", "problem", "notes", "largest"])[:]
+    for row, (length, digest, problem, noted, largest) in enumerate(zip(*about.values(), strict=True)):
         notes.update(noted)
+        if vocabulary is not None and largest >= vocabulary:
+            problem = "a token that the model has no embedding for"
         if problem:
             malformed[problem] += 1
         elif digest in first:
@@ -219,8 +223,8 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
     """Tokenise each row of a source, or read the result from the Arrow cache of `datasets`.
 
     Returns:
-        One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
-        the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
+        One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``largest`` (of them,
+        or -1), ``digest`` (their hash), ``problem`` (why there are none, or ``""``) and ``notes`` (`TrainingText`).
     """
     with _cache(config) as cache:
         return _tokenised(config, tokenizer, cache)
@@ -252,8 +256,8 @@ def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: P
         batched=True,
         remove_columns=rows.column_names,
         features=Features(
-            {"ids": Sequence(Value("int32")), "length": Value("int64"), "digest": text, "problem": text}
-            | {"notes": Sequence(text)}
+            {"ids": Sequence(Value("int32")), "length": Value("int64"), "largest": Value("int32")}
+            | {"digest": text, "problem": text, "notes": Sequence(text)}
         ),
         num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
         cache_file_name=str(cache / f"{name}.arrow"),
@@ -283,6 +287,7 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
     return {
         "ids": ids,
         "length": [len(some) for some in ids],
+        "largest": [max(some, default=-1) for some in ids],
         "digest": [hashlib.blake2b(np.asarray(x, np.int32).tobytes(), digest_size=16).hexdigest() for x in ids],
         "problem": problems,
         "notes": [texts[number].notes if number in texts else [] for number in range(len(rows))],

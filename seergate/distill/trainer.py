@@ -416,7 +416,7 @@ class _Run:
         tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=config.revision))
         one_sample = self.model.why_one_sample is not None
         files = world.from_main(lambda: token_files(config, tokenizer))
-        self.data = world.in_turn(lambda: prepare_data(config, tokenizer, one_sample, files))
+        self.data = world.in_turn(lambda: prepare_data(config, tokenizer, one_sample, files, self.model.vocabulary))
         world.must_agree(
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )

@@ -214,6 +214,15 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
     assert "2 malformed (several think tags)" in report.summary() and "1 duplicates left out" in report.summary()
 
 
+def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_left_out(data_config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    tokenizer.add_tokens(["<added>"])
+    rows = [chat(f"<think>step {i}</think>{i}") for i in range(8)]
+    write(data_config.data, [*rows, chat("<think>a<added></think>b")])
+    report = prepare_data(data_config, tokenizer, vocabulary=len(tokenizer) - 1).report
+    assert (report.samples, report.malformed) == (8, {"a token that the model has no embedding for": 1})
+
+
 def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:
     try:
         text = Formatter(tokenizer).text(chat("<think>on and on")).text
