@@ -485,6 +485,7 @@ class _Run:
         self.world.from_main(lambda: clear(root))
         newest = newest_checkpoint(root)
         if newest is None:
+            self.world.from_main(lambda: shutil.rmtree(self.dir / "best", ignore_errors=True))  # of another run
             return 0
         with self.world.fail_together():
             checkpoint = load_checkpoint(newest)
