@@ -99,7 +99,10 @@ def no_rows(source: str) -> str:
 
 
 def _as_json(row: Any) -> dict[str, str]:
-    return {"json": json.dumps(row, default=str), "problem": ""}
+    def plain(value: Any) -> str:  # a table may have text as bytes; surrogates stand for what is not UTF-8
+        return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
+
+    return {"json": json.dumps(row, default=plain), "problem": ""}
 
 
 def _limited(rows: Dataset, limit: int | None) -> Dataset:
