@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "<think>", "</think>"
-KEYS = ("reasoning_content", "thinking")
+KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant turn under which data and chat templates have its reasoning."""
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -68,6 +68,7 @@ def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
         {"content": "<think>\none\n</think>\n\n2"},
         {"content": "one</think>2"},
         {"content": "2", "reasoning_content": "one"},
+        {"content": "2", "reasoning": "one"},
         {"content": "2", "thinking": "one"},
     ],
 )
