@@ -226,44 +226,39 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
         One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``largest`` (of them,
         or -1), ``digest`` (their hash), ``problem`` (why there are none, or ``""``) and ``notes`` (`TrainingText`).
     """
-    with _cache(config) as cache:
-        return _tokenised(config, tokenizer, cache)
-
-
-def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Dataset:
-    """Do the work of `tokenised` with the cache in that directory."""
     from datasets import Features, Sequence, Value
 
-    rows = open_source(config, cache)
-    if not len(rows):
-        raise SeergateError(no_rows(config.data))
-    formatter = Formatter(tokenizer, config.data_column, config.chat_template)
-    templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
-    key = json.dumps(
-        [
-            FORMAT,
-            rows._fingerprint,
-            config.data_column,
-            _identity(tokenizer),
-            [file.read_text(encoding="utf-8") for file in templates],
-        ]
-    )
-    name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    text = Value("string")
-    return rows.map(
-        tokenise,
-        fn_kwargs={"formatter": formatter},
-        batched=True,
-        remove_columns=rows.column_names,
-        features=Features(
-            {"ids": Sequence(Value("int32")), "length": Value("int64"), "largest": Value("int32")}
-            | {"digest": text, "problem": text, "notes": Sequence(text)}
-        ),
-        num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
-        cache_file_name=str(cache / f"{name}.arrow"),
-        new_fingerprint=name,  # `datasets` would hash the tokenizer, but using a tokenizer changes its state
-        desc="tokenising",
-    )
+    with _cache(config) as cache:
+        rows = open_source(config, cache)
+        if not len(rows):
+            raise SeergateError(no_rows(config.data))
+        formatter = Formatter(tokenizer, config.data_column, config.chat_template)
+        templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
+        key = json.dumps(
+            [
+                FORMAT,
+                rows._fingerprint,
+                config.data_column,
+                _identity(tokenizer),
+                [file.read_text(encoding="utf-8") for file in templates],
+            ]
+        )
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        text = Value("string")
+        return rows.map(
+            tokenise,
+            fn_kwargs={"formatter": formatter},
+            batched=True,
+            remove_columns=rows.column_names,
+            features=Features(
+                {"ids": Sequence(Value("int32")), "length": Value("int64"), "largest": Value("int32")}
+                | {"digest": text, "problem": text, "notes": Sequence(text)}
+            ),
+            num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
+            cache_file_name=str(cache / f"{name}.arrow"),
+            new_fingerprint=name,  # `datasets` would hash the tokenizer, but using a tokenizer changes its state
+            desc="tokenising",
+        )
 
 
 def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:

@@ -99,10 +99,9 @@ def no_rows(source: str) -> str:
 
 
 def _as_json(row: Any) -> dict[str, str]:
-    def plain(value: Any) -> str:  # a table may have text as bytes; surrogates stand for what is not UTF-8
-        return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
-
-    return {"json": json.dumps(row, default=plain), "problem": ""}
+    # A table may have text as bytes; surrogates stand for what is not UTF-8.
+    text = json.dumps(row, default=lambda x: x.decode(errors="surrogateescape") if isinstance(x, bytes) else str(x))
+    return {"json": text, "problem": ""}
 
 
 def _limited(rows: Dataset, limit: int | None) -> Dataset:

@@ -88,8 +88,5 @@ def check_trackers(config: TrainConfig) -> None:
 
 def open_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
     """Create the trackers of ``config.report_to`` for a run that starts or resumes at ``first_step`` (from 1)."""
-    return [
-        TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config, first_step)
-        for name in config.report_to
-        if name != "none"
-    ]
+    names, run = [name for name in config.report_to if name != "none"], (config, first_step)
+    return [TensorBoard(*run) if name == "tensorboard" else WandbLike(name, *run) for name in names]

@@ -426,8 +426,7 @@ class _Run:
 
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
-        self._export(self.dir)
-        self.world.barrier()
+        self.world.from_main(lambda: self._export(self.dir))
         repo = self.config.push_to_hub
         if repo is None or not self.world.is_main:
             return
