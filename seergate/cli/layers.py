@@ -73,16 +73,18 @@ def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _anchors(options: argparse.Namespace) -> None:
     """Measure how much attention each layer's blocks recall in higher layers, choose anchors, and write the gates."""
+    from seergate.distill.base_model import within_positions
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
     from seergate.eval.calibration.anchors import shared_recall
+    from seergate.models.loading import base_config
     from seergate.models.names import load_model
     from seergate.pretrained import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _prepared(options, "anchors")
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
-    config = load_train_config(options.model, data | given(options, "data"))
+    config = within_positions(load_train_config(options.model, data | given(options, "data")), base_config(path))
     samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
     longest = samples.lengths.argsort()[::-1][: options.texts]
     model = load_model(path, options.dtype, options.device)

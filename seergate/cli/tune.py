@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}
     requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
-    requested |= {"max_length": job.context, "budget": job.budgets}
+    requested |= {"max_length": job.config.max_length, "budget": job.budgets}
     for name, before in state.get("asked", {}).items():
         if requested[name] != before:
             raise SeergateError(
@@ -220,14 +220,9 @@ class _Job:
         return self.config.run_dir.parent
 
     @property
-    def context(self) -> int:
-        """Tokens of a training text and of a needle problem."""
-        return self.config.max_length
-
-    @property
     def length(self) -> int:
         """Tokens of a scored text, which nearly all texts made for the context have."""
-        return self.context * 3 // 4
+        return self.config.max_length * 3 // 4
 
     def write_texts(self) -> int:
         """Write the training texts and the held-out texts unless they exist; return the number of held-out texts."""
@@ -309,8 +304,8 @@ class _Job:
         budgets = ", ".join(f"{budget:,}" for budget in self.budgets)
         return (
             f"decided: {decision.steps} steps of training ({duration(decision.training)}); "
-            f"then {decision.problems} needle problems of {self.context:,} tokens and {decision.texts} texts of "
-            f"{self.length:,}, with dense attention and with gates at {budgets} tokens "
+            f"then {decision.problems} needle problems of {self.config.max_length:,} tokens and {decision.texts} "
+            f"texts of {self.length:,}, with dense attention and with gates at {budgets} tokens "
             f"({duration(decision.evaluation)})"
         )
 
@@ -331,7 +326,7 @@ class _Job:
             threads=self.options.threads,
             batch_size=None if torch.cuda.is_available() else 1,  # no faster in a batch, and an interruption loses it
         )
-        needles = {"problems": problems, "length": (self.context,)}
+        needles = {"problems": problems, "length": (self.config.max_length,)}
         scored = {"problems": texts, "length": self.length, "scored": min(256, self.length // 4)}
         return (
             replace(same, task="needle", task_options=needles, out=str(out / "needle")),

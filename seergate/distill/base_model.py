@@ -169,6 +169,7 @@ class CheckedModel:
         gates: the gates of ``init_gates``; ``None`` if the run trains fresh gates.
         max_length: tokens per pack, limited to the model's positions.
         head_dim: the head dimension.
+        vocabulary: number of token embeddings.
     """
 
     fingerprint: str | None
@@ -176,6 +177,7 @@ class CheckedModel:
     gates: GateBank | None
     max_length: int
     head_dim: int
+    vocabulary: int
 
 
 def check_model(path: str, config: TrainConfig) -> CheckedModel:
@@ -189,7 +191,8 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
     bare, length = skeleton(shape), within_positions(config, shape).max_length
     gates = given_gates(config, fresh_gates(config, bare))
     weights = _fingerprint(Path(path)) or config.revision
-    return CheckedModel(weights, why_one_sequence(text_config(bare)), gates, length, head_dim_of(bare))
+    why_one, vocabulary = why_one_sequence(text_config(bare)), bare.get_input_embeddings().num_embeddings
+    return CheckedModel(weights, why_one, gates, length, head_dim_of(bare), vocabulary)
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:

@@ -10,8 +10,17 @@ import numpy as np
 from seergate.progress import ProgressBar, duration
 
 
+class _PerLayer:
+    kl_per_layer: list[float]
+
+    @property
+    def kl(self) -> float:
+        """Mean over layers, in nats."""
+        return sum(self.kl_per_layer) / len(self.kl_per_layer)
+
+
 @dataclass(frozen=True)
-class StepLog:
+class StepLog(_PerLayer):
     """Figures of one optimizer step, over all processes.
 
     Attributes:
@@ -37,11 +46,6 @@ class StepLog:
     memory_gb: float
 
     @property
-    def kl(self) -> float:
-        """Mean over layers, in nats."""
-        return sum(self.kl_per_layer) / len(self.kl_per_layer)
-
-    @property
     def tokens_per_second(self) -> float:
         """Tokens per second, over all processes."""
         return self.tokens / self.seconds
@@ -64,18 +68,13 @@ class StepLog:
 
 
 @dataclass(frozen=True)
-class EvalLog:
+class EvalLog(_PerLayer):
     """An evaluation on the held-out packs. The fields are those of `StepLog`, but recall is per layer and KV head."""
 
     step: int
     kl_per_layer: list[float]
     recall: dict[int, list[list[float]]]
     layers: tuple[int, ...]
-
-    @property
-    def kl(self) -> float:
-        """Mean over layers, in nats."""
-        return sum(self.kl_per_layer) / len(self.kl_per_layer)
 
     def mean_recall(self) -> dict[int, float]:
         """Return the mean recall over layers and KV heads for each token budget."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 4
+FORMAT = 5
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -135,12 +135,14 @@ def prepare_data(
     tokenizer: PreTrainedTokenizerBase,
     one_sample: bool = False,
     files: list[list[str]] | None = None,
+    vocabulary: int | None = None,
 ) -> TrainingData:
     """Read and pack a run's data, tokenising it unless it is cached. Every process gets the same result.
 
     Args:
         one_sample: put one sample in each pack instead of as many as fit.
         files: result of `token_files` in another process; ignored if this process does not see the files.
+        vocabulary: number of the model's embeddings; rows with other tokens are malformed.
     """
     if files is None or not all(Path(file).is_file() for part in files for file in part):
         files = token_files(config, tokenizer)
@@ -149,9 +151,11 @@ def prepare_data(
     malformed: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     first: dict[str, tuple[int, int]] = {}  # digest of the tokens -> row and length of the first sample with them
-    about = tokens.select_columns(["length", "digest", "problem", "notes"])[:]
-    for row, (length, digest, problem, noted) in enumerate(zip(*about.values(), strict=True)):
+    about = tokens.select_columns(["length", "digest", "problem", "notes", "largest"])[:]
+    for row, (length, digest, problem, noted, largest) in enumerate(zip(*about.values(), strict=True)):
         notes.update(noted)
+        if vocabulary is not None and largest >= vocabulary:
+            problem = "a token that the model has no embedding for"
         if problem:
             malformed[problem] += 1
         elif digest in first:
@@ -219,47 +223,42 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
     """Tokenise each row of a source, or read the result from the Arrow cache of `datasets`.
 
     Returns:
-        One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``digest`` (hash of
-        the ids), ``problem`` (why there are no ids, or ``""``) and ``notes`` (`TrainingText`).
+        One row for each row of the source, with the columns ``ids``, ``length`` (their number), ``largest`` (of them,
+        or -1), ``digest`` (their hash), ``problem`` (why there are none, or ``""``) and ``notes`` (`TrainingText`).
     """
-    with _cache(config) as cache:
-        return _tokenised(config, tokenizer, cache)
-
-
-def _tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Dataset:
-    """Do the work of `tokenised` with the cache in that directory."""
     from datasets import Features, Sequence, Value
 
-    rows = open_source(config, cache)
-    if not len(rows):
-        raise SeergateError(no_rows(config.data))
-    formatter = Formatter(tokenizer, config.data_column, config.chat_template)
-    templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
-    key = json.dumps(
-        [
-            FORMAT,
-            rows._fingerprint,
-            config.data_column,
-            _identity(tokenizer),
-            [file.read_text(encoding="utf-8") for file in templates],
-        ]
-    )
-    name = hashlib.sha256(key.encode()).hexdigest()[:24]
-    text = Value("string")
-    return rows.map(
-        tokenise,
-        fn_kwargs={"formatter": formatter},
-        batched=True,
-        remove_columns=rows.column_names,
-        features=Features(
-            {"ids": Sequence(Value("int32")), "length": Value("int64"), "digest": text, "problem": text}
-            | {"notes": Sequence(text)}
-        ),
-        num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
-        cache_file_name=str(cache / f"{name}.arrow"),
-        new_fingerprint=name,  # `datasets` would hash the tokenizer, but using a tokenizer changes its state
-        desc="tokenising",
-    )
+    with _cache(config) as cache:
+        rows = open_source(config, cache)
+        if not len(rows):
+            raise SeergateError(no_rows(config.data))
+        formatter = Formatter(tokenizer, config.data_column, config.chat_template)
+        templates = [*sorted(TEMPLATES.glob("*.jinja")), *filter(Path.is_file, [Path(config.chat_template or "")])]
+        key = json.dumps(
+            [
+                FORMAT,
+                rows._fingerprint,
+                config.data_column,
+                _identity(tokenizer),
+                [file.read_text(encoding="utf-8") for file in templates],
+            ]
+        )
+        name = hashlib.sha256(key.encode()).hexdigest()[:24]
+        text = Value("string")
+        return rows.map(
+            tokenise,
+            fn_kwargs={"formatter": formatter},
+            batched=True,
+            remove_columns=rows.column_names,
+            features=Features(
+                {"ids": Sequence(Value("int32")), "length": Value("int64"), "largest": Value("int32")}
+                | {"digest": text, "problem": text, "notes": Sequence(text)}
+            ),
+            num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
+            cache_file_name=str(cache / f"{name}.arrow"),
+            new_fingerprint=name,  # `datasets` would hash the tokenizer, but using a tokenizer changes its state
+            desc="tokenising",
+        )
 
 
 def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
@@ -273,16 +272,17 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
         except MalformedRow as reason:
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
-    for is_chat in (True, False):
-        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_chat is is_chat}
+    for is_complete in (True, False):
+        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_complete is is_complete}
         if some:
-            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_chat, verbose=False)
+            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_complete, verbose=False)
             for number, tokens in zip(some, encoded["input_ids"], strict=True):
                 ids[number] = tokens
                 problems[number] = "" if tokens else "no tokens"
     return {
         "ids": ids,
         "length": [len(some) for some in ids],
+        "largest": [max(some, default=-1) for some in ids],
         "digest": [hashlib.blake2b(np.asarray(x, np.int32).tobytes(), digest_size=16).hexdigest() for x in ids],
         "problem": problems,
         "notes": [texts[number].notes if number in texts else [] for number in range(len(rows))],

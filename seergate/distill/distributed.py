@@ -62,10 +62,6 @@ class DistributedState:
         """Number of processes on this machine."""
         return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
-    def barrier(self) -> None:
-        """Wait until all processes reach this call."""
-        self.sum(torch.zeros(1))
-
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over all processes, in place."""
         if self.size > 1:

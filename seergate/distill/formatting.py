@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPEN, CLOSE = "<think>", "</think>"
-KEYS = ("reasoning_content", "thinking")
+KEYS = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant turn under which data and chat templates have its reasoning."""
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -43,12 +43,12 @@ class TrainingText(NamedTuple):
     """The text of a row.
 
     Attributes:
-        is_chat: whether the text comes from a chat template, which writes all special tokens itself.
+        is_complete: whether the text holds all special tokens, as chat templates write them.
         notes: repairs and omissions, worded to follow a number of rows.
     """
 
     text: str
-    is_chat: bool
+    is_complete: bool
     notes: list[str]
 
 
@@ -149,7 +149,8 @@ class Formatter:
         if isinstance(content, str):
             if not content.strip():
                 raise MalformedRow("empty text")
-            rendered = TrainingText(content, False, [])
+            begun = bool(self.tokenizer.bos_token) and content.startswith(str(self.tokenizer.bos_token))
+            rendered = TrainingText(content, begun, [])
         else:
             rendered = self._chat(content)
         _check_unicode(rendered.text)

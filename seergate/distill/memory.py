@@ -106,14 +106,13 @@ def estimate_memory(
         tied = text_config(model).tie_word_embeddings  # a tied embedding stays gathered
         gathered = embedding + 2 * max(layers) if tied else max(embedding, 2 * max(layers))
     gates = FLOAT32 * sum(p.numel() for p in bank.parameters())
-    shared = 4 * gates // processes if config.deepspeed else 2 * gates
     return Memory(
         base=here,
         base_elsewhere=base - here,
         gathered=gathered,
         gates=gates,
         gradients=2 * gates,
-        moments=shared,
+        moments=4 * gates // processes if config.deepspeed else 2 * gates,
         buckets=bucket_bytes(config, processes),
         activations=activation_bytes(model, bank, config, device)
         + (max(layers) if config.base_memory_gb is not None and here < base else 0),
@@ -149,10 +148,9 @@ def overhead(device: torch.device, memory: int) -> int:
     """
     if device.type != "cpu":
         return CONTEXT_BYTES + int(FRAGMENTS * memory)
-    import datasets
+    import datasets  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
-    assert datasets
     return peak_bytes(device) + WORKING_BYTES
 
 

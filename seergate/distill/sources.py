@@ -8,6 +8,7 @@ streams are stored as JSON text in the columns `RAW`.
 from __future__ import annotations
 
 import codecs
+import glob
 import itertools
 import json
 import re
@@ -98,7 +99,9 @@ def no_rows(source: str) -> str:
 
 
 def _as_json(row: Any) -> dict[str, str]:
-    return {"json": json.dumps(row, default=str), "problem": ""}
+    # A table may have text as bytes; surrogates stand for what is not UTF-8.
+    text = json.dumps(row, default=lambda x: x.decode(errors="surrogateescape") if isinstance(x, bytes) else str(x))
+    return {"json": text, "problem": ""}
 
 
 def _limited(rows: Dataset, limit: int | None) -> Dataset:
@@ -173,7 +176,8 @@ def _table_rows(file: Path) -> Iterator[dict[str, str]]:
 
     try:
         # Streaming reads the file in place; the default would copy it into a cache first.
-        rows = load_dataset(TABLE_SUFFIXES[file.suffix], data_files=str(file), split="train", streaming=True)
+        place = glob.escape(str(file))  # `datasets` reads names as patterns
+        rows = load_dataset(TABLE_SUFFIXES[file.suffix], data_files=place, split="train", streaming=True)
         yield from map(_as_json, rows)
     except (pyarrow.ArrowException, DatasetGenerationError, OSError) as error:
         raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error

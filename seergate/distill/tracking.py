@@ -60,16 +60,17 @@ class TensorBoard(Tracker):
 
 class WandbLike(Tracker):
     """Logs to Weights & Biases or to Trackio, which has the same interface. The run's name depends on its directory,
-    so that a resumed run is appended to the earlier one.
+    so that a resumed run is appended to the earlier one; W&B would ignore the steps of one that starts over.
     """
 
-    def __init__(self, service: str, config: TrainConfig) -> None:
+    def __init__(self, service: str, config: TrainConfig, first_step: int) -> None:
         self._service: Any = importlib.import_module(service)
         place = str(config.run_dir.resolve())
         options: dict[str, Any] = {"name": f"{config.run_dir.name}-{zlib.crc32(place.encode()):08x}"}
         if service == "wandb":
             options |= {"id": options["name"], "dir": place}
-        self._run = self._service.init(project="seergate", config=config.to_dict(), resume="allow", **options)
+        options |= {"resume": "allow"} if first_step > 1 else {}
+        self._run = self._service.init(project="seergate", config=config.to_dict(), **options)
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
@@ -87,5 +88,5 @@ def check_trackers(config: TrainConfig) -> None:
 
 def open_trackers(config: TrainConfig, first_step: int) -> list[Tracker]:
     """Create the trackers of ``config.report_to`` for a run that starts or resumes at ``first_step`` (from 1)."""
-    names = [name for name in config.report_to if name != "none"]
-    return [TensorBoard(config, first_step) if name == "tensorboard" else WandbLike(name, config) for name in names]
+    names, run = [name for name in config.report_to if name != "none"], (config, first_step)
+    return [TensorBoard(*run) if name == "tensorboard" else WandbLike(name, *run) for name in names]

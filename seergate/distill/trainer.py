@@ -416,7 +416,7 @@ class _Run:
         tokenizer = world.in_turn(lambda: load_tokenizer(self.model_path, revision=config.revision))
         one_sample = self.model.why_one_sample is not None
         files = world.from_main(lambda: token_files(config, tokenizer))
-        self.data = world.in_turn(lambda: prepare_data(config, tokenizer, one_sample, files))
+        self.data = world.in_turn(lambda: prepare_data(config, tokenizer, one_sample, files, self.model.vocabulary))
         world.must_agree(
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
@@ -426,8 +426,7 @@ class _Run:
 
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
-        self._export(self.dir)
-        self.world.barrier()
+        self.world.from_main(lambda: self._export(self.dir))
         repo = self.config.push_to_hub
         if repo is None or not self.world.is_main:
             return
@@ -485,6 +484,7 @@ class _Run:
         self.world.from_main(lambda: clear(root))
         newest = newest_checkpoint(root)
         if newest is None:
+            self.world.from_main(lambda: shutil.rmtree(self.dir / "best", ignore_errors=True))  # of another run
             return 0
         with self.world.fail_together():
             checkpoint = load_checkpoint(newest)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from seergate.distill import TrainConfig, load_train_config
@@ -67,6 +68,7 @@ def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
         {"content": "<think>\none\n</think>\n\n2"},
         {"content": "one</think>2"},
         {"content": "2", "reasoning_content": "one"},
+        {"content": "2", "reasoning": "one"},
         {"content": "2", "thinking": "one"},
     ],
 )
@@ -95,9 +97,9 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
-    text, is_chat, notes = Formatter(tokenizer).text({"messages": turns})
+    text, is_complete, notes = Formatter(tokenizer).text({"messages": turns})
     assert notes == ["without the reasoning of their earlier turns"]
-    assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
+    assert is_complete and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
 def test_what_is_left_out_of_a_conversation_is_counted(
@@ -213,6 +215,15 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
     assert "2 malformed (several think tags)" in report.summary() and "1 duplicates left out" in report.summary()
 
 
+def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_left_out(data_config: TrainConfig) -> None:
+    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+    tokenizer.add_tokens(["<added>"])
+    rows = [chat(f"<think>step {i}</think>{i}") for i in range(8)]
+    write(data_config.data, [*rows, chat("<think>a<added></think>b")])
+    report = prepare_data(data_config, tokenizer, vocabulary=len(tokenizer) - 1).report
+    assert (report.samples, report.malformed) == (8, {"a token that the model has no embedding for": 1})
+
+
 def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:
     try:
         text = Formatter(tokenizer).text(chat("<think>on and on")).text
@@ -279,6 +290,16 @@ def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> Non
         assert question({"prompt": text}) == [{"role": "user", "content": text}]
     with pytest.raises(MalformedRow, match="invalid unicode"):
         question({"prompt": "half a pair: \ud83d"})
+
+
+def test_text_that_begins_with_its_special_token_gets_no_second_one() -> None:
+    tokenizer = byte_tokenizer(None)
+    begin = str(tokenizer.bos_token)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $0", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+    columns = tokenise({"text": ["plain", f"{begin}user: hi"]}, Formatter(tokenizer))
+    assert [tokenizer.decode(ids) for ids in columns["ids"]] == [f"{begin}plain", f"{begin}user: hi"]
 
 
 def test_the_date_in_a_template_does_not_change() -> None:

@@ -35,6 +35,30 @@ def test_every_local_format_gives_the_same_samples(data_config: TrainConfig, tmp
         assert all(np.array_equal(data.samples[i], expected.samples[i]) for i in range(20)), name
 
 
+@pytest.mark.parametrize("name", ["rows[1].parquet", "rows?.parquet", "[a]/rows.parquet"])
+def test_a_name_that_is_also_a_pattern_is_read_as_it_is(data_config: TrainConfig, tmp_path: Path, name: str) -> None:
+    from datasets import Dataset
+
+    (tmp_path / "[a]").mkdir()
+    Dataset.from_list([{"text": "another file " * 9}] * 2).to_parquet(str(tmp_path / "rows1.parquet"))
+    Dataset.from_list([{"text": f"the file, row {i} " * 9} for i in range(3)]).to_parquet(str(tmp_path / name))
+    for place in (tmp_path / name, *({(tmp_path / name).parent} - {tmp_path})):
+        report = prepare_data(replace(data_config, data=str(place)), byte_tokenizer(None)).report
+        assert (report.rows, report.samples) == (3, 3)
+
+
+def test_text_in_bytes_is_text(data_config: TrainConfig, tmp_path: Path) -> None:
+    """As Spark writes it; a table may also have other bytes."""
+    from datasets import Dataset
+
+    rows = [{"text": f"über {i} ".encode() * 9, "image": b"\xff"} for i in range(3)]
+    Dataset.from_list([*rows, {"text": b"\xff", "image": None}]).to_parquet(str(tmp_path / "rows.parquet"))
+    tokenizer = byte_tokenizer(None)
+    data = prepare_data(replace(data_config, data=str(tmp_path / "rows.parquet")), tokenizer)
+    assert [tokenizer.decode(data.samples[i]) for i in range(3)] == [f"über {i} " * 9 for i in range(3)]
+    assert data.report.malformed == {"invalid unicode": 1}
+
+
 def test_a_saved_dataset_of_several_splits(data_config: TrainConfig, tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 

@@ -1,9 +1,11 @@
 """Where a run's numbers go."""
 
 import importlib.util
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,3 +54,15 @@ def test_services_keep_a_run_that_continues_as_one(service, tmp_path, monkeypatc
         tracking.close()
     kept = {path.stem for path in tmp_path.rglob("*.wandb" if service == "wandb" else "*.db")}
     assert len(kept) == 1
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+def test_a_run_that_starts_over_is_not_appended_to_the_one_before(service, tmp_path, monkeypatch):
+    """W&B ignores steps below those that it has."""
+    asked: list[str | None] = []
+    fake = SimpleNamespace(init=lambda resume=None, **_: asked.append(resume))
+    monkeypatch.setitem(sys.modules, service, fake)
+    config = load_train_config("tiny-reasoner", {"output_dir": str(tmp_path), "report_to": service})
+    for first in (1, 2):
+        open_trackers(config, first)
+    assert asked == [None, "allow"]

@@ -281,8 +281,9 @@ def test_a_checkpoint_of_another_run_is_refused_before_long_work(config, model_d
     with pytest.raises(SeergateError, match="model_fingerprint"):
         run_distillation(config)
     heard = Recorder()
+    (config.run_dir / "best").mkdir()
     run_distillation(replace(config, max_steps=1, resume=False), [heard])
-    assert [s.step for s in heard.steps] == [1]
+    assert [s.step for s in heard.steps] == [1] and not (config.run_dir / "best").exists(), "it was the old run's"
     assert [p.name for p in (config.run_dir / "checkpoints").iterdir()] == ["step-00000001"]
 
 

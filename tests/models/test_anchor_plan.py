@@ -1,6 +1,7 @@
 """Which layers choose for others: the recall that is measured, the plan, and the adapter that is written."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -138,6 +139,9 @@ def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path):
     assert [nbytes > 0 for nbytes in state_bytes] == [layer in anchors for layer in range(4)]
     assert handle.method.anchors == anchors and handle.stats()["density"] < 1
     assert "is not empty" in refusal(run_seergate(*command, "--out", str(out)))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "word " * 5000}))
+    longer = output_of(*command, "--max-length", "9000", "--data", str(tmp_path / "long.jsonl"), "--out", f"{out}-2")
+    assert "long.jsonl, 4,096 tokens" in longer  # the model's positions
     handle.detach()
     wrong = bank.derived(decode_defaults={"anchors": [9]})
     refused(r"anchors names \[9\]; the layers with full attention are", seergate.attach, model, wrong)
