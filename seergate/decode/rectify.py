@@ -80,7 +80,7 @@ class Rectification:
         if stuck := sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable}):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.resident, strict=True)]
-        layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been cropped
+        layer.state.rows[DENSE] = torch.tensor(dense, device="cpu")  # tokens may have been cropped
         sparse = [length - done for length, done in zip(layer.rows.resident, dense, strict=True)]
         # A chunk that attends densely must not build on sparse tokens.
         due = 1 if decoded < new else self.every
@@ -106,15 +106,15 @@ class Rectification:
         if DENSE not in rows:
             rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
-            rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
+            rows[DENSE] = torch.zeros(batch, dtype=torch.int64, device="cpu")
         arrived = _arriving(args, kwargs).shape[1]
         new = self.passes.mode(cache, layer.rows.slots - arrived, arrived).decoded
         if not new:  # a prompt, or a chunk of one
-            rows[DENSE] = torch.tensor(layer.rows.resident)
+            rows[DENSE] = torch.tensor(layer.rows.resident, device="cpu")
             return
         ids = _ids_of(args, kwargs).to(layer.device)
         if new < arrived:  # drafts that came along with the prompt
-            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.resident) - new
+            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.resident, device="cpu") - new
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.rows.slots - new, layer.rows.slots)[None]
@@ -128,7 +128,8 @@ class Rectification:
         every_layer = set(self.layers) <= set(self.method.dense_layers)
         whole = [every_layer or self.method.reads_all(length) for length in layer.rows.resident]
         spans = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
-        rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in spans])
+        dense = [end if all_read and done == end - new else done for done, end, all_read in spans]
+        rows[DENSE] = torch.tensor(dense, device="cpu")
 
     def _first_layer(self, cache: Any) -> GatedLayer | None:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
@@ -165,7 +166,7 @@ class Rectification:
                 if isinstance(each, GatedLayer):
                     each.state, each.failed = None, True
             raise
-        layer.state.rows[DENSE] = torch.tensor(ends)
+        layer.state.rows[DENSE] = torch.tensor(ends, device="cpu")
         self.dense_passes += 1
         self.tokens += count * len(ends)
 

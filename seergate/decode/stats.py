@@ -109,7 +109,7 @@ class LayerStats:
         self.missing_tokens = 0  # tokens that the last selected blocks lack, per head
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
-        nothing = torch.zeros(2, 0, dtype=torch.int64)
+        nothing = torch.zeros(2, 0, dtype=torch.int64, device="cpu")
         self.compiled = CompiledCounts(nothing, nothing, nothing[0], 0, 0)
         self.fetched: int | None = None  # bytes; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
@@ -121,7 +121,7 @@ class LayerStats:
 
     def blocks_per_head(self) -> Tensor:
         """Blocks that each KV head read in steps that selected, all rows together: ``[K]``, on the CPU."""
-        each = torch.as_tensor(self.selected_blocks).double().cpu() + torch.as_tensor(self.host_blocks)
+        each = torch.as_tensor(self.selected_blocks).double().cpu() + torch.as_tensor(self.host_blocks).cpu()
         return each.reshape(-1).expand(self.heads)
 
     def add_blocks(self, counts: Tensor | np.ndarray) -> None:
@@ -147,7 +147,7 @@ class LayerStats:
         """Add the counters of compiled steps to the running sums, and zero them."""
         fixed = self.compiled
         everything, selected = fixed.lengths.cpu().long()
-        rows, lengths = everything + selected, torch.arange(len(selected))
+        rows, lengths = everything + selected, torch.arange(len(selected), device="cpu")
         if not rows.any():
             return
         steps = int(rows.sum()) // len(fixed.blocks)
@@ -239,7 +239,7 @@ class DecodeStats:
             if (lengths.shape, blocks.shape, lengths.device) != (*shapes, keys.device):
                 lengths = torch.zeros(shapes[0], dtype=torch.int32, device=keys.device)
                 blocks = torch.zeros(shapes[1], dtype=torch.int64, device=keys.device)
-            each = torch.arange(keys.shape[2] + 1)
+            each = torch.arange(keys.shape[2] + 1, device="cpu")
             read = state.bytes_read(each, each)
             if isinstance(state, SelectingState):
                 read = read * (each > state.method.covered_tokens)
