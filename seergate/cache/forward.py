@@ -31,7 +31,6 @@ TWO_THREADS = (
     "hold a lock around generate, or put the requests into one batch"
 )
 
-
 DRAFTS = "assisted decoding takes rejected tokens back, which a method that evicts cannot; leave one of them out"
 
 

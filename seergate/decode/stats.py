@@ -124,13 +124,6 @@ class LayerStats:
         each = torch.as_tensor(self.selected_blocks).double().cpu() + torch.as_tensor(self.host_blocks).cpu()
         return each.reshape(-1).expand(self.heads)
 
-    def add_blocks(self, counts: Tensor | np.ndarray) -> None:
-        """Add the blocks ``[K]`` that a step selected."""
-        if isinstance(counts, Tensor):
-            self.selected_blocks = self.selected_blocks + counts
-        else:
-            self.host_blocks = self.host_blocks + counts
-
     def tokens_per_head(self) -> Tensor:
         """Tokens that each KV head read, all rows and steps together: ``[K]``, on the CPU."""
         return self.blocks_per_head() * self.block_size - self.missing_tokens + self.tokens_read
@@ -208,7 +201,11 @@ class DecodeStats:
             stats.tokens_read += sum(record.read)
             stats.dense_blocks += sum(-(-tokens // size) for tokens in record.read)
         else:  # the selection includes the current block, which may not be full
-            stats.add_blocks(step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts))
+            blocks = step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts)
+            if isinstance(blocks, Tensor):
+                stats.selected_blocks = stats.selected_blocks + blocks
+            else:
+                stats.host_blocks = stats.host_blocks + blocks
             stats.missing_tokens += sum(-end % size for end in step.ends)
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
