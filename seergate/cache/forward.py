@@ -31,7 +31,6 @@ TWO_THREADS = (
     "hold a lock around generate, or put the requests into one batch"
 )
 
-
 DRAFTS = "assisted decoding takes rejected tokens back, which a method that evicts cannot; leave one of them out"
 
 
@@ -77,6 +76,7 @@ class ForwardModes:
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         rows: weak reference to the newest lengths of rows, which layers of the same lengths share.
+        slots: slots of the cache before the pass.
         newest: positions of the pass's only new tokens; ``None`` before the first layer of a pass.
         selections: anchor layer -> its selection for each decoded token of the pass, until its last reader has run.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
@@ -88,6 +88,7 @@ class ForwardModes:
         self.in_chunks = False
         self.agreed: ref[Tensor] | None = None
         self.rows: ref[RowLengths] | None = None
+        self.slots = 0
         self.newest: Tensor | None = None
         self.selections: dict[int, list[Any]] = {}
         self.thread: int | None = None
@@ -141,9 +142,9 @@ class ForwardModes:
         """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
         self._generating = ref(configuration), ref(cache)
 
-    def begin(self) -> None:
-        """Called by the first gated layer of a pass: forget what the layers of the pass before shared."""
-        self.newest, self.selections = None, {}
+    def begin(self, slots: int) -> None:
+        """Called by the first gated layer of a pass, with its slots: forget what the pass before shared."""
+        self.slots, self.newest, self.selections = slots, None, {}
 
     def generates(self, cache: Any) -> bool:
         """Whether ``generate`` is filling this cache."""

@@ -82,10 +82,10 @@ class Offload(KVBackend):
     def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate zeros in slow memory. Raises `SeergateError` if the disk is full."""
         if self.store == "host":
-            return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         count = math.prod(shape)
         if not count:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         with tempfile.NamedTemporaryFile(prefix="seergate-", dir=self.folder) as file:
             _take_room(file.fileno(), count * dtype.itemsize, self.folder or tempfile.gettempdir())
             return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
@@ -128,9 +128,9 @@ class BlockPool:
         self.keys, self.values = (
             torch.empty(slots, 1, block_size, x.shape[3], dtype=x.dtype, device=device) for x in (keys, values)
         )
-        self._slot_of = torch.full((rows * self.kv_heads, 0), -1)  # [P, N], -1: not in the pool
-        self._owner = torch.full((slots, 2), -1)  # pair and block, -1: empty
-        self._last_read = torch.full((slots,), -1)  # -1: empty
+        self._slot_of = torch.full((rows * self.kv_heads, 0), -1, device="cpu")  # [P, N], -1: not in the pool
+        self._owner = torch.full((slots, 2), -1, device="cpu")  # pair and block, -1: empty
+        self._last_read = torch.full((slots,), -1, device="cpu")  # -1: empty
         self._clock = 0
 
     @property
@@ -272,7 +272,7 @@ class Offloaded(DynamicStorage):
         super().write(context, rows, keys, values, counts, max_tokens)
         if keys.shape[2] == 1 and set(counts) == {1}:
             newest = (x[:, :, 0].detach().to(self.dtype).flatten(0, 1) for x in (keys, values))
-            self.pool.put(torch.tensor(rows.resident), *newest)
+            self.pool.put(torch.tensor(rows.resident, device="cpu"), *newest)
             return
         for row, (start, count) in enumerate(zip(rows.resident, counts, strict=True)):
             self.pool.forget(row, start, start + count)

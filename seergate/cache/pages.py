@@ -276,7 +276,7 @@ class CachePages(BlockStore):
         super().__init__(block_size, limit)
         self._layers: list[weakref.ref[Paged]] = []
         self._turn, self._done = 0, cast(Any, None)
-        self._tables = torch.zeros(0, 0, dtype=torch.int32)
+        self._tables = torch.zeros(0, 0, dtype=torch.int32, device="cpu")
         self._on_device: dict[torch.device, Tensor] = {}
         self._newest: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -327,13 +327,13 @@ class CachePages(BlockStore):
         rows, stale = self.rows, self.stale
         width = max((len(row.table) for row in rows), default=0)
         if len(rows) != len(self._tables) or width > self._tables.shape[1]:
-            self._tables = torch.zeros(len(rows), width + width // 8 + 8, dtype=torch.int32)
+            self._tables = torch.zeros(len(rows), width + width // 8 + 8, dtype=torch.int32, device="cpu")
             stale = set(range(len(rows)))
         if stale:
             for position in stale:
                 line = self._tables[position]
                 line.zero_()
-                line[: len(rows[position].table)] = torch.tensor(rows[position].table, dtype=torch.int32)
+                line[: len(rows[position].table)] = torch.tensor(rows[position].table, dtype=torch.int32, device="cpu")
             self.stale, self._on_device = set(), {}
         if device not in self._on_device:
             self._on_device[device] = self._tables.to(device, copy=True)

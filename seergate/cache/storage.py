@@ -282,11 +282,10 @@ class DynamicStorage(Storage):
         if starts:
             self.reserve(max(start + count for start, count in zip(starts, counts, strict=True)), max_tokens)
         home = self._keys.device
-        pairs = [(self._keys, keys), (self._values, values)]
         pairs = [
-            (buffer, x.detach().to(home, self.dtype) if x.requires_grad else x.to(home, self.dtype))
-            for buffer, x in pairs
-        ]  # autocast mixes dtypes
+            (buffer, (x.detach() if x.requires_grad else x).to(home, self.dtype))  # autocast mixes dtypes
+            for buffer, x in ((self._keys, keys), (self._values, values))
+        ]
         if len(set(starts)) == 1 and set(counts) == {new}:
             for buffer, x in pairs:
                 buffer[:, :, starts[0] : starts[0] + new] = x

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from seergate.checks import check_count, check_counts
+from seergate.checks import check, check_count, check_counts
 from seergate.cli.arguments import decoding_args, eval_args, model_args
 from seergate.durable import check_writable
 from seergate.errors import SeergateError
@@ -133,8 +133,8 @@ def _check(options: argparse.Namespace) -> None:
     check_counts(options, max_new_tokens=1)
     check_counts(options, optional=True, threads=1)
     check_count("seed", options.seed, 0, 2**63 - 1)
-    if options.temperature is not None and options.temperature < 0:
-        raise ValueError(f"temperature is {options.temperature}; it must be 0 (greedy) or a positive number")
+    finite = 0 <= (options.temperature or 0) < float("inf")
+    check("temperature", options.temperature, finite, "0 (greedy) or a positive number")
     if options.trace is None:
         return
     if options.max_new_tokens < 2:

@@ -80,7 +80,7 @@ class Rectification:
         if stuck := sorted({type(layer).__name__ for layer in cache.layers if not layer.is_croppable}):
             refuse({"rectified": "rectification", "one-way cache": f"a {', '.join(stuck)}"})
         dense = [min(pair) for pair in zip(layer.state.rows[DENSE].tolist(), layer.rows.resident, strict=True)]
-        layer.state.rows[DENSE] = torch.tensor(dense)  # tokens may have been cropped
+        layer.state.rows[DENSE] = torch.tensor(dense, device="cpu")  # tokens may have been cropped
         sparse = [length - done for length, done in zip(layer.rows.resident, dense, strict=True)]
         # A chunk that attends densely must not build on sparse tokens.
         due = 1 if decoded < new else self.every
@@ -106,15 +106,16 @@ class Rectification:
         if DENSE not in rows:
             rows[IDS] = torch.zeros(batch, slots, dtype=torch.int64, device=layer.device)
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
-            rows[DENSE] = torch.zeros(batch, dtype=torch.int64)
-        arrived = _arriving(args, kwargs).shape[1]
+            rows[DENSE] = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        ids = _arriving(args, kwargs)
+        arrived = ids.shape[1]
         new = self.passes.mode(cache, layer.rows.slots - arrived, arrived).decoded
-        if not new:  # a prompt, or a chunk of one
-            rows[DENSE] = torch.tensor(layer.rows.resident)
+        if new < arrived:  # a prompt, or a chunk of one; drafts may come along with it
+            rows[DENSE] = torch.tensor(layer.rows.resident, device="cpu") - new
+        if not new:
             return
-        ids = _ids_of(args, kwargs).to(layer.device)
-        if new < arrived:  # drafts that came along with the prompt
-            ids, rows[DENSE] = ids[:, -new:], torch.tensor(layer.rows.resident) - new
+        if ids.is_floating_point():
+            raise SeergateError("rectification needs the decoded tokens as input_ids, and they came as embeddings")
         positions = kwargs.get("position_ids")
         if positions is None:
             positions = torch.arange(layer.rows.slots - new, layer.rows.slots)[None]
@@ -122,13 +123,14 @@ class Rectification:
             positions = positions[0]
         positions = positions[:, -new:]
         at = layer.rows.lengths[:, None] - new + torch.arange(new, device=layer.device)
-        rows[IDS].scatter_(1, at % slots, ids.expand(batch, -1))
+        rows[IDS].scatter_(1, at % slots, ids[:, -new:].to(layer.device).expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
         # A row whose steps so far read everything is dense already.
         every_layer = set(self.layers) <= set(self.method.dense_layers)
         whole = [every_layer or self.method.reads_all(length) for length in layer.rows.resident]
         spans = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
-        rows[DENSE] = torch.tensor([end if all_read and done == end - new else done for done, end, all_read in spans])
+        dense = [end if all_read and done == end - new else done for done, end, all_read in spans]
+        rows[DENSE] = torch.tensor(dense, device="cpu")
 
     def _first_layer(self, cache: Any) -> GatedLayer | None:
         if not isinstance(cache, Cache) or len(cache.layers) <= self.layers[0]:
@@ -165,7 +167,7 @@ class Rectification:
                 if isinstance(each, GatedLayer):
                     each.state, each.failed = None, True
             raise
-        layer.state.rows[DENSE] = torch.tensor(ends)
+        layer.state.rows[DENSE] = torch.tensor(ends, device="cpu")
         self.dense_passes += 1
         self.tokens += count * len(ends)
 
@@ -194,12 +196,6 @@ def _arriving(args: Any, kwargs: dict[str, Any]) -> Tensor:
     """The new tokens of a pass, padding included: ids ``[B, S]``, or embeddings ``[B, S, W]``."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return kwargs["inputs_embeds"] if ids is None else ids
-
-
-def _ids_of(args: Any, kwargs: dict[str, Any]) -> Tensor:
-    if (ids := _arriving(args, kwargs)).is_floating_point():
-        raise SeergateError("rectification needs the decoded tokens as input_ids, and they came as embeddings")
-    return ids
 
 
 def _record_past(cache: Cache, nothing_pending: bool) -> None:

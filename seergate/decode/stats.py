@@ -109,7 +109,7 @@ class LayerStats:
         self.missing_tokens = 0  # tokens that the last selected blocks lack, per head
         self.resident_sum = self.resident_peak = 0
         self.state_bytes = 0
-        nothing = torch.zeros(2, 0, dtype=torch.int64)
+        nothing = torch.zeros(2, 0, dtype=torch.int64, device="cpu")
         self.compiled = CompiledCounts(nothing, nothing, nothing[0], 0, 0)
         self.fetched: int | None = None  # bytes; None if the cache is not offloaded
         self.recall: Tensor | float = 0.0
@@ -121,15 +121,8 @@ class LayerStats:
 
     def blocks_per_head(self) -> Tensor:
         """Blocks that each KV head read in steps that selected, all rows together: ``[K]``, on the CPU."""
-        each = torch.as_tensor(self.selected_blocks).double().cpu() + torch.as_tensor(self.host_blocks)
+        each = torch.as_tensor(self.selected_blocks).double().cpu() + torch.as_tensor(self.host_blocks).cpu()
         return each.reshape(-1).expand(self.heads)
-
-    def add_blocks(self, counts: Tensor | np.ndarray) -> None:
-        """Add the blocks ``[K]`` that a step selected."""
-        if isinstance(counts, Tensor):
-            self.selected_blocks = self.selected_blocks + counts
-        else:
-            self.host_blocks = self.host_blocks + counts
 
     def tokens_per_head(self) -> Tensor:
         """Tokens that each KV head read, all rows and steps together: ``[K]``, on the CPU."""
@@ -147,7 +140,7 @@ class LayerStats:
         """Add the counters of compiled steps to the running sums, and zero them."""
         fixed = self.compiled
         everything, selected = fixed.lengths.cpu().long()
-        rows, lengths = everything + selected, torch.arange(len(selected))
+        rows, lengths = everything + selected, torch.arange(len(selected), device="cpu")
         if not rows.any():
             return
         steps = int(rows.sum()) // len(fixed.blocks)
@@ -208,7 +201,11 @@ class DecodeStats:
             stats.tokens_read += sum(record.read)
             stats.dense_blocks += sum(-(-tokens // size) for tokens in record.read)
         else:  # the selection includes the current block, which may not be full
-            stats.add_blocks(step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts))
+            blocks = step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts)
+            if isinstance(blocks, Tensor):
+                stats.selected_blocks = stats.selected_blocks + blocks
+            else:
+                stats.host_blocks = stats.host_blocks + blocks
             stats.missing_tokens += sum(-end % size for end in step.ends)
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)
@@ -239,7 +236,7 @@ class DecodeStats:
             if (lengths.shape, blocks.shape, lengths.device) != (*shapes, keys.device):
                 lengths = torch.zeros(shapes[0], dtype=torch.int32, device=keys.device)
                 blocks = torch.zeros(shapes[1], dtype=torch.int64, device=keys.device)
-            each = torch.arange(keys.shape[2] + 1)
+            each = torch.arange(keys.shape[2] + 1, device="cpu")
             read = state.bytes_read(each, each)
             if isinstance(state, SelectingState):
                 read = read * (each > state.method.covered_tokens)

@@ -177,7 +177,7 @@ class GateState(SelectingState):
         self.rows = {
             "kg": torch.zeros(rows, gate.key_heads, 0, gate.config.gate_dim, dtype=dtype, device=device),
             "recent": torch.zeros(recent, dtype=spec.dtype, device=device),
-            "oldest": torch.zeros(spec.batch, dtype=torch.int64),  # lowest position whose raw key `recent` may hold
+            "oldest": torch.zeros(spec.batch, dtype=torch.int64, device="cpu"),  # lowest position held in `recent`
         }
 
     @without_gradients

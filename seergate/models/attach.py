@@ -26,7 +26,7 @@ from seergate.methods import Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
 from seergate.models.gate_bank import GateBank
-from seergate.models.hooks import Attachment, LayerBinding, SingleThreadGuard
+from seergate.models.hooks import FLEX, Attachment, LayerBinding, SingleThreadGuard
 from seergate.models.prompts import PromptReader
 from seergate.models.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method
 
@@ -79,12 +79,8 @@ class Handle(Attachment):
         check_calibration(model, method)
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
         check_anchors(method, families.kv_heads(model))
-        implementation = families.text_config(model)._attn_implementation
-        if "flex" in str(implementation):
-            raise SeergateError(
-                f"the model's attention is {implementation!r}, whose masks do not tell padding; load it with "
-                'attn_implementation "sdpa", "eager" or "flash_attention_2"'
-            )
+        if "flex" in str(families.text_config(model)._attn_implementation):
+            raise SeergateError(FLEX)
         tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_correction(correction, method)}
         refuse({**tags, **tags_of_model(model)})
         super().__init__(model, method, storage, measure_recall)

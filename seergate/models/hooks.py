@@ -56,6 +56,10 @@ TRANSFORMERS_PAGES = (
     'transformers\' own paged cache (generate_batch, cache_implementation="paged") is read densely: the attached '
     "method knows nothing of it; use generate, with attach(storage=seergate.Paging()) for pages"
 )
+FLEX = (
+    "the model's attention is flex_attention, whose masks do not tell padding; load it with "
+    'attn_implementation "sdpa", "eager" or "flash_attention_2"'
+)
 LABELS = (
     "several tokens at once are read densely, like a prompt, so a loss of them is dense attention's and says nothing "
     "of {!r}; seergate.score gives the log-probabilities of a text under the method"
@@ -316,29 +320,34 @@ class LayerBinding:
         new = hidden.shape[1]
         layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
+        slots, passes = layer.rows.slots if on_host else 0, self.handle.passes
         if self.first:
-            self.handle.passes.begin()
+            passes.begin(slots)
         if on_host:
-            if self.window is not None and layer.rows.slots + new > self.window:
+            if slots != passes.slots:
                 raise SeergateError(
-                    f"the text has {layer.rows.slots + new:,} tokens, more than layer {self.layer} attends to (its "
+                    f"layer {self.layer} of this cache holds {slots:,} tokens and others {passes.slots:,}: a pass "
+                    "failed or was interrupted; start a new cache"
+                )
+            if self.window is not None and slots + new > self.window:
+                raise SeergateError(
+                    f"the text has {slots + new:,} tokens, more than layer {self.layer} attends to (its "
                     f"sliding_window is {self.window:,}) and than the model has positions"
                 )
-            shown, slots = self._shown_slots(cache, layer, kwargs.get("attention_mask"), hidden), layer.rows.slots
+            shown = self._shown_slots(cache, layer, kwargs.get("attention_mask"), hidden)
             if shown is not None:
                 if slots:
                     hide_what_is_masked(layer, shown[:, :slots])
                 valid = None if bool(shown[:, slots:].all()) else shown[:, slots:]
             refuse_masked(layer, valid, new)
-        handle = self.handle
-        mode = handle.passes.mode(cache, layer.rows.slots if new > 1 else 0, new)
+        mode = passes.mode(cache, slots, new)
         if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"
             )
         check_continuation(layer, mode, new)
         positions = kwargs.get("position_ids")
-        self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, handle.passes)
+        self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, passes)
         return args, {**kwargs, cache_keyword(kwargs): self if layer.shared else None}
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -455,6 +464,8 @@ def valid_tokens(mask: Tensor, real: Tensor, new: int) -> Tensor | None:
         SeergateError: for a 4D mask that is not causal over the slots that its last row shows, or shows slots that the
             cache does not hold.
     """
+    if not isinstance(mask, Tensor):  # the implementation was changed after a method was attached
+        raise SeergateError(FLEX)
     (batch, slots), real = real.shape, real.to(mask.device)
     causal = torch.ones((), dtype=torch.bool, device=mask.device)
     if mask.ndim == 2:

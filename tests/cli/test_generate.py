@@ -89,6 +89,7 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         (["--prompt", "a1", "--max-new-tokens", "0"], "max_new_tokens is 0; it must be a whole number, 1 or greater"),
         (["--prompt", "a1 " * 5000], "the prompt has 5,00"),
         (["--prompt", "a1", "--temperature", "-1"], "temperature is -1.0; it must be 0"),
+        (["--prompt", "a1", "--temperature", "nan"], "temperature is nan; it must be 0"),
         (["--prompt", "a1", "--method", "quset"], "did you mean 'quest'"),
         (["--prompt", "a1", "--method", "gate"], "needs gates"),
         (["--prompt", "a1", "--method", "quest", "--token-budget", "-3"], "token_budget is -3"),

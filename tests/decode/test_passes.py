@@ -215,6 +215,17 @@ def test_the_dense_implementation_sees_its_own_name(model):
     assert set(seen) == {"spy"}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inside torch
+def test_flex_attention_is_refused_before_and_after_a_method_is_attached():
+    model = tiny_model("qwen3")
+    with seergate.attached(model, "quest", token_budget=32, block_size=8), torch.no_grad():
+        model.set_attn_implementation("flex_attention")
+        with pytest.raises(SeergateError, match="masks do not tell padding"):
+            model(prompt(20), past_key_values=DynamicCache())
+    with pytest.raises(SeergateError, match="masks do not tell padding"):
+        seergate.attach(model, "quest")
+
+
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp", "between chunks"])
 def test_a_second_thread_is_refused_and_the_first_goes_on(model, place):
     """What a module catches on the way would be mixed up. A thread that comes later, or after an error, is welcome."""
@@ -334,6 +345,30 @@ def test_what_a_failed_pass_leaves_is_released_by_the_next_and_not_copied(model)
         assert handle.bindings[1].arriving is not None and copied.arriving is None
         model(prompt(8))
         assert handle.bindings[1].arriving is None and not handle.bindings[1].qk_hook._caught
+
+
+@pytest.mark.parametrize("before", [0, 40])
+def test_a_cache_in_which_a_pass_ended_between_layers_is_refused_until_it_is_cropped(model, before):
+    """Retried, the first layer would have the tokens twice."""
+    ids = prompt(41)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with seergate.attached(model, "quest", token_budget=4096, block_size=8), torch.no_grad():
+        cache = DynamicCache()
+        if before:
+            model(ids[:, :before], past_key_values=cache)
+        hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, before:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(SeergateError, match=f"layer 1 of this cache holds {before} tokens and others 41: a pass"):
+            model(ids[:, before:], past_key_values=cache)
+        if before:
+            cache.crop(before)
+            again = model(ids[:, before:], past_key_values=cache).logits[:, -1]
+            torch.testing.assert_close(again, model(ids).logits[:, -1], rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("new", [20, 1])

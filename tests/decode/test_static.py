@@ -211,10 +211,10 @@ def test_what_an_eager_step_launches_on_a_gpu(with_triton, monkeypatch):
 
     def steps():
         for new in (8 * BLOCK, 1):
-            passes.begin()
+            passes.begin(layers[0].rows.slots)
             for layer in layers:
                 attend(new, layer)
-        passes.begin()
+        passes.begin(layers[0].rows.slots)
         attend(1, layers[0])
 
     with torch.no_grad():

@@ -158,7 +158,7 @@ def _lists_copied(index: Any) -> Any:
     if not isinstance(index, list):
         return index
     waited("copy from pageable memory")
-    return Pretended(torch.tensor(index))
+    return Pretended(torch.tensor(index, device="cpu"))
 
 
 def _host(x: Any) -> Any:
@@ -203,8 +203,8 @@ def pretended() -> Iterator[torch.device]:
         def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             if isinstance(data, Pretended):
                 return data if device is None and not kwargs else data.to(kwargs.get("dtype", data.dtype))
-            host = make(data, *args, **kwargs)
-            if device is None or torch.device(device).type != "cuda":
+            host = make(data, *args, device="cpu", **kwargs)
+            if torch.device(device or torch.get_default_device()).type != "cuda":
                 return host
             waited("copy from pageable memory")
             return Pretended(host)

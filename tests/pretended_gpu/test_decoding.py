@@ -58,8 +58,13 @@ def decode(
     torch.manual_seed(0)  # gates are drawn
     method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, BUDGET)
     how = {"cache_implementation": "static"} if static else {}
-    with seergate.attached(model, method, **options), mock.patch.object(call, "is_compiling", lambda: compiled):
-        return model.generate(**inputs, max_new_tokens=NEW, **how)
+    with (
+        seergate.attached(model, method, **options) as handle,
+        mock.patch.object(call, "is_compiling", lambda: compiled),
+    ):
+        tokens = model.generate(**inputs, max_new_tokens=NEW, **how)
+        assert handle.stats()["steps"] == NEW - 1
+        return tokens
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -81,3 +86,22 @@ def test_decoding(case: str) -> None:
     reads = {place for place in steps if place.startswith("seergate/") and "pageable" not in place}
     allowed = {place for name, places in READS.items() if name in case for place in places}
     assert reads <= allowed, "the host reads from the device in a decode step"
+
+
+@pytest.mark.parametrize("case", ["gate", "gate, static", "gate, paging", "gate, offload", "gate, rectified", "h2o"])
+def test_the_default_device_may_be_the_gpu(case: str) -> None:
+    """What the host counts stays in host memory (`torch.set_default_device`)."""
+    name, options = CASES[case]
+    model, inputs = tiny_model("qwen3"), left_padded([prompt(45, 1), prompt(31, 2)])
+    want = decode(model, name, inputs, **options)
+    with pretended() as device, recorded() as waits:
+        gpu, there = copy.deepcopy(model).to(device), {key: x.to(device) for key, x in inputs.items()}
+        decode(gpu, name, there, **options)
+        usual = Counter(waits)
+        waits.clear()
+        with torch.device(device):
+            got = decode(gpu, name, there, **options)
+        assert isinstance(got, Pretended)
+        assert torch.equal(got.host, want)
+        more = waits - usual
+    assert not [place for place in more if place.startswith("seergate/") and "pageable" not in place]
