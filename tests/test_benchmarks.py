@@ -256,7 +256,8 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     short = "--problems 2 --max-new-tokens 4 --method dense,gate"
     part("texts", "--problems 2 --task perplexity:length=640:scored=64")
-    part("gsm8k", f"{short} --task-source {tmp_path}/sums.jsonl --shots-source {tmp_path}/sums.jsonl")
+    (tmp_path / "shots.jsonl").write_text('{"question": "2 + 1?", "answer": "3.\\n#### 3"}\n' * 4)
+    part("gsm8k", f"{short} --task-source {tmp_path}/sums.jsonl --shots-source {tmp_path}/shots.jsonl")
     (tmp_path / "math.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n' * 4)
     part("math500", f"{short} --task-source {tmp_path}/math.jsonl")
     assert "dense: 2/2 answers" in part("humaneval", short)

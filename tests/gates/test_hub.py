@@ -229,7 +229,7 @@ def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    tiny_model("qwen3").save_pretrained(tmp_path / "model")
+    tiny_model("qwen3", vocab_size=260).save_pretrained(tmp_path / "model")
     byte_tokenizer(PLAIN).save_pretrained(tmp_path / "model")
     return files_of(tmp_path / "model")
 

@@ -12,6 +12,8 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -194,6 +196,12 @@ KERNELS: dict[str, Callable[..., Any]] = {
 """Kernels of GPUs, in PyTorch."""
 
 
+def default_device() -> torch.device | str:
+    """The device of the innermost ``with torch.device(...)``. `torch.get_default_device` makes a tensor to find it."""
+    contexts = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)]
+    return contexts[-1].device if contexts else "cpu"
+
+
 @contextlib.contextmanager
 def pretended() -> Iterator[torch.device]:
     """Pretend that there is a GPU; yields its device."""
@@ -203,11 +211,10 @@ def pretended() -> Iterator[torch.device]:
         def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
             if isinstance(data, Pretended):
                 return data if device is None and not kwargs else data.to(kwargs.get("dtype", data.dtype))
-            host = make(data, *args, device="cpu", **kwargs)
-            if torch.device(device or torch.get_default_device()).type != "cuda":
-                return host
+            if torch.device(device or default_device()).type != "cuda":
+                return make(data, *args, device=device, **kwargs)
             waited("copy from pageable memory")
-            return Pretended(host)
+            return Pretended(make(data, *args, device="cpu", **kwargs))
 
         return made
 
