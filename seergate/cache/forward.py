@@ -76,7 +76,7 @@ class ForwardModes:
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         rows: weak reference to the newest lengths of rows, which layers of the same lengths share.
-        slots: slots of the cache before the pass.
+        slots: slots of the cache before the pass; ``None`` if its first gated layer is compiled.
         newest: positions of the pass's only new tokens; ``None`` before the first layer of a pass.
         selections: anchor layer -> its selection for each decoded token of the pass, until its last reader has run.
         thread: the thread that has set a mode; passes of other threads are refused meanwhile. ``None`` if none has.
@@ -88,7 +88,7 @@ class ForwardModes:
         self.in_chunks = False
         self.agreed: ref[Tensor] | None = None
         self.rows: ref[RowLengths] | None = None
-        self.slots = 0
+        self.slots: int | None = None
         self.newest: Tensor | None = None
         self.selections: dict[int, list[Any]] = {}
         self.thread: int | None = None
@@ -142,7 +142,7 @@ class ForwardModes:
         """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
         self._generating = ref(configuration), ref(cache)
 
-    def begin(self, slots: int) -> None:
+    def begin(self, slots: int | None) -> None:
         """Called by the first gated layer of a pass, with its slots: forget what the pass before shared."""
         self.slots, self.newest, self.selections = slots, None, {}
 

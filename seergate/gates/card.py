@@ -63,7 +63,8 @@ def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
         **{"record": record, "whole_record": json.dumps(record, indent=2)},
     )
     old, before, after = _parts(existing or "")
-    owned = [tag.value for tag in old["tags"].value] if isinstance(old.get("tags"), yaml.SequenceNode) else []
+    tags = old["tags"].value if isinstance(old.get("tags"), yaml.SequenceNode) else []
+    owned = [tag.value for tag in tags if isinstance(tag, yaml.ScalarNode)]
     new = card.data.to_dict()
     if TAGS[0] in owned:  # it may have been written for other gates
         old = {name: value for name, value in old.items() if name in new or name not in OF_GATES}
@@ -86,19 +87,20 @@ def has_own_text(card: str) -> bool:
     return any(part.strip() for part in _parts(card)[1:])
 
 
-def _parts(card: str) -> tuple[dict[str, yaml.Node], str, str]:
+def _parts(card: str) -> tuple[dict[Any, yaml.Node], str, str]:
     """A card's metadata, empty if it is not a YAML mapping, and its owner's text before and after the generated part;
-    all is before if there is none. Values are nodes: as text they stay what they were, such as ``no`` for Norwegian.
+    all is before if there is none. Values, and keys that are not text, are nodes, which are written as they were, such
+    as ``no`` for Norwegian.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
-    values: dict[str, yaml.Node] = {}
+    values: dict[Any, yaml.Node] = {}
     if header := REGEX_YAML_BLOCK.match(card):
         card = card[header.end() :]
         with contextlib.suppress(yaml.YAMLError, ValueError):  # ValueError: a date that there is not
             if isinstance(yaml.safe_load(header[2]), dict):
                 node: Any = yaml.compose(header[2], yaml.SafeLoader)
-                values = {key.value: value for key, value in node.value}
+                values = {key.value if key.tag.endswith(":str") else key: value for key, value in node.value}
     before, begin, rest = card.partition(BEGIN)
     if not begin and card.strip():
         before = card.rstrip() + "\n\n"

@@ -40,7 +40,8 @@ class RaaSState(PageState, EvictingState):
         """Number of pages that count as used at a step, if ``pages`` are resident."""
         method = self.method
         of = pages if method.share_of == "resident" else method.token_budget // method.block_size
-        return min(pages, max(1, int(Fraction(str(method.share)) * of)))  # the decimal fraction as written
+        share = Fraction(method.share).limit_denominator(10**9)  # 29/100 of 0.29, 1/3 of 1/3
+        return min(pages, max(1, int(share * of)))
 
     def max_resident(self) -> int:
         rows = range(len(self.prompts))

@@ -320,14 +320,14 @@ class LayerBinding:
         new = hidden.shape[1]
         layer, valid = self.cache_layer(cache, new), None
         on_host = not self._is_compiled(layer, new)
-        slots, passes = layer.rows.slots if on_host else 0, self.handle.passes
+        slots, passes = layer.rows.slots if on_host else None, self.handle.passes
         if self.first:
             passes.begin(slots)
-        if on_host:
-            if slots != passes.slots:
+        if slots is not None:
+            if passes.slots is not None and slots != passes.slots:
                 raise SeergateError(
                     f"layer {self.layer} of this cache holds {slots:,} tokens and others {passes.slots:,}: a pass "
-                    "failed or was interrupted; start a new cache"
+                    "failed or was interrupted; crop the cache to the smaller number, or start a new one"
                 )
             if self.window is not None and slots + new > self.window:
                 raise SeergateError(
@@ -340,7 +340,7 @@ class LayerBinding:
                     hide_what_is_masked(layer, shown[:, :slots])
                 valid = None if bool(shown[:, slots:].all()) else shown[:, slots:]
             refuse_masked(layer, valid, new)
-        mode = passes.mode(cache, slots, new)
+        mode = passes.mode(cache, slots or 0, new)
         if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"

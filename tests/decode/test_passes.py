@@ -371,6 +371,18 @@ def test_a_cache_in_which_a_pass_ended_between_layers_is_refused_until_it_is_cro
             torch.testing.assert_close(again, model(ids).logits[:, -1], rtol=2e-4, atol=2e-4)
 
 
+def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():
+    """Beyond the compiler's limit of recompilations, the other layers run uncompiled; the first one knows no slots."""
+    layers = torch._dynamo.config.recompile_limit + 2
+    model = tiny_model("qwen3", num_hidden_layers=layers, layer_types=["full_attention"] * layers)
+    ids, options = prompt(40), {"max_new_tokens": 6, "cache_implementation": "static"}
+    with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()):
+        want = model.generate(ids, **options)
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+        assert torch.equal(model.generate(ids, **options), want)
+
+
 @pytest.mark.parametrize("new", [20, 1])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_backward_pass_through_cached_tokens_is_refused(model, new, static):

@@ -160,6 +160,7 @@ def test_raas_takes_the_share_as_written():
     """29 % of 100 pages are 29, though the float 0.29 is less than 29 / 100."""
     state, _ = raas_step(methods.RaaS(share=0.29, block_size=1, prompt="extra"), 99, list(range(100, 0, -1)))
     assert state.rows["used"][0, 0, :100].tolist() == [1] * 29 + [0] * 70 + [1]
+    assert raas_step(methods.RaaS(share=1 / 3), 1, [0, 0])[0]._used(120) == 40
 
 
 def test_a_prompt_that_raas_may_evict_by_hand():
