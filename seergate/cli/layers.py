@@ -77,7 +77,7 @@ def _anchors(options: argparse.Namespace) -> None:
     from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
     from seergate.eval.calibration.anchors import shared_recall
-    from seergate.models.loading import base_config
+    from seergate.models.loading import base_config, skeleton
     from seergate.models.names import load_model
     from seergate.pretrained import load_tokenizer
 
@@ -85,7 +85,8 @@ def _anchors(options: argparse.Namespace) -> None:
     bank, method, path, out = _prepared(options, "anchors")
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
     config = within_positions(load_train_config(options.model, data | given(options, "data")), base_config(path))
-    samples = prepare_data(config, load_tokenizer(path), one_sample=True).samples
+    vocabulary = skeleton(base_config(path)).get_input_embeddings().num_embeddings
+    samples = prepare_data(config, load_tokenizer(path), one_sample=True, vocabulary=vocabulary).samples
     longest = samples.lengths.argsort()[::-1][: options.texts]
     model = load_model(path, options.dtype, options.device)
 

@@ -149,8 +149,9 @@ class Formatter:
         if isinstance(content, str):
             if not content.strip():
                 raise MalformedRow("empty text")
-            begun = bool(self.tokenizer.bos_token) and content.startswith(str(self.tokenizer.bos_token))
-            rendered = TrainingText(content, begun, [])
+            if self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:  # which it begins every text with
+                content = content.removeprefix(str(self.tokenizer.bos_token))
+            rendered = TrainingText(content, False, [])
         else:
             rendered = self._chat(content)
         _check_unicode(rendered.text)

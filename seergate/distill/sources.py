@@ -36,6 +36,8 @@ HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """Pattern of a commit hash on the Hub."""
 
+ROWS_VERSION = 2
+"""Version of stored rows; to be incremented if reading changes what the same files give."""
 RAW = ("json", "problem")
 """Columns of rows that are stored as JSON text: the text, and the reason if there is none."""
 
@@ -76,7 +78,7 @@ def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: P
     from datasets.exceptions import DatasetGenerationError
 
     columns = Features(dict.fromkeys(RAW, Value("string")))
-    inputs = {"source": source, "read": read, "arguments": arguments}
+    inputs = {"source": source, "read": read, "arguments": arguments, "version": ROWS_VERSION}
     try:
         return Dataset.from_generator(_not_empty, features=columns, cache_dir=str(cache), gen_kwargs=inputs)
     except DatasetGenerationError as error:
@@ -84,7 +86,7 @@ def _copied(source: str, read: Callable[..., Iterator[dict[str, str]]], cache: P
 
 
 def _not_empty(
-    source: str, read: Callable[..., Iterator[dict[str, str]]], arguments: dict[str, Any]
+    source: str, read: Callable[..., Iterator[dict[str, str]]], arguments: dict[str, Any], version: int
 ) -> Iterator[dict[str, str]]:
     number = 0
     for number, row in enumerate(read(**arguments), start=1):  # noqa: B007 (looked at below)

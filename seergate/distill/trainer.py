@@ -386,6 +386,8 @@ class _Run:
         with world.fail_together():
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
+            if self.config.init_gates and Path(self.config.init_gates).resolve() == (self.dir / "best").resolve():
+                raise SeergateError("init_gates is best/ of output_dir, which is replaced; give another output_dir")
         self.config, self.commits = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         length = self.model.max_length  # a budget that covers a whole pack has a recall of 1

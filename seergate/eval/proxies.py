@@ -178,7 +178,7 @@ def compare(dense: Tensor, sparse: Tensor, targets: Tensor) -> Tensor:
     """
     p, q = dense.float().log_softmax(-1), sparse.float().log_softmax(-1)
     # clamped per position: KL is not negative; values below zero are rounding
-    kl = (p.exp() * (p - q)).sum(-1).clamp(min=0).double()
+    kl = (p.exp() * (p - q)).masked_fill(p == -torch.inf, 0).sum(-1).clamp(min=0).double()
     loss, dense_loss = (-x.gather(-1, targets[:, None])[:, 0].double() for x in (q, p))
     check_finite(torch.stack((kl, loss, dense_loss)))
     agreement = (p.argmax(-1) == q.argmax(-1)).double()

@@ -71,7 +71,7 @@ class Sampling:
         """The sampling of the model's generation configuration, which must set no field of `NOT_FOLLOWED`."""
         config = model.generation_config
         requested = {name: getattr(config, name, None) for name in NOT_FOLLOWED}
-        unmet = [f"{name}={value}" for name, value in requested.items() if value not in (None, NOT_FOLLOWED[name])]
+        unmet = [f"{name}={value}" for name, value in requested.items() if value not in (None, [], NOT_FOLLOWED[name])]
         if unmet:
             raise SeergateError(
                 f"the model's generation configuration sets {', '.join(unmet)}, which the evaluation does not follow; "

@@ -241,6 +241,7 @@ def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, 
         ({"scorer": "msa", "init_gates": given}, f"init_gates '{given}' have scorer='attn_gate', this run 'msa'"),
         ({"init_gates": str(other)}, "init_gates '.*other' are for another model: hidden_size is 32 in the model and"),
         ({"init_gates": str(tmp_path / "none")}, "there is no directory .*none"),
+        ({"init_gates": str(tmp_path / "x/best"), "output_dir": str(tmp_path / "x")}, "is best/ of output_dir"),
     ):
         with pytest.raises(SeergateError, match=why):
             run_distillation(replace(config, **options))

@@ -296,10 +296,10 @@ def test_text_that_begins_with_its_special_token_gets_no_second_one() -> None:
     tokenizer = byte_tokenizer(None)
     begin = str(tokenizer.bos_token)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $0", special_tokens=[(begin, tokenizer.bos_token_id)]
+        single=f"{begin} $0 {begin}", special_tokens=[(begin, tokenizer.bos_token_id)]
     )
     columns = tokenise({"text": ["plain", f"{begin}user: hi"]}, Formatter(tokenizer))
-    assert [tokenizer.decode(ids) for ids in columns["ids"]] == [f"{begin}plain", f"{begin}user: hi"]
+    assert [tokenizer.decode(ids) for ids in columns["ids"]] == [f"{begin}plain{begin}", f"{begin}user: hi{begin}"]
 
 
 def test_the_date_in_a_template_does_not_change() -> None:

@@ -99,6 +99,13 @@ def test_sources_are_pinned_to_a_commit(name):
     assert make_task(name).options["source"] == HUB_TASKS[name].address
 
 
+def test_a_file_whose_name_is_also_a_pattern_is_read_as_it_is(tmp_path):
+    for name, answer in (("m1.jsonl", "1"), ("m[1].jsonl", "2")):
+        (tmp_path / name).write_text(f'{{"problem": "Which?", "answer": "{answer}"}}')
+    (problem,) = make_task("math500", source=str(tmp_path / "m[1].jsonl")).problems()
+    assert problem.gold == "2"
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

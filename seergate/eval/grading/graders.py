@@ -200,7 +200,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
-_WORDS = re.compile(r"(?=.*[a-z])[A-Za-z]{3,}(?: [A-Za-z]+)*")  # no product such as AB, in which case matters
+_WORDS = re.compile(r"[A-Za-z][a-z]{2,}(?: [A-Za-z][a-z]*)*")  # no product such as aBc, in which case matters
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:

@@ -127,8 +127,8 @@ class _Judge:
 
 
 def graded_text(sample: dict[str, Any]) -> str:
-    """A sample's completion, after ``<think>`` if its prompt ends so: reasoning that was cut is no answer."""
-    opened = str(sample.get("prompt", "")).rstrip().endswith("<think>")
+    """A sample's completion; after ``<think>`` if its prompt ends so and it was cut: such reasoning is no answer."""
+    opened = sample.get("finish_reason") == "length" and str(sample.get("prompt", "")).rstrip().endswith("<think>")
     return ("<think>" if opened else "") + str(sample["completion"])
 
 

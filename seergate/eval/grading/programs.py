@@ -81,9 +81,9 @@ def check_programs_run(allowed: bool) -> None:
 
 
 def final_part(completion: str) -> str:
-    """What a completion says after its reasoning: everything behind ``</think>``, nothing if a ``<think>`` is open."""
+    """What a completion says after its reasoning: all behind ``</think>``; nothing if that begins with ``<think>``."""
     text = completion.rpartition("</think>")[2]
-    return "" if "<think>" in text else text
+    return "" if text.lstrip().startswith("<think>") else text
 
 
 def answered_program(completion: str, gold: str) -> str | None:

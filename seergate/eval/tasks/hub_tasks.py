@@ -11,6 +11,7 @@ same columns.
 
 from __future__ import annotations
 
+import glob
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -166,7 +167,8 @@ class HubTask:
         with hub_call(unread, asks=source is None):
             try:
                 if source is not None:
-                    return datasets.load_dataset(_local_format(source), data_files=str(source), split="train")
+                    file = glob.escape(str(source))  # `datasets` reads names as patterns
+                    return datasets.load_dataset(_local_format(source), data_files=file, split="train")
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
