@@ -66,6 +66,17 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     return tokenizer
 
 
+def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The special tokens that a tokenizer puts before plain text by default, as text; empty if there are none."""
+    ids, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    begins = ids[:1] == [tokenizer.bos_token_id]
+    count = next((i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), int(begins))
+    text = str(tokenizer.bos_token) if begins and count == 1 else "".join(tokenizer.convert_ids_to_tokens(ids[:count]))
+    if text and tokenizer(f"{text}a", add_special_tokens=False)["input_ids"] != ids[: count + len(bare)]:
+        return f"{text} "  # the first word after a special token has its space only if it is written
+    return text
+
+
 def chat_text(
     tokenizer: PreTrainedTokenizerBase, messages: Iterable[dict[str, str]], *, today: bool = False, **options: Any
 ) -> str:

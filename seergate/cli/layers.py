@@ -84,8 +84,9 @@ def _anchors(options: argparse.Namespace) -> None:
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _prepared(options, "anchors")
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
-    config = within_positions(load_train_config(options.model, data | given(options, "data")), base_config(path))
-    vocabulary = skeleton(base_config(path)).get_input_embeddings().num_embeddings
+    shape = base_config(path)
+    config = within_positions(load_train_config(options.model, data | given(options, "data")), shape)
+    vocabulary = skeleton(shape).get_input_embeddings().num_embeddings
     samples = prepare_data(config, load_tokenizer(path), one_sample=True, vocabulary=vocabulary).samples
     longest = samples.lengths.argsort()[::-1][: options.texts]
     model = load_model(path, options.dtype, options.device)

@@ -11,6 +11,8 @@ from seergate.progress import ProgressBar, duration
 
 
 class _PerLayer:
+    """Figures with a KL per layer."""
+
     kl_per_layer: list[float]
 
     @property

@@ -272,10 +272,10 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
         except MalformedRow as reason:
             problems[number] = str(reason)
     ids: list[list[int]] = [[] for _ in rows]
-    for is_complete in (True, False):
-        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_complete is is_complete}
+    for is_chat in (True, False):
+        some = {number: rendered.text for number, rendered in texts.items() if rendered.is_chat is is_chat}
         if some:
-            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_complete, verbose=False)
+            encoded = formatter.tokenizer(list(some.values()), add_special_tokens=not is_chat, verbose=False)
             for number, tokens in zip(some, encoded["input_ids"], strict=True):
                 ids[number] = tokens
                 problems[number] = "" if tokens else "no tokens"

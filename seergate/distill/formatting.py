@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.checks import holds_turns
 from seergate.errors import SeergateError, first_line
-from seergate.pretrained import chat_text
+from seergate.pretrained import beginning, chat_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,12 +43,12 @@ class TrainingText(NamedTuple):
     """The text of a row.
 
     Attributes:
-        is_complete: whether the text holds all special tokens, as chat templates write them.
+        is_chat: whether the text comes from a chat template, which writes all special tokens itself.
         notes: repairs and omissions, worded to follow a number of rows.
     """
 
     text: str
-    is_complete: bool
+    is_chat: bool
     notes: list[str]
 
 
@@ -139,6 +139,11 @@ class Formatter:
         return training_template(self.tokenizer, self._override)
 
     @cached_property
+    def beginning(self) -> str:
+        """`beginning` of the tokenizer, which a text may already have."""
+        return beginning(self.tokenizer).rstrip()
+
+    @cached_property
     def reasoning_key(self) -> str | None:
         """`_reasoning_key` of the template."""
         return _reasoning_key(self.tokenizer, self.template)
@@ -149,9 +154,7 @@ class Formatter:
         if isinstance(content, str):
             if not content.strip():
                 raise MalformedRow("empty text")
-            if self.tokenizer("")["input_ids"][:1] == [self.tokenizer.bos_token_id]:  # which it begins every text with
-                content = content.removeprefix(str(self.tokenizer.bos_token))
-            rendered = TrainingText(content, False, [])
+            rendered = TrainingText(content.removeprefix(self.beginning), False, [])
         else:
             rendered = self._chat(content)
         _check_unicode(rendered.text)

@@ -60,7 +60,7 @@ class TensorBoard(Tracker):
 
 class WandbLike(Tracker):
     """Logs to Weights & Biases or to Trackio, which has the same interface. The run's name depends on its directory,
-    so that a resumed run is appended to the earlier one; W&B would ignore the steps of one that starts over.
+    so a resumed run is appended to the earlier one. A run that starts over is not, as W&B ignores repeated steps.
     """
 
     def __init__(self, service: str, config: TrainConfig, first_step: int) -> None:

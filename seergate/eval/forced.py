@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.proxies import compare, dense_logits
 from seergate.eval.settings import MethodSpec
-from seergate.eval.tasks.prompts import beginning, encode
+from seergate.eval.tasks.prompts import encode
 from seergate.eval.tasks.retrieval import SETTLING
 from seergate.eval.tasks.task import Task
 from seergate.methods import LongPromptWarning
@@ -26,6 +26,7 @@ from seergate.models.attach import attached
 from seergate.models.families import check_length, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.models.score import score
+from seergate.pretrained import beginning
 
 KEPT_BYTES = 2**30
 """Maximum bytes of dense attention's logits that are kept for further settings."""

@@ -105,7 +105,7 @@ def test_steps_that_read_everything_are_not_rectified(model, options, length, pa
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "lengths"), [("qwen3", (40, 29)), ("qwen3", (40, 9)), ("gemma3_text", (40,))])
 def test_a_cache_whose_rectification_failed_is_refused(family, lengths):
-    """The dense pass fails between two layers, with all rows in it or only the one that is due."""
+    """A dense pass of rectification fails between two layers; it has all rows, or one row of two."""
     model = tiny_model(family)
     batch = left_padded([prompt(length, length) for length in lengths])
 

@@ -97,9 +97,9 @@ def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answ
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
     turns = [*chat("<think>old thought</think>old answer")["messages"], *chat("<think>new</think>15")["messages"]]
-    text, is_complete, notes = Formatter(tokenizer).text({"messages": turns})
+    text, is_chat, notes = Formatter(tokenizer).text({"messages": turns})
     assert notes == ["without the reasoning of their earlier turns"]
-    assert is_complete and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
+    assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
 def test_what_is_left_out_of_a_conversation_is_counted(
@@ -292,14 +292,17 @@ def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> Non
         question({"prompt": "half a pair: \ud83d"})
 
 
-def test_text_that_begins_with_its_special_token_gets_no_second_one() -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_text_that_begins_with_its_special_tokens_gets_no_second_ones(count: int) -> None:
+    """Two as GLM's [gMASK]<sop>. The token after a text stays."""
     tokenizer = byte_tokenizer(None)
-    begin = str(tokenizer.bos_token)
+    token = str(tokenizer.bos_token)
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{begin} $0 {begin}", special_tokens=[(begin, tokenizer.bos_token_id)]
+        single=f"{count * f'{token} '}$0 {token}", special_tokens=[(token, tokenizer.bos_token_id)]
     )
+    begin = count * token
     columns = tokenise({"text": ["plain", f"{begin}user: hi"]}, Formatter(tokenizer))
-    assert [tokenizer.decode(ids) for ids in columns["ids"]] == [f"{begin}plain{begin}", f"{begin}user: hi{begin}"]
+    assert [tokenizer.decode(ids) for ids in columns["ids"]] == [f"{begin}plain{token}", f"{begin}user: hi{token}"]
 
 
 def test_the_date_in_a_template_does_not_change() -> None:

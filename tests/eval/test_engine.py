@@ -22,10 +22,11 @@ from seergate.eval.generation.engine import (
     text_of,
 )
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
-from seergate.eval.tasks.prompts import beginning, encode, end_ids, prompt_text
+from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem
 from seergate.models.attach import attached
 from seergate.models.gate_bank import GateBank
+from seergate.pretrained import beginning
 from tests.support import evaluation as support
 from tests.support.evictors import EVICTORS
 from tests.support.evictors import _with_gate as with_gate

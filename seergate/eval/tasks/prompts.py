@@ -6,18 +6,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval.tasks.task import Problem
-from seergate.pretrained import chat_text
-
-
-def beginning(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The special tokens that a tokenizer puts before plain text by default, as text; empty if there are none."""
-    ids, bare = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
-    begins = ids[:1] == [tokenizer.bos_token_id]
-    count = next((i for i in range(len(ids)) if bare and ids[i : i + len(bare)] == bare), int(begins))
-    text = str(tokenizer.bos_token) if begins and count == 1 else "".join(tokenizer.convert_ids_to_tokens(ids[:count]))
-    if text and tokenizer(f"{text}a", add_special_tokens=False)["input_ids"] != ids[: count + len(bare)]:
-        return f"{text} "  # the first word after a special token has its space only if it is written
-    return text
+from seergate.pretrained import beginning, chat_text
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:

@@ -26,9 +26,10 @@ from transformers import PreTrainedTokenizerBase
 from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval.sampling import Sampling
-from seergate.eval.tasks.prompts import beginning, encode, prompt_text
+from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.eval.tasks.task import Problem, Task
 from seergate.json_file import json_lines
+from seergate.pretrained import beginning
 
 _NAMES = """
 Paris London Rome Madrid Berlin Vienna Prague Warsaw Budapest Lisbon Dublin Oslo Stockholm Helsinki Copenhagen
