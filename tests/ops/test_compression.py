@@ -28,7 +28,7 @@ def branch(kv_heads, dim, width, kinds=ALL, norm=True, rope=True, dtype=torch.fl
     }
 
 
-def caches(lengths, kv_heads, block_size, dim, width, blocks, turns=2, dtype=torch.float32, wide=None):
+def caches(lengths, kv_heads, dim, block_size, width, blocks, turns=2, dtype=torch.float32, wide=None):
     """Ring and compressed keys, NaN wherever nothing may be read."""
     recent = torch.full((len(lengths), kv_heads, turns * block_size, dim), math.nan, dtype=dtype)
     for row, length in enumerate(lengths):
@@ -42,6 +42,21 @@ def same(got, want):
     assert torch.equal(got.isnan(), want.isnan()), "what was to stay as it is has changed"
     tolerance = TOLERANCE[got.dtype]
     torch.testing.assert_close(got.double(), want.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def check(lengths, options, block_size, blocks, turns, dtype):
+    """A step's new keys in rows of these lengths, against the reference with the gates in float64."""
+    (kv_heads, columns, width), ends = options["weight"].shape, torch.tensor(lengths, dtype=torch.int64)
+    k = torch.randn(len(lengths), kv_heads, columns // len(options["kinds"])).to(dtype)
+    recent, compressed = caches(
+        lengths, *k.shape[1:], block_size, width, blocks, turns, dtype, options["weight"].dtype
+    )
+    want = recent.clone(), compressed.double()
+    exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    reference.update_compressed_keys(k, ends, *want, block_size=block_size, **exact)
+    ops.update_compressed_keys(k, ends, recent, compressed, block_size=block_size, **options)
+    assert torch.equal(recent.nan_to_num(0), want[0].nan_to_num(0))
+    same(compressed, want[1])
 
 
 @given(
@@ -58,19 +73,19 @@ def same(got, want):
     data=st.data(),
 )
 def test_equals_reference(kv_heads, block_size, dim, width, kinds, norm, rope, turns, offset, dtype, data):
-    blocks = 4
-    lengths = data.draw(st.lists(st.integers(1, blocks * block_size), max_size=3))
-    lengths += [block_size * data.draw(st.integers(1, blocks))]
+    """In a batch of none to four rows."""
+    lengths = data.draw(st.lists(st.integers(1, 4 * block_size), max_size=3))
+    if lengths:
+        lengths += [block_size * data.draw(st.integers(1, 4))]
     options = branch(kv_heads, dim, width, kinds, norm, rope, dtype) | {"position_offset": offset}
-    recent, compressed = caches(lengths, kv_heads, block_size, dim, width, blocks, turns, dtype)
-    k = torch.randn(len(lengths), kv_heads, dim).to(dtype)
-    want = recent.clone(), compressed.clone()
-    exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    want = tuple(x.double() for x in want)
-    reference.update_compressed_keys(k.double(), torch.tensor(lengths), *want, block_size=block_size, **exact)
-    ops.update_compressed_keys(k, torch.tensor(lengths), recent, compressed, block_size=block_size, **options)
-    assert torch.equal(recent.nan_to_num(0).double(), want[0].nan_to_num(0))
-    same(compressed, want[1])
+    check(lengths, options, block_size, 4, turns, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_keys_and_gates_of_different_dtypes(dtype):
+    """A bf16 model with fp32 gates, and the other way round."""
+    check([16, 5, 8], branch(2, 16, 8), 8, 2, 2, dtype)
+    check([16, 5, 8], branch(2, 16, 8, dtype=dtype), 8, 2, 2, torch.float32)
 
 
 @pytest.mark.parametrize(("block_size", "width"), [(8, 7), (17, 12)])
@@ -79,7 +94,7 @@ def test_token_by_token_gives_what_a_prompt_gives(block_size, width):
     total, heads, dim = 3 * block_size + 3, 2, 12
     keys = torch.randn(3, heads, total, dim)
     options = branch(heads, dim, width, rope=width % 2 == 0)
-    recent, compressed = caches([1, 1, 1], heads, block_size, dim, width, 4)
+    recent, compressed = caches([1, 1, 1], heads, dim, block_size, width, 4)
     starts = torch.tensor([0, 5, block_size])
     for step in range(total):
         lengths = (step + 1 - starts).clamp(min=1)
@@ -98,11 +113,11 @@ def test_token_by_token_gives_what_a_prompt_gives(block_size, width):
 def test_far_positions(block):
     """Angles of a hundred thousand turns: fp32 as torch has it, to the last bits of the angle."""
     options = branch(1, 16, 16, norm=False)
-    recent, _ = caches([8], 1, 8, 16, 16, 1)
+    recent, _ = caches([8], 1, 16, 8, 16, 1)
     k = torch.randn(1, 1, 16)
     compressed = torch.zeros(1, 1, block + 1, 16)
-    ops.update_compressed_keys(k, torch.tensor([8 * (block + 1)]), _turned(recent, block), compressed, block_size=8,
-                               **options)  # fmt: skip
+    ring, ends = recent.roll(8 * (block % 2), dims=2), torch.tensor([8 * (block + 1)])
+    ops.update_compressed_keys(k, ends, ring, compressed, block_size=8, **options)
     keys = torch.cat((recent[:, :, :7], k[:, :, None]), dim=2)
     end = Branch(options["weight"], None, options["inv_freq"], 1.2)
     want = compressed_keys(ops.pool_keys(keys, 8, ALL), end, torch.tensor([8 * block]))
@@ -110,31 +125,11 @@ def test_far_positions(block):
     assert not compressed[:, :, :block].any()
 
 
-def _turned(recent, block):
-    return recent.roll(8 * (block % 2), dims=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_keys_and_gates_of_different_dtypes(dtype):
-    """A bf16 model with fp32 gates, and the other way round."""
-    for keys, gates in ((dtype, torch.float32), (torch.float32, dtype)):
-        options = branch(2, 16, 8, dtype=gates)
-        lengths = [16, 5, 8]
-        recent, compressed = caches(lengths, 2, 8, 16, 8, 2, dtype=keys, wide=gates)
-        k = torch.randn(3, 2, 16).to(keys)
-        want = recent.clone(), compressed.double()
-        exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-        reference.update_compressed_keys(k, torch.tensor(lengths), *want, block_size=8, **exact)
-        ops.update_compressed_keys(k, torch.tensor(lengths), recent, compressed, block_size=8, **options)
-        same(compressed, want[1].to(gates))
-        assert torch.equal(recent.nan_to_num(0), want[0].nan_to_num(0))
-
-
 def test_any_layout():
     """Heads last, every second row, weights transposed: nothing is assumed to be contiguous."""
     options = branch(2, 16, 8)
     lengths = [16, 3]
-    recent, compressed = caches(lengths, 2, 8, 16, 8, 3)
+    recent, compressed = caches(lengths, 2, 16, 8, 8, 3)
     k = torch.randn(2, 2, 16)
     want = recent.clone(), compressed.clone()
     ops.update_compressed_keys(k, torch.tensor(lengths), *want, block_size=8, **options)
@@ -147,19 +142,10 @@ def test_any_layout():
         torch.testing.assert_close(got, expected, equal_nan=True)
 
 
-def test_empty_batch():
-    options = branch(2, 16, 8)
-    recent, compressed = caches([], 2, 8, 16, 8, 3)
-    ops.update_compressed_keys(
-        torch.zeros(0, 2, 16), torch.zeros(0).long(), recent, compressed, block_size=8, **options
-    )
-
-
 def test_gradients_do_not_flow():
     options = branch(1, 16, 8)
     options["weight"].requires_grad_()
     options["norm_weight"].requires_grad_()
-    recent, compressed = caches([8], 1, 8, 16, 8, 1)
-    k = torch.randn(1, 1, 16, requires_grad=True)
+    (recent, compressed), k = caches([8], 1, 16, 8, 8, 1), torch.randn(1, 1, 16, requires_grad=True)
     ops.update_compressed_keys(k, torch.tensor([8]), recent, compressed, block_size=8, **options)
     assert not compressed.requires_grad and compressed.isfinite().all()
