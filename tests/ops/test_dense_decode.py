@@ -15,6 +15,11 @@ from tests.support.op_inputs import decode_inputs as cache
 from tests.support.op_inputs import examples, poison, relative
 
 
+def options_of(extras, heads):
+    given = {"sinks": torch.randn(heads), "softcap": 2.0}
+    return {name: given[name] for name in extras}
+
+
 @examples(60)
 @given(
     lengths=st.one_of(st.none(), st.lists(st.integers(1, 48), min_size=1, max_size=4)),
@@ -28,11 +33,7 @@ def test_against_the_reference(lengths, group, kv_heads, dtype, extras):
     row_lengths = None if lengths is None else torch.tensor(lengths)
     if row_lengths is not None:
         k, v = (poison(x, row_lengths) for x in (k, v))
-    options = {}
-    if "sinks" in extras:
-        options["sinks"] = torch.randn(q.shape[1])
-    if "softcap" in extras:
-        options["softcap"] = 2.0
+    options = options_of(extras, q.shape[1])
     output = ops.dense_decode(q, k, v, row_lengths, 0.3, **options)
     expected = reference.dense_decode(q.double(), k.double(), v.double(), row_lengths, 0.3, **options)
     assert output.dtype == dtype
@@ -46,8 +47,7 @@ def test_rows_of_different_lengths_are_not_copied(extras, compiled):
     q, k, v = cache(batch=3, kv_heads=2, group=4, value_dim=24, dtype=torch.float32)
     k, v = (torch.nn.functional.pad(x, (0, 0, 0, 2000), value=math.nan) for x in (k, v))
     lengths = torch.tensor([48, 5, 17])
-    options = {"sinks": torch.randn(q.shape[1]), "softcap": 2.0}
-    options = {name: value for name, value in options.items() if name in extras}
+    options = options_of(extras, q.shape[1])
     run = torch.compile(ops.dense_decode, fullgraph=True, backend="aot_eager") if compiled else ops.dense_decode
     expected = reference.dense_decode(q.double(), k.double(), v.double(), lengths, 0.3, **options)
     assert relative(run(q, k, v, lengths, 0.3, **options), expected) < TOLERANCE[torch.float32]

@@ -7,10 +7,6 @@ from seergate import ops
 from seergate.ops import reference
 from tests.support.op_inputs import in_pages, poison
 
-SPARSE = pytest.mark.parametrize(
-    "sparse_decode", [reference.sparse_decode, ops.sparse_decode], ids=["reference", "torch"]
-)
-DENSE = pytest.mark.parametrize("dense_decode", [reference.dense_decode, ops.dense_decode], ids=["reference", "torch"])
 LENGTHS = torch.tensor([24, 17])
 
 
@@ -21,21 +17,16 @@ def caches(page=8):
     return cache, in_pages(cache, page, table, 2 * (24 // page) + 2), table
 
 
-@SPARSE
+@pytest.mark.parametrize("run", [reference, ops], ids=["reference", "torch"])
 @pytest.mark.parametrize("page", [4, 8, 24])
-def test_sparse(sparse_decode, page):
+def test_sparse_and_dense(run, page):
     q, (cache, pages, table) = torch.randn(2, 4, 4).double(), caches(page)
     indices = torch.tensor([[[0, 3, 5], [5, -1, -1]], [[1, 2, 4], [0, 4, -1]]])
     want = reference.sparse_decode(q, cache, cache, indices, LENGTHS, 4)
-    torch.testing.assert_close(sparse_decode(q, pages, pages, indices, LENGTHS, 4, page_table=table), want)
-
-
-@DENSE
-def test_dense(dense_decode):
-    q, (cache, pages, table) = torch.randn(2, 4, 4).double(), caches()
+    torch.testing.assert_close(run.sparse_decode(q, pages, pages, indices, LENGTHS, 4, page_table=table), want)
     for lengths in (None, LENGTHS):
         want = reference.dense_decode(q, cache, cache, lengths)
-        torch.testing.assert_close(dense_decode(q, pages, pages, lengths, page_table=table), want)
+        torch.testing.assert_close(run.dense_decode(q, pages, pages, lengths, page_table=table), want)
 
 
 @pytest.mark.parametrize(

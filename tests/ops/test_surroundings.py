@@ -3,46 +3,33 @@
 import pytest
 import torch
 
+import seergate
 from seergate import GateBank, GateConfig, ops
 from seergate.config import SCORERS, is_retention
 from tests.support.models import prompt
+from tests.support.op_inputs import Pack, decode_inputs
 
-CU = torch.tensor([0, 37, 37, 96], dtype=torch.int32)
-
-
-def gate_inputs(block_size=16):
-    torch.manual_seed(0)
-    blocks = int((CU.diff() + block_size - 1).div(block_size, rounding_mode="floor").sum())
-    q, k = torch.randn(96, 8, 16), torch.randn(96, 2, 16)
-    qg, kg = (torch.randn(n, 2, 16, requires_grad=True) for n in (96, blocks))
-    return q, k, qg, kg, CU, block_size
+PACK = Pack.random([37, 0, 59], block_size=16, group=4, gate_dim=16, dtype=torch.float32)
+INDICES, LENGTHS = torch.tensor([[[0, 2], [1, 3]]] * 2), torch.tensor([64, 50])
 
 
-def decode_inputs():
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 8, 16), torch.randn(2, 2, 64, 16), torch.randn(2, 2, 64, 16)
-    return q, k, v, torch.tensor([[[0, 2], [1, 3]]] * 2), torch.tensor([64, 50]), 16
-
-
-def results(op):
+def results(op, q, k, v):
     if op == "gate_kl":
-        inputs = gate_inputs()
-        loss, _ = ops.gate_kl(*inputs)
-        return loss, *torch.autograd.grad(loss, inputs[2:4])
+        loss, _, *gradients = PACK.run(ops.gate_kl)
+        return loss, *gradients
     if op == "block_targets":
-        return (ops.block_targets(*gate_inputs()[:2], CU, 16),)
-    if op == "sparse_decode":
-        return ops.sparse_decode(*decode_inputs()), ops.sparse_decode(*decode_inputs(), softcap=3.0)
-    q, k, v, _, lengths, _ = decode_inputs()
-    return ops.dense_decode(q, k, v, lengths), ops.dense_decode(q, k, v, lengths, softcap=3.0)
+        return (ops.block_targets(PACK.q, PACK.k, PACK.cu, 16),)
+    where = (INDICES, LENGTHS, 16) if op == "sparse_decode" else (LENGTHS,)
+    return [getattr(ops, op)(q, k, v, *where, softcap=softcap) for softcap in (None, 3.0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("op", ["gate_kl", "block_targets", "sparse_decode", "dense_decode"])
 def test_autocast_changes_nothing(op, dtype):
-    want = results(op)
+    step = decode_inputs(group=4, capacity=64, dtype=torch.float32)
+    want = results(op, *step)
     with torch.autocast("cpu", dtype):
-        got = results(op)
+        got = results(op, *step)
     for ours, theirs in zip(got, want, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
@@ -60,8 +47,6 @@ def test_the_whole_lesson_under_autocast(model, dtype):
 
 @pytest.mark.parametrize("scorer", [name for name in SCORERS if not is_retention(name)])
 def test_gates_without_a_norm_decode_under_autocast(model, scorer):
-    import seergate
-
     bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16, qk_norm=False, scorer=scorer))
     with seergate.attached(model, bank, token_budget=32), torch.autocast("cpu", torch.bfloat16):
         assert model.generate(prompt(60), max_new_tokens=20).shape[1] == 80

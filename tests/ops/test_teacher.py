@@ -5,6 +5,7 @@ import torch
 
 from seergate import ops
 from seergate.ops import reference
+from seergate.ops.torch_impl import teacher
 from tests.support.op_inputs import Pack, cu_seqlens, relative
 
 BOTH = pytest.mark.parametrize(
@@ -36,13 +37,11 @@ def test_worked_example(block_targets):
 @BOTH
 def test_sink_enters_the_denominator_before_the_maximum_over_heads(block_targets):
     q, k, cu = two_heads_with_these_probabilities()
-    # A sink of log 3 makes head 0's probabilities a quarter of what they were: .05 .0125 | head 1 unchanged: .3 .2
-    sinks = torch.tensor([3.0, 0.0], dtype=torch.float64).log()
-    targets = block_targets(q, k, cu, 2, 1.0, sinks=sinks)
-    torch.testing.assert_close(targets[5, 0], torch.tensor([0.6, 0.4, 0.0], dtype=torch.float64))
-    sinks = sinks.flip(0)  # head 0: .2 .05 | head 1: .075 .05
-    targets = block_targets(q, k, cu, 2, 1.0, sinks=sinks)
-    torch.testing.assert_close(targets[5, 0], torch.tensor([0.8, 0.2, 0.0], dtype=torch.float64))
+    # A sink of log 3 makes head 0's probabilities a quarter of what they were: .05 .0125 | head 1 unchanged: .3 .2;
+    # or those of head 1: .2 .05 | .075 .05
+    for weights, share in (([3.0, 0.0], 0.6), ([0.0, 3.0], 0.8)):
+        targets = block_targets(q, k, cu, 2, 1.0, sinks=torch.tensor(weights, dtype=torch.float64).log())
+        torch.testing.assert_close(targets[5, 0], torch.tensor([share, 1 - share, 0.0], dtype=torch.float64))
 
 
 @BOTH
@@ -126,8 +125,6 @@ def test_targets_survive_probabilities_that_underflow():
 
 
 def test_many_small_chunks_change_nothing(monkeypatch):
-    from seergate.ops.torch_impl import teacher
-
     pack = Pack.random([150, 91], block_size=16, group=3)
     want = ops.block_targets(pack.q, pack.k, pack.cu, 16)
     monkeypatch.setattr(teacher, "CHUNK_BYTES_CPU", 1)
