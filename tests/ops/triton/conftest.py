@@ -4,8 +4,11 @@ Triton reads ``TRITON_INTERPRET`` at import, so `tests/ops/test_triton.py` start
 interpreter. Otherwise these files are collected only on a GPU.
 """
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from tests.support.op_inputs import INTERPRETING
 
@@ -32,6 +35,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, rows: int = 32, keys: int = 32,
         return launch.TeacherLaunch(max(1, rows // pack), pack, keys, 4, 1, two_loops)
 
     monkeypatch.setattr(teacher, "teacher_launch", tiles)
+
+
+def moved(given: Any, device: torch.device | str) -> Any:
+    """The same tuple or dictionary with its tensors on the device."""
+    return tree_map_only(torch.Tensor, lambda x: x.to(device), given)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import launch
+from tests.ops.triton.conftest import moved
 from tests.support.op_inputs import LAYOUTS, decode_inputs, grid, in_layout, poison, relative
 from tests.support.op_inputs import in_pages as paged
 
@@ -40,9 +41,20 @@ def choose(lengths, kv_heads, block_size, blocks, capacity, some=None):
     return indices
 
 
-def check(got, want, dtype):
-    assert got.dtype == dtype and got.shape == want.shape
-    assert relative(got.cpu(), want) < TOLERANCE[dtype]
+def check(op, device, exact, stored, *where, **options):
+    """An op on the device, with keys and values as they are ``stored``, against its reference in float64; the output.
+
+    Args:
+        exact: queries, keys and values for the reference.
+        where: the op's other arguments in order.
+        options: the same by name; ``page_table`` is the op's alone.
+    """
+    q, own = exact[0], {name: x for name, x in options.items() if name != "page_table"}
+    want = getattr(reference, op)(*(x.double() for x in exact), *moved(where, "cpu"), **moved(own, "cpu"))
+    got = getattr(ops, op)(*moved((q, *stored, *where), device), **moved(options, device))
+    assert got.dtype == q.dtype and got.shape == want.shape
+    assert relative(got.cpu(), want) < TOLERANCE[q.dtype]
+    return got
 
 
 @pytest.mark.parametrize(
@@ -52,14 +64,10 @@ def check(got, want, dtype):
 )
 def test_sparse_equals_reference(group, dtype, splits, device):
     lengths = torch.tensor([1, 97])
-    q, k, v = cache(group=group, dtype=dtype)
-    indices = choose(lengths, 2, 16, 5, 100)
-    k, v = (poison(x, lengths, indices, 16) for x in (k, v))
-    moved = [x.to(device) for x in (q, k, v, indices, lengths)]
+    qkv, indices = cache(group=group, dtype=dtype), choose(lengths, 2, 16, 5, 100)
+    stored = [poison(x, lengths, indices, 16) for x in qkv[1:]]
     for options in ({}, {"softcap": 3.0, "sinks": torch.randn(2 * group)}):
-        want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, 16, **options)
-        options = {name: x.to(device) if name == "sinks" else x for name, x in options.items()}
-        check(ops.sparse_decode(*moved, 16, **options), want, dtype)
+        check("sparse_decode", device, qkv, stored, indices, lengths, 16, **options)
 
 
 @pytest.mark.parametrize(
@@ -77,46 +85,35 @@ def test_sparse_equals_reference(group, dtype, splits, device):
 )  # fmt: skip
 def test_dimensions_and_block_sizes(block_size, dims, dtype, splits, device):
     lengths = torch.tensor([200])
-    q, k, v = cache(1, 1, 2, 230, *dims, dtype)
-    indices = choose(lengths, 1, block_size, 2, 230)
+    qkv, indices = cache(1, 1, 2, 230, *dims, dtype), choose(lengths, 1, block_size, 2, 230)
     indices[..., -1] = 199 // block_size
-    k, v = (poison(x, lengths, indices, block_size) for x in (k, v))
-    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
-    check(ops.sparse_decode(*(x.to(device) for x in (q, k, v, indices, lengths)), block_size), want, dtype)
+    stored = [poison(x, lengths, indices, block_size) for x in qkv[1:]]
+    check("sparse_decode", device, qkv, stored, indices, lengths, block_size)
 
 
 @pytest.mark.parametrize(("block_size", "dtype"), grid([(16, F32), (64, F16)], [16, 64], TOLERANCE), ids=str)
 def test_counts_of_none_one_and_all(block_size, dtype, splits, device):
     lengths = torch.tensor([150, 129])
-    q, k, v = cache(2, 2, 4, 150, dtype=dtype)
-    indices = choose(lengths, 2, block_size, 10, 150, some=[[0, 10], [1, 2]])
-    k, v = (poison(x, lengths, indices, block_size) for x in (k, v))
+    qkv, indices = cache(2, 2, 4, 150, dtype=dtype), choose(lengths, 2, block_size, 10, 150, some=[[0, 10], [1, 2]])
+    stored = [poison(x, lengths, indices, block_size) for x in qkv[1:]]
     for sinks in (None, torch.randn(8)):
-        want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size, sinks=sinks)
-        assert not want[0, :4].any()
-        args = [x.to(device) for x in (q, k, v, indices, lengths)]
-        got = ops.sparse_decode(*args, block_size, sinks=None if sinks is None else sinks.to(device))
-        check(got, want, dtype)
+        got = check("sparse_decode", device, qkv, stored, indices, lengths, block_size, sinks=sinks)
         assert not got[0, :4].any()
-    assert not ops.sparse_decode(*args[:3], args[3][..., :0], args[4], block_size).any()
+    assert not ops.sparse_decode(*moved((qkv[0], *stored, indices[..., :0], lengths), device), block_size).any()
 
 
 def test_the_counts_of_a_selection_change_nothing(splits, device):
-    q, k, v = (x.to(device) for x in cache(2, 2, 4, 150, dtype=F16))
-    lengths = torch.tensor([150, 17], device=device)
+    qkv, lengths = moved(cache(2, 2, 4, 150, dtype=F16), device), torch.tensor([150, 17], device=device)
     for rule in ({"token_budget": 64}, {"threshold": 0.1}):
         chosen = ops.select_blocks(torch.randn(2, 2, 10, device=device), lengths, block_size=16, **rule)
-        want = ops.sparse_decode(q, k, v, chosen.indices, lengths, 16)
-        assert torch.equal(ops.sparse_decode(q, k, v, chosen.indices, lengths, 16, counts=chosen.counts), want)
+        want = ops.sparse_decode(*qkv, chosen.indices, lengths, 16)
+        assert torch.equal(ops.sparse_decode(*qkv, chosen.indices, lengths, 16, counts=chosen.counts), want)
 
 
 def test_blocks_beyond_the_length_are_passed_over(splits, device):
-    q, k, v = cache(1, 2, 2, 96)
-    lengths, honest = torch.tensor([40]), torch.tensor([[[0, 1], [2, -1]]])
-    k, v = (poison(x, lengths, honest, 16) for x in (k, v))
-    want = reference.sparse_decode(q.double(), k.double(), v.double(), honest, lengths, 16)
-    stale = torch.tensor([[[0, 1, 3, 5], [2, 4, 5, -1]]])  # int64
-    check(ops.sparse_decode(*(x.to(device) for x in (q, k, v, stale, lengths)), 16), want, torch.float32)
+    qkv, lengths, read = cache(1, 2, 2, 96), torch.tensor([40]), torch.tensor([[[0, 1], [2, -1]]])
+    stored = [poison(x, lengths, read, 16) for x in qkv[1:]]
+    check("sparse_decode", device, qkv, stored, torch.tensor([[[0, 1, 3, 5], [2, 4, 5, -1]]]), lengths, 16)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +123,10 @@ def test_blocks_beyond_the_length_are_passed_over(splits, device):
 )
 def test_dense_equals_reference(lengths, dtype, splits, device):
     lengths = None if lengths is None else torch.tensor(lengths)
-    q, k, v = cache(group=5, dtype=dtype, dim=96)
-    if lengths is not None:
-        k, v = (poison(x, lengths) for x in (k, v))
-    moved = [None if x is None else x.to(device) for x in (q, k, v, lengths)]
+    qkv = cache(group=5, dtype=dtype, dim=96)
+    stored = qkv[1:] if lengths is None else [poison(x, lengths) for x in qkv[1:]]
     for options in ({}, {"sinks": torch.randn(10), "softcap": 4.0}):
-        want = reference.dense_decode(q.double(), k.double(), v.double(), lengths, **options)
-        options = {name: x.to(device) if name == "sinks" else x for name, x in options.items()}
-        check(ops.dense_decode(*moved, **options), want, dtype)
+        check("dense_decode", device, qkv, stored, lengths, **options)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +141,13 @@ def test_dense_equals_reference(lengths, dtype, splits, device):
 def test_paged(sizes, dtype, splits, device):
     page, block_size = sizes
     lengths = torch.tensor([129, 40])
-    q, k, v = cache(2, 2, 4, 144, dtype=dtype)
-    indices = choose(lengths, 2, block_size, 3, 144)
+    qkv, indices = cache(2, 2, 4, 144, dtype=dtype), choose(lengths, 2, block_size, 3, 144)
     needed = -(-144 // page)
     table = torch.randperm(2 * needed + 3)[: 2 * needed].view(2, needed).int()
-    sparse = [paged(poison(x, lengths, indices, block_size), page, table, 2 * needed + 3) for x in (k, v)]
-    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
-    moved = [x.to(device) for x in (q, *sparse, indices, lengths)]
-    check(ops.sparse_decode(*moved, block_size, page_table=table.to(device)), want, dtype)
-
-    dense = [paged(poison(x, lengths), page, table, 2 * needed + 3) for x in (k, v)]
-    want = reference.dense_decode(q.double(), k.double(), v.double(), lengths)
-    moved = [x.to(device) for x in (q, *dense, lengths)]
-    check(ops.dense_decode(*moved, page_table=table.to(device)), want, dtype)
+    sparse = [paged(poison(x, lengths, indices, block_size), page, table, 2 * needed + 3) for x in qkv[1:]]
+    check("sparse_decode", device, qkv, sparse, indices, lengths, block_size, page_table=table)
+    dense = [paged(poison(x, lengths), page, table, 2 * needed + 3) for x in qkv[1:]]
+    check("dense_decode", device, qkv, dense, lengths, page_table=table)
 
 
 @settings(max_examples=8)
@@ -178,14 +165,12 @@ def test_paged(sizes, dtype, splits, device):
 def test_any_shape_and_layout(batch, kv_heads, group, block_size, capacity, dims, layout, fewest, data):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     lengths = torch.tensor(data.draw(st.lists(st.integers(1, capacity), min_size=batch, max_size=batch)))
-    q, k, v = cache(batch, kv_heads, group, capacity, *dims)
+    qkv = cache(batch, kv_heads, group, capacity, *dims)
     indices = choose(lengths, kv_heads, block_size, data.draw(st.integers(1, 8)), capacity)
-    want = reference.sparse_decode(q.double(), k.double(), v.double(), indices, lengths, block_size)
-    k, v = (in_layout(poison(x, lengths, indices, block_size).to(device), layout) for x in (k, v))
+    stored = [in_layout(poison(x, lengths, indices, block_size).to(device), layout) for x in qkv[1:]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "MIN_TILES", fewest)
-        got = ops.sparse_decode(q.to(device), k, v, indices.to(device), lengths.to(device), block_size)
-    check(got, want, torch.float32)
+        check("sparse_decode", device, qkv, stored, indices, lengths, block_size)
 
 
 @pytest.mark.plain_empty
@@ -202,34 +187,24 @@ def test_offsets_beyond_32_bits(where, splits, device):
     lengths = torch.full((size[0],), size[2])
     indices = torch.tensor([[[size[2] // 64 - 1]]] * size[0])
     options = {"page_table": torch.tensor([[1], [0]])} if where == "pages" else {}
-    near = k.cpu().double().contiguous()
-    want = reference.sparse_decode(q.double(), near, near, indices, lengths, 64, **options)
-    options = {name: x.to(device) for name, x in options.items()}
-    got = ops.sparse_decode(q.to(device), k, k, indices.to(device), lengths.to(device), 64, **options)
-    check(got, want, torch.float16)
+    near = k.cpu().contiguous().flip(0) if options else k.cpu().contiguous()
+    check("sparse_decode", device, (q, near, near), (k, k), indices, lengths, 64, **options)
 
 
 def test_arguments_of_any_layout(splits, device):
     """Lengths that are one number repeated, every second sink, a transposed page table, indices with heads last."""
-    q, k, v = cache(2, 2, 2, 96)
+    qkv, lengths = cache(2, 2, 2, 96), torch.tensor(70, device=device).expand(2)
     table = torch.tensor([[0, 2, 4], [5, 3, 1]], device=device).T.contiguous().T
-    lengths = torch.tensor(70, device=device).expand(2)
-    sinks = torch.randn(8, device=device)[::2]
     indices = choose(lengths.cpu(), 2, 16, 3, 96).to(device).transpose(1, 2).contiguous().transpose(1, 2)
-    pages = [x.unflatten(2, (3, 32)).transpose(1, 2).flatten(0, 1).to(device) for x in (k, v)]
-    args = [q, *(x.cpu() for x in (*pages, indices, lengths))]
-    want = reference.sparse_decode(
-        *(x.double() if x.is_floating_point() else x for x in args), 16, sinks=sinks.cpu(), page_table=table.cpu()
-    )
-    got = ops.sparse_decode(q.to(device), *pages, indices, lengths, 16, sinks=sinks, page_table=table)
-    check(got, want, torch.float32)
+    pages = [paged(x, 32, table.cpu(), 6) for x in qkv[1:]]
+    sinks = torch.randn(8, device=device)[::2]
+    check("sparse_decode", device, qkv, pages, indices, lengths, 16, sinks=sinks, page_table=table)
 
 
 def test_large_scores(splits, device):
     """Scores far beyond what exp2 of fp32 can hold."""
-    q, k, v = cache(1, 1, 4, 150)
+    (q, k, v), lengths = cache(1, 1, 4, 150), torch.tensor([150])
     q *= 1000
-    lengths = torch.tensor([150])
     want = reference.dense_decode(q.double(), k.double(), v.double(), lengths)
     got = ops.dense_decode(*(x.to(device) for x in (q, k, v, lengths)))
     torch.testing.assert_close(got.cpu().double(), want, atol=2e-4, rtol=2e-3)

@@ -11,7 +11,7 @@ from seergate import ops
 from seergate.ops import reference
 from seergate.ops.triton_impl import gate_kl, launch, teacher
 from seergate.ops.triton_impl.launch import GateLaunch
-from tests.ops.triton.conftest import NARROW, small_tiles
+from tests.ops.triton.conftest import NARROW, moved, small_tiles
 from tests.support.op_inputs import EXACT, Pack, relative
 
 LENGTHS = [45, 0, 1, 7, 16, 17]
@@ -34,10 +34,8 @@ def small_chunks(monkeypatch):
 
 def run(pack, device, **options):
     """Loss, stats and gradients, on the CPU."""
-    there = Pack(*(x.to(device) for x in (pack.q, pack.k, pack.qg, pack.kg)), pack.cu, pack.block_size)
-    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    loss, stats, dqg, dkg = there.run(ops.gate_kl, **options)
-    return loss.cpu(), ops.GateKLStats(*(x.cpu() for x in stats)), dqg.cpu(), dkg.cpu()
+    there = Pack(*moved((pack.q, pack.k, pack.qg, pack.kg), device), pack.cu, pack.block_size)
+    return moved(there.run(ops.gate_kl, **moved(options, device)), "cpu")
 
 
 def same(got, want):
@@ -92,27 +90,29 @@ def test_segments_without_a_block_beyond_the_sinks(lengths, rule, device):
     check(Pack.random(lengths, block_size=16, dtype=torch.float32), device, recall_budgets=(32, 48), **rule)
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
-def test_narrow_inputs_with_the_recommended_rows(dtype, device, monkeypatch):
-    """With the tiles that ship, gates in 16 bits, in fp32, and in both."""
+@pytest.fixture
+def shipped_tiles(monkeypatch):
     monkeypatch.setattr(teacher, "teacher_launch", launch.teacher_launch)
     monkeypatch.setattr(gate_kl, "gate_launch", launch.gate_launch)
+
+
+@pytest.mark.usefixtures("shipped_tiles")
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_narrow_inputs_with_the_recommended_rows(dtype, device):
+    """Gates in 16 bits, in fp32, and in both."""
     pack = Pack.random([301, 77], block_size=16, kv_heads=2, group=3, dim=64, gate_dim=64, dtype=dtype)
     rule = {"sink_blocks": 1, "row_stride": 8, "row_shift": 3, "row_start": 0.25, "recall_budgets": (64,)}
-    check(pack, device, **rule)
-    pack.qg, pack.kg = pack.qg.float(), pack.kg.float()
-    check(pack, device, **rule)
-    pack.kg = pack.kg.to(dtype)
-    check(pack, device, **rule)
+    for queries, keys in ((dtype, dtype), (torch.float32, torch.float32), (torch.float32, dtype)):
+        pack.qg, pack.kg = pack.qg.to(queries), pack.kg.to(keys)
+        check(pack, device, **rule)
 
 
+@pytest.mark.usefixtures("shipped_tiles")
 @pytest.mark.parametrize(
     ("group", "gate_dim", "gate_dtype"), [(5, 128, torch.float16), (5, 64, torch.float32), (4, 128, torch.float32)]
 )
-def test_the_tiles_that_ship(group, gate_dim, gate_dtype, device, monkeypatch):
+def test_the_tiles_that_ship(group, gate_dim, gate_dtype, device):
     """Also gates in fp32 beside a model in 16 bits, as they are trained."""
-    monkeypatch.setattr(teacher, "teacher_launch", launch.teacher_launch)
-    monkeypatch.setattr(gate_kl, "gate_launch", launch.gate_launch)
     pack = Pack.random([101, 27], block_size=8, kv_heads=1, group=group, gate_dim=gate_dim, dtype=torch.float16)
     pack.qg, pack.kg = pack.qg.to(gate_dtype), pack.kg.to(gate_dtype)
     check(pack, device, row_start=0.25, recall_budgets=(32,))
@@ -135,11 +135,10 @@ def test_sinks_softcap_and_scales(device):
 )
 def test_any_packing(lengths, block_size, group, gate_dim, row_start, sparse, seed):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    pack = Pack.random(
-        lengths, block_size=block_size, kv_heads=1, group=group, gate_dim=gate_dim, dtype=torch.float32, seed=seed
-    )
+    made = {"block_size": block_size, "kv_heads": 1, "group": group, "gate_dim": gate_dim, "seed": seed}
     sparse = dict(zip(("sink_blocks", "row_stride", "row_shift"), sparse, strict=True))
-    check(pack, device, tolerance=1e-5, row_start=row_start, recall_budgets=(2 * block_size,), **sparse)
+    options = {"row_start": row_start, "recall_budgets": (2 * block_size,), **sparse}
+    check(Pack.random(lengths, dtype=torch.float32, **made), device, tolerance=1e-5, **options)
 
 
 def test_a_known_log_sum_exp_gives_the_same(device):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import attention, reference
 from seergate.ops.triton_impl import packs, teacher
-from tests.ops.triton.conftest import NARROW
+from tests.ops.triton.conftest import NARROW, moved
 from tests.ops.triton.conftest import small_tiles as tiles
 from tests.support.op_inputs import EXACT, Pack, cu_seqlens, grid, relative
 
@@ -25,7 +25,7 @@ def small_tiles(monkeypatch):
 
 def on(device, pack):
     """The pack's queries and keys on the device."""
-    return pack.q.to(device), pack.k.to(device)
+    return moved((pack.q, pack.k), device)
 
 
 def check(pack, values, device, **options):
@@ -33,7 +33,7 @@ def check(pack, values, device, **options):
     q, k = on(device, pack)
     exact = pack.to(torch.float64)
     wide = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    there = moved(options, device)
     want = reference.attention_with_block_targets(exact.q, exact.k, values.double(), pack.cu, pack.block_size, **wide)
     got = ops.attention_with_block_targets(q, k, values.to(device), pack.cu, pack.block_size, **there)
     assert got.output.dtype == values.dtype and got.lse.dtype == got.log_targets.dtype == torch.float32
@@ -88,16 +88,12 @@ def test_head_dimensions_with_the_shipped_tiles(dim, value_dim, dtype, device):
     check(pack, values_of(pack, value_dim), device)
 
 
+SINKS = {"sinks": torch.tensor([0.3, -1.0, 4.0, 0.0, 2.0, -3.0])}
+CAP = {"softcap": 3.0}
+
+
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sinks": torch.tensor([0.3, -1.0, 4.0, 0.0, 2.0, -3.0]), "sm_scale": 0.4},
-        {"softcap": 3.0, "sinks": torch.tensor([0.3, -1.0, 4.0, 0.0, 2.0, -3.0]), "sm_scale": 0.7},
-        {"softcap": 3.0},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [SINKS | {"sm_scale": 0.4}, CAP | SINKS | {"sm_scale": 0.7}, CAP], ids=str)
 def test_sinks_softcap_and_scale(options, device):
     pack = Pack.random([50, 20], block_size=16, group=3, kv_heads=2, dtype=torch.float32)
     check(pack, values_of(pack), device, **options)
@@ -110,10 +106,8 @@ def test_a_window_hides_whole_tiles(window, device):
     pack = Pack.random([150, 20], group=3, dtype=torch.float32)
     values, sinks = values_of(pack), torch.tensor([-math.inf, -2.0, 0.0, 1.0, -math.inf, 3.0])
     options = {"window": window, "softcap": 3.0, "sinks": sinks.to(device)}
-    exact = pack.to(torch.float64)
-    want = reference.packed_attention(
-        exact.q, exact.k, values.double(), pack.cu, **options | {"sinks": sinks.double()}
-    )
+    exact, wide = pack.to(torch.float64), options | {"sinks": sinks.double()}
+    want = reference.packed_attention(exact.q, exact.k, values.double(), pack.cu, **wide)
     got = ops.packed_attention(*on(device, pack), values.to(device), pack.cu, **options)
     torch.testing.assert_close(got.output.cpu().double(), want.output, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=EXACT, atol=EXACT)
@@ -138,9 +132,8 @@ def test_any_shape(lengths, block_size, group, dim, keys, seed):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with pytest.MonkeyPatch.context() as patch:
         tiles(patch, keys=keys)
-        pack = Pack.random(
-            lengths, block_size=block_size, group=group, kv_heads=1, dim=dim, dtype=torch.float32, seed=seed
-        )
+        made = {"block_size": block_size, "kv_heads": 1, "group": group, "dim": dim, "seed": seed}
+        pack = Pack.random(lengths, dtype=torch.float32, **made)
         check(pack, values_of(pack), device)
 
 
