@@ -105,9 +105,6 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
     assert "_prefill" not in vars(base)
 
 
-# --------------------------------------------------------------------------------------------- what goes together
-
-
 def attempts():
     """Tags -> what is attached, to what, and the cache that is used."""
     small = {"block_size": BLOCK, "token_budget": 2 * BLOCK}

@@ -28,12 +28,9 @@ KINDS = {name: "gate" if name.endswith("and gate") else name.split(" ")[0] for n
 """What each row is a variant of."""
 PROMPTS = (40, 9, 23)
 """Lengths: longer than the budget of 24, shorter, and such that the first generated tokens fill it up."""
-
-
+ROWS = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
 EACH = list({kind: name for name, kind in reversed(KINDS.items())}.values())
 """The first row of each method; its variants keep the same tensors."""
-
-
 FEW = [*EACH, "streaming_llm original"]
 """These, and the variant with attention of its own."""
 
@@ -43,10 +40,15 @@ def spread(values, names=NAMES):
     return list(zip(names, itertools.cycle(values), strict=False))
 
 
-def against_simulation(name, group, steps, lengths=PROMPTS, **options):
-    model = model_of(group, torch.float64, **options)
+def forced_tokens(steps, rows=3):
+    """Of so many rows, none of them a prompt."""
+    return torch.cat([prompt(steps, 100 + seed) for seed in range(rows)])
+
+
+def against_simulation(name, group, steps, lengths=PROMPTS):
+    model = model_of(group, torch.float64)
     rows = [prompt(length, seed) for seed, length in enumerate(lengths)]
-    forced = torch.cat([prompt(steps, 100 + seed) for seed in range(len(rows))])
+    forced = forced_tokens(steps, len(rows))
     logits, cache, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
     for row, ids in enumerate(rows):
         policy = EVICTORS[name].policy(model)
@@ -85,12 +87,12 @@ def test_against_a_simulation_for_500_steps(name):
 
 @pytest.fixture
 def steps_seen(monkeypatch):
-    """Every step that reaches `select_kept`, right after its attention and before anything leaves: (state, step)."""
+    """(state, step, whether autocast is on) of every step that reaches `select_kept`, right after its attention."""
     seen = []
     for kind in {BudgetedState, RaaSState, RPCState, KV4BitState, StreamingState}:
 
         def spied(self, step, select_kept=kind.select_kept):
-            seen.append((self, step))
+            seen.append((self, step, torch.is_autocast_enabled("cpu")))
             return select_kept(self, step)
 
         monkeypatch.setattr(kind, "select_kept", spied)
@@ -101,8 +103,8 @@ def steps_seen(monkeypatch):
 def test_a_budget_for_everything_is_the_plain_model(name, group):
     """Invariants 1 and 6: equal to dense attention at every step, alone and in a batch, twice."""
     model = model_of(group)
-    for rows in ([prompt(21, 4)], [prompt(length, seed) for seed, length in enumerate(PROMPTS)]):
-        forced = torch.cat([prompt(30, 100 + seed) for seed in range(len(rows))])
+    for rows in ([prompt(21, 4)], ROWS):
+        forced = forced_tokens(30, len(rows))
         plain, _, _ = forced_run(model, "dense", rows, forced)
         method = EVICTORS[name].covers(model)
         for _ in range(2):
@@ -112,9 +114,9 @@ def test_a_budget_for_everything_is_the_plain_model(name, group):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_autocast_does_not_round_what_decides(name, monkeypatch):
+def test_autocast_does_not_round_what_decides(name, steps_seen, monkeypatch):
     """The products of the model are in bfloat16, those of the method in float32, also after a prompt."""
-    calls, products, model = [], [], model_of(4)
+    products, model = [], model_of(4)
 
     def logits(*args, original=scoring.logits):
         products.append(original(*args))
@@ -122,17 +124,10 @@ def test_autocast_does_not_round_what_decides(name, monkeypatch):
 
     for module in (scoring, snapkv, rpc):
         monkeypatch.setattr(module, "logits", logits)
-    for kind in {BudgetedState, RaaSState, RPCState, KV4BitState, StreamingState}:
-
-        def off(self, step, select_kept=kind.select_kept):
-            calls.append(step)
-            assert not torch.is_autocast_enabled("cpu")
-            return select_kept(self, step)
-
-        monkeypatch.setattr(kind, "select_kept", off)
     with seergate.attached(model, EVICTORS[name].method(model)), torch.autocast("cpu", torch.bfloat16):
         assert model.generate(prompt(40), max_new_tokens=12).shape == (1, 52)
-    assert calls and all(product.dtype == torch.float32 for product in products)
+    assert steps_seen and not any(autocast for _, _, autocast in steps_seen)
+    assert all(product.dtype == torch.float32 for product in products)
     assert products or name.split()[0] not in ("snapkv", "r_kv", "tova", "h2o")
 
 
@@ -167,13 +162,11 @@ def test_what_is_resident(name, group, steps_seen):
     resident, and whatever stays is bit for bit what came, in the order in which it came.
     """
     model, evictor = model_of(group), EVICTORS[name]
-    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
-    forced = torch.cat([prompt(40, 100 + seed) for seed in range(3)])
     came = {(layer, row): [] for layer in range(2) for row in range(3)}
     method = evictor.method(model)
-    _, cache, _ = forced_run(model, method, rows, forced)
+    _, cache, _ = forced_run(model, method, ROWS, forced_tokens(40))
     assert len(steps_seen) == 2 * 41
-    for state, step in steps_seen:
+    for state, step, _ in steps_seen:
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             new = (step.k_pre_BKSD if method.stores_pre_rope else step.k_BKSD)[row, :, :count]
             came[state.spec.layer, row] += list(new.unbind(1))
@@ -196,12 +189,11 @@ def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
     """Invariants 5 and 6: whatever else is in the batch, and however often it is run."""
     model = model_of(group)
     method = EVICTORS[name].method(model)
-    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
     cache = DynamicCache()
     with seergate.attached(model, method):
-        together = model.generate(**left_padded(rows), max_new_tokens=40, past_key_values=cache)
-        assert torch.equal(model.generate(**left_padded(rows), max_new_tokens=40), together)
-        for i, row in enumerate(rows):
+        together = model.generate(**left_padded(ROWS), max_new_tokens=40, past_key_values=cache)
+        assert torch.equal(model.generate(**left_padded(ROWS), max_new_tokens=40), together)
+        for i, row in enumerate(ROWS):
             own = DynamicCache()
             alone = model.generate(input_ids=row, max_new_tokens=40, past_key_values=own)
             assert torch.equal(alone[0, row.shape[1] :], together[i, max(PROMPTS) :])
@@ -246,14 +238,10 @@ def test_on_a_static_cache(name):
 
 @pytest.mark.parametrize("name", EACH)
 def test_reordering_and_selecting_rows(name):
-    model = model_of(4)
-    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
-    order = [2, 0, 2]
-    forced = torch.cat([prompt(40, 100 + seed) for seed in range(3)])
-    whole, _, _ = forced_run(model, EVICTORS[name].method(model), rows, forced)
-
+    model, order, forced = model_of(4), [2, 0, 2], forced_tokens(40)
+    whole, _, _ = forced_run(model, EVICTORS[name].method(model), ROWS, forced)
     with seergate.attached(model, EVICTORS[name].method(model)), torch.inference_mode():
-        running = Decoding(model, **left_padded(rows))
+        running = Decoding(model, **left_padded(ROWS))
         for step in range(41):
             expected = whole[:, step] if step <= 15 else whole[order, step]
             torch.testing.assert_close(running.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
@@ -269,9 +257,8 @@ def test_rows_that_come_and_go(name):
     """A row that joins others after some steps, and goes on when they have left, gives what it gives alone."""
     model = model_of(4)
     method = EVICTORS[name].method(model)
-    rows = [prompt(length, seed) for seed, length in enumerate(PROMPTS)]
-    forced = torch.cat([prompt(60, 100 + seed) for seed in range(3)])
-    alone = [forced_run(model, method, [row], forced[i : i + 1])[0][0] for i, row in enumerate(rows)]
+    forced = forced_tokens(60)
+    alone = [forced_run(model, method, [row], forced[i : i + 1])[0][0] for i, row in enumerate(ROWS)]
     begins, ends = (0, 13, 26), (45, 60, 60)  # the steps at which each row joins and leaves
     running, cache = [], None
     with seergate.attached(model, method), torch.inference_mode():
@@ -282,7 +269,7 @@ def test_rows_that_come_and_go(name):
             running = staying
             if now in begins:
                 row, own = begins.index(now), DynamicCache()
-                out = model(input_ids=rows[row], past_key_values=own).logits[0, -1]
+                out = model(input_ids=ROWS[row], past_key_values=own).logits[0, -1]
                 torch.testing.assert_close(out, alone[row][0], rtol=1e-4, atol=1e-4)
                 if cache is None:
                     cache = own

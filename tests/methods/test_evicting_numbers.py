@@ -35,9 +35,6 @@ def test_best_keeps_the_newer_of_equals_in_order():
     assert both[0, :, :2].tolist() == [[2, 3], [3, 4]] and both[1].tolist() == [[1, 2, 3, 4], [1, 2, 3, 4]]
 
 
-# ----------------------------------------------------------------------------------------------------------- H2O, TOVA
-
-
 def test_h2o_by_hand():
     """Rows [1], [.6, .4], [.2, .5, .3], [.1, .3, .2, .4] sum to [1.9, 1.2, .5, .4]; one heavy, two recent: 1 goes."""
     q, keys = logits_for([[[1.0], [0.6, 0.4], [0.2, 0.5, 0.3], [0.1, 0.3, 0.2, 0.4]]])
@@ -68,9 +65,6 @@ def test_of_equal_tokens_the_oldest_leaves(kernel):
         method = methods.SnapKV(token_budget=3, window=1, interval=1, kernel=kernel)
     state, last = prompted(method, torch.zeros(1, 4, 5, 8), torch.ones(1, 2, 5, 8))
     assert state.select_kept(last).index.tolist() == [[[2, 3, 4]] * 2]
-
-
-# -------------------------------------------------------------------------------------------------------- LazyEviction
 
 
 def test_recurrence_scores_by_hand():
@@ -111,15 +105,9 @@ def test_recurrence_intervals_by_hand():
     assert history[2099] == (2076, 2090)
 
 
-# ---------------------------------------------------------------------------------------------------------------- RPC
-
-
 def test_average_pooling_counts_the_padding():
     scores = torch.tensor([[[7.0, 0, 0, 0, 0, 0, 0, 14]]])
     assert pooled(scores, 7, "avg").tolist() == [[[1, 1, 1, 1, 2, 2, 2, 2]]]
-
-
-# ---------------------------------------------------------------------------------------------------------------- RaaS
 
 
 def test_raas_by_hand():
@@ -147,9 +135,6 @@ def test_recency_orders_by_use_then_score_then_age():
     used = torch.tensor([[[4, 2, 3, 4, 2]]], dtype=torch.int32)
     bounds = torch.tensor([[[0.4, 0.1, 0.2, 0.3, 0.1]]])
     assert recency(used, bounds).argsort(-1).tolist() == [[[1, 4, 2, 3, 0]]]
-
-
-# -------------------------------------------------------------------------------------------------------------- random
 
 
 def test_random_eviction_is_uniform_and_repeats():

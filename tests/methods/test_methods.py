@@ -12,8 +12,6 @@ from seergate.models.rope import Rotary
 from tests.support.models import tiny_model
 from tests.support.steps import fed, spec, step
 
-# --------------------------------------------------------------------------------------------------------------- Quest
-
 
 def test_quest_bound_by_hand():
     keys = torch.tensor([[[[1.0, 1.0], [2.0, -1.0], [0.0, 3.0]]]])
@@ -50,29 +48,13 @@ def test_quest_group_reduction():
 def test_quest_takes_the_probabilities_of_a_threshold_at_the_scale_of_attention():
     keys, q = torch.randn(1, 1, 65, 16), torch.randn(1, 2, 16)
     state, last = fed(methods.Quest(threshold=0.05, block_size=8, dense_layers=()), q, keys, [65])
-    bounds = torch.stack(
-        [
-            (q * keys[0, :, 8 * i : 8 * i + 8].amax(1))
-            .where(q > 0, q * keys[0, :, 8 * i : 8 * i + 8].amin(1))
-            .sum(-1)
-            .amax()
-            for i in range(8)
-        ]
-    )
+    pages, query = keys[0, :, :64].unflatten(1, (8, 8)), q[0, :, None]
+    bounds = torch.maximum(query * pages.amax(2), query * pages.amin(2)).sum(-1).amax(0)
     last.sm_scale = 0.25
     expected = (0.25 * bounds).softmax(0).gt(0.05).nonzero().flatten().tolist()
     assert 1 < len(expected) < 8 and expected != bounds.softmax(0).gt(0.05).nonzero().flatten().tolist()
     selection = state.method.select(state, last)
     assert selection.indices.flatten().tolist() == [*expected, 8]
-
-
-def test_random_has_no_probabilities():
-    for rule in ({"threshold": 0.1}, {"top_p": 0.9}):
-        with pytest.raises(ValueError, match="random has no probabilities of blocks"):
-            methods.Random(**rule)
-
-
-# -------------------------------------------------------------------------------------------------------------- oracle
 
 
 @pytest.mark.parametrize("group", [1, 4, 5])
@@ -83,15 +65,9 @@ def test_oracle_scores_are_the_training_targets(group, with_sinks):
     state, last = fed(methods.Oracle(token_budget=64, block_size=8), q, keys, [45])
     last.sinks = sinks
     scores = state.scores(last)[..., :5].softmax(-1)
-    rows = torch.zeros(45, 2 * group, 6)
-    rows[-1] = q[0]
-    targets = ops.block_targets(
-        rows, keys[0].transpose(0, 1), torch.tensor([0, 45], dtype=torch.int32), 8, 1.0, sinks=sinks
-    )
+    rows, borders = q.expand(45, -1, -1), torch.tensor([0, 45], dtype=torch.int32)
+    targets = ops.block_targets(rows, keys[0].transpose(0, 1), borders, 8, 1.0, sinks=sinks)
     torch.testing.assert_close(scores[0], targets[-1, :, :5])
-
-
-# -------------------------------------------------------------------------------------------------------------- random
 
 
 def test_random_is_uniform_and_repeats():
@@ -121,9 +97,6 @@ def test_every_seed_that_is_accepted_can_be_hashed(kind):
         kind(seed=2**43 + 1)
 
 
-# -------------------------------------------------------------------------------------------------------- StreamingLLM
-
-
 def model_rotary(**rope):
     model = tiny_model("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 100.0} | rope)
     return Rotary(families.decoder_of(model), families.full_attention_modules(model)[0][1], "full_attention")
@@ -148,20 +121,17 @@ def test_streaming_llm_keeps_sinks_and_recent_tokens(positions):
     torch.testing.assert_close(state.attend(last).output, expected)
 
 
-# ----------------------------------------------------------------------------------------------------------- published
-
-
 def test_published_selection_by_hand():
     """Complete-block logits [.5, 2, -1, 1] and an open block: softmax [.1256, .5630, .0280, .2071, .0762]."""
     scores = torch.tensor([[[0.5, 2.0, -1.0, 1.0, 99.0, 99.0]]])
-    budget = published_selection(scores, torch.tensor([18]), 4, DecodeConfig(token_budget=8))
-    assert budget.indices.tolist() == [[[0, 1, 3, 4]]] and budget.counts.tolist() == [[4]]
-    threshold = published_selection(scores, torch.tensor([18]), 4, DecodeConfig(threshold=0.1))
-    assert threshold.indices.tolist() == [[[0, 1, 3, 4]]]
-    low = published_selection(scores, torch.tensor([18]), 4, DecodeConfig(threshold=0.02))
-    assert low.counts.tolist() == [[5]]
-    complete = published_selection(scores, torch.tensor([20]), 4, DecodeConfig(token_budget=4))
-    assert complete.indices.tolist() == [[[0, 4]]], "a block that has just closed competes with its own score"
+    for length, rule, expected in (
+        (18, {"token_budget": 8}, [0, 1, 3, 4]),
+        (18, {"threshold": 0.1}, [0, 1, 3, 4]),
+        (18, {"threshold": 0.02}, [0, 1, 2, 3, 4]),
+        (20, {"token_budget": 4}, [0, 4]),  # a block that has just closed competes with its own score
+    ):
+        chosen = published_selection(scores, torch.tensor([length]), 4, DecodeConfig(**rule))
+        assert (chosen.indices.tolist(), chosen.counts.tolist()) == ([[expected]], [[len(expected)]])
 
 
 def test_published_selection_breaks_ties_alike_in_any_batch():

@@ -20,8 +20,6 @@ from seergate.methods.reason_cache.steps import (
 )
 from seergate.methods.reason_cache.structure import OPERAND, PLAIN, formal_content
 
-# ---------------------------------------------------------------------------------------------------- lexical stage
-
 
 def test_similarity_by_hand():
     """Counts {a: 2, b: 1} and {a: 1, b: 2}: cosine .8; texts of 10 and 8 characters: .64; mean .5: threshold .8."""
@@ -33,8 +31,6 @@ def test_similarity_by_hand():
     assert similarity(one, one) == pytest.approx(1.0)
     assert similarity(one, ReasoningStep(3, [1, 2], "x" * 10)) == similarity(one, ReasoningStep(3, [], "")) == 0
 
-
-# ------------------------------------------------------------------------------------------------------ segmentation
 
 PIECES = ["\n", "\n\n", ".\n\n", " ", "a", "b ", "```", "c\n"]
 
@@ -81,9 +77,6 @@ def test_whole_blocks_of_a_step():
     assert list(ReasoningStep(3, [0] * 10, "").whole_blocks(4)) == [1, 2]
     assert list(ReasoningStep(4, [0] * 8, "").whole_blocks(4)) == [1, 2]
     assert list(ReasoningStep(5, [0] * 6, "").whole_blocks(4)) == []
-
-
-# --------------------------------------------------------------------------------------------------- structural check
 
 
 @pytest.mark.parametrize(
@@ -133,9 +126,6 @@ def test_long_runs_are_read_once(text):
     assert formal_content(text) is None
 
 
-# ----------------------------------------------------------------------------------------------------- block distances
-
-
 def test_distance_by_hand():
     """One layer, 2 tokens, 1 head; |dK| = 1 and |dV| = 2: 3 / 4."""
     keys, values = torch.zeros(2, 1, 2, 3), torch.zeros(2, 1, 2, 3)
@@ -168,9 +158,6 @@ def test_percentile_threshold():
     assert PercentileThreshold(100, 0).admit([0.0, 1.0]) == [True, True]
     same = PercentileThreshold(1, 2)
     assert same.admit([0.0] * 2) == [False] * 2 and same.admit([0.0] * 3) == [True] * 3, "identical blocks share"
-
-
-# ----------------------------------------------------------------------------------------------------------- evaluator
 
 
 class Row:
@@ -277,9 +264,6 @@ def test_the_control_shares_as_much_and_anything():
             run = evaluator(methods.RandomSharing, seed=seed, include_prompt=include)
             drawn += [older for _, older in Row(run, ids, [7] * 41).pairs]
         assert len(drawn) > 10 and any(older < 21 for older in drawn) == include
-
-
-# ------------------------------------------------------------------------------------------------------------ refusals
 
 
 def test_refusals(monkeypatch):

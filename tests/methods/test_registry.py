@@ -63,10 +63,8 @@ def test_every_option_is_checked(model):
             other = {"token_budget": None} if option.name in rules and name != "raas" else {}
             for value in WRONG.get(str(option.type).split(" ")[0], ()):
                 if option.init and (option.name, value) not in RIGHT:
-                    message = (
-                        f"{option.name.removeprefix('rectify_')} is {value!r}|resa reads a share|random has no prob"
-                    )
-                    with pytest.raises(ValueError, match=message):
+                    named = f"{option.name.removeprefix('rectify_')} is {value!r}"
+                    with pytest.raises(ValueError, match=f"{named}|resa reads a share|random has no prob"):
                         replace(method, **{**other, option.name: value})
 
 
@@ -94,10 +92,7 @@ def test_refusals():
         (lambda: DecodeConfig(dense_below=8, compat="published"), "nor dense_below"),
         (lambda: methods.H2O(token_budget=8, recent_tokens=9), "token_budget is 8; it must be at least recent_tokens"),
         (lambda: methods.KV4Bit(group=1), "group is 1; it must be a whole number, 2 or greater"),
-        (
-            lambda: methods.LazyEviction(token_budget=100, window=101),
-            "token_budget is 100; it must be at least window",
-        ),
+        (lambda: methods.LazyEviction(token_budget=9, window=10), "token_budget is 9; it must be at least window"),
         (lambda: methods.LazyEviction(alpha=2), "alpha is 2"),
         (lambda: methods.make_method("lazy_eviction", interval=3), "no option 'interval'"),
         (lambda: methods.SnapKV(token_budget=16), r"at least window \(32\)"),
@@ -113,6 +108,8 @@ def test_refusals():
         (lambda: methods.SnapKV(compress="prompt", prompt="pinned"), "then it must be 'evictable'"),
         (lambda: methods.ReSA(share=1.5), "share is 1.5; it must be a number in 0..1"),
         (lambda: methods.ReSA(threshold=0.1), "it has no other rule"),
+        (lambda: methods.Random(threshold=0.1), "random has no probabilities of blocks"),
+        (lambda: methods.Random(top_p=0.9), "random has no probabilities of blocks"),
     ):
         with pytest.raises(ValueError, match=message):
             attempt()
@@ -127,8 +124,7 @@ def test_gates_are_equal_if_their_weights_are(model):
     with torch.no_grad():
         same.bank.gate(1).k_proj.weight[0, 0] += 1
     assert gate != same and evictors[0] != evictors[1]
-    halved = methods.Gate(bank=copy.deepcopy(bank).to(torch.bfloat16), token_budget=64)
-    assert gate != halved
+    assert gate != methods.Gate(bank=copy.deepcopy(bank).to(torch.bfloat16), token_budget=64)
 
 
 @pytest.mark.parametrize("scorer", ["attn_gate", *filter(is_retention, SCORERS)])
@@ -139,8 +135,7 @@ def test_a_layer_on_another_device_leaves_the_bank_where_it_is(scorer):
     here, there = (LayerSpec(0, 1, 4, 2, 16, torch.float32, torch.device(d), None) for d in ("cpu", "meta"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that nothing can be copied to a meta tensor
-        elsewhere = method.new_state(there)
-        again = method.new_state(there)
+        elsewhere, again = method.new_state(there), method.new_state(there)
     assert {parameter.device.type for parameter in elsewhere.gate.parameters()} == {"meta"}
     assert all(parameter.device.type == "cpu" for parameter in bank.parameters())
     assert method.new_state(here).gate is bank.layers["0"]
@@ -167,7 +162,7 @@ def test_registering():
         (type("Odd", (methods.Quest,), {"name": "a:b"}), r"Odd.name is 'a:b'; it must be of letters"),
         (
             type("Two", (methods.Quest,), {"name": "two", "calibrates": {"a": "m:A", "b": "m:B"}}),
-            "calibrates a, b; it m",
+            "calibrates a, b; it",
         ),
     ):
         with pytest.raises(SeergateError, match=message):

@@ -18,7 +18,7 @@ from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_sco
 from seergate.models import families
 from seergate.models.rope import Rotary
 from tests.support import naive_views
-from tests.support.evictors import model_of
+from tests.support.evictors import centres, model_of
 from tests.support.models import prompt, tiny_model
 from tests.support.steps import spec, step
 
@@ -37,8 +37,7 @@ class TwoPairs:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [("mean", [0.347798, 0.599689, 0.530781]), ("max", [0.793949, 1.095600, 0.823886])],
+    ("reduction", "expected"), [("mean", [0.347798, 0.599689, 0.530781]), ("max", [0.793949, 1.095600, 0.823886])]
 )
 def test_tri_attention_by_hand(reduction, expected):
     rope = TwoPairs()
@@ -46,13 +45,10 @@ def test_tri_attention_by_hand(reduction, expected):
     keys = torch.tensor([[1.0, 1, 0, 0], [0, 2, 1, 0], [1, 0, 0, 1]])[None]
     rotated = rope.rotate(keys[None], torch.tensor([[0, 1, 2]]))[0]
     mean, modulus = torch.tensor([[1.0, 0, 0, 0.5]]), torch.tensor([[1.25, 1.0]])
-    ahead = pairs.turn(mean, torch.tensor([1.0, 2.0]))
-    torch.testing.assert_close(
-        pairs.turn(torch.tensor([[1.0, 1, 0, 0]]), torch.tensor([1.0, 2.0])).mean(1)[0],
-        torch.tensor([0.062078, 0.987535, 0.875384, 0.149251]),
-        rtol=0,
-        atol=1e-6,
-    )
+    distances = torch.tensor([1.0, 2.0])
+    turned = pairs.turn(torch.tensor([[1.0, 1, 0, 0]]), distances).mean(1)[0]
+    torch.testing.assert_close(turned, torch.tensor([0.062078, 0.987535, 0.875384, 0.149251]), rtol=0, atol=1e-6)
+    ahead = pairs.turn(mean, distances)
     ahead = ahead.mean(1, keepdim=True) if reduction == "mean" else ahead
     queries = rope.rotate(ahead[None], torch.full((1, ahead.shape[1]), 3))[0]
     scores = tri_scores(queries, modulus - pairs.modulus(mean), rotated, pairs)[0, 0]
@@ -109,14 +105,11 @@ def test_a_constant_query_is_predicted_exactly(family):
 
 def test_where_the_positions_begin_does_not_matter():
     """Keys and the position of the next query shifted together: the same tokens stay."""
-    model = model_of(4)
-    recorder = QueryCentres()
-    with seergate.attached(model, recorder):
-        model.generate(input_ids=prompt(100), max_new_tokens=2)
-    ids, kept = prompt(60, 3), []
+    model, ids, kept = model_of(4), prompt(60, 3), []
+    method = methods.TriAttention(centres=centres(model), token_budget=24, interval=4)
     for begin in (0, 700):
         cache = DynamicCache()
-        with seergate.attached(model, "tri_attention", centres=recorder.centres(), token_budget=24, interval=4):
+        with seergate.attached(model, method):
             for part in (ids[:, :9], *ids[:, 9:].split(1, dim=1)):
                 seen = cache.get_seq_length()
                 positions = begin + torch.arange(seen, seen + part.shape[1])[None]
@@ -127,14 +120,12 @@ def test_where_the_positions_begin_does_not_matter():
 
 
 def test_the_default_dtype_does_not_matter():
-    model, recorder, texts = model_of(4), QueryCentres(), []
-    with seergate.attached(model, recorder):
-        model.generate(input_ids=prompt(100), max_new_tokens=2)
+    model, before, texts = model_of(4), torch.get_default_dtype(), []
+    found = centres(model)
     for dtype in (torch.float32, torch.bfloat16):
-        before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
-            with seergate.attached(model, "tri_attention", centres=recorder.centres(), token_budget=24, interval=4):
+            with seergate.attached(model, "tri_attention", centres=found, token_budget=24, interval=4):
                 texts.append(model.generate(prompt(60, 3), max_new_tokens=16))
         finally:
             torch.set_default_dtype(before)
@@ -156,22 +147,22 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path, monkey
                 model(input_ids=chunk, past_key_values=cache)
         hook.remove()
     q = seen[0][0]  # [S, H, D]
-    centres = whole.centres()
-    assert centres.tokens == 90
-    torch.testing.assert_close(centres.mean[0], q.mean(0))
-    torch.testing.assert_close(centres.modulus[0], torch.hypot(q[..., :8], q[..., 8:]).mean(0))
-    torch.testing.assert_close(parts.centres().mean[0], centres.mean[0], rtol=1e-4, atol=1e-4)
+    found, path = whole.centres(), tmp_path / "centres.safetensors"
+    assert found.tokens == 90
+    torch.testing.assert_close(found.mean[0], q.mean(0))
+    torch.testing.assert_close(found.modulus[0], torch.hypot(q[..., :8], q[..., 8:]).mean(0))
+    torch.testing.assert_close(parts.centres().mean[0], found.mean[0], rtol=1e-4, atol=1e-4)
     with pytest.raises(SeergateError, match="these centres do not name their model"):
-        centres.save(tmp_path / "centres.safetensors")
-    centres = replace(centres, made={"model": fingerprint(model)})
-    centres.save(tmp_path / "centres.safetensors")
+        found.save(path)
+    found = replace(found, made={"model": fingerprint(model)})
+    found.save(path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("seergate.methods.tri_attention.save_file", killed)
-        centres.save(tmp_path / "centres.safetensors")
-    again = Centres.load(tmp_path / "centres.safetensors")
-    assert again.tokens == 90 and torch.equal(again.mean[1], centres.mean[1])
+        found.save(path)
+    again = Centres.load(path)
+    assert again.tokens == 90 and torch.equal(again.mean[1], found.mean[1])
     results = []
-    for given in (centres, str(tmp_path / "centres.safetensors")):
+    for given in (found, str(path)):
         with seergate.attached(model, "tri_attention", centres=given, token_budget=24, interval=4):
             results.append(model.generate(input_ids=prompt(10), max_new_tokens=40))
     assert torch.equal(*results)
@@ -180,8 +171,7 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path, monkey
 def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
     """Other weights, another RoPE, and a file of an earlier version, which says nothing of either."""
     model, path = model_of(4), str(tmp_path / "centres.safetensors")
-    centres = query_centres(model, [prompt(60, 5)[0].tolist()])
-    centres.save(path)
+    query_centres(model, [prompt(60, 5)[0].tolist()]).save(path)
     evictor = methods.TriAttention(centres=path, token_budget=24, interval=4)
     gate = methods.Gate(bank=naive_views.gate_for(model), token_budget=16)
     gated = methods.GateOnEvictor(evictor=evictor, gate=gate)
@@ -202,14 +192,10 @@ def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
 
 
 def test_centres_that_do_not_fit_are_refused(tmp_path):
-    model = model_of(4)
-    recorder = QueryCentres()
     with pytest.raises(SeergateError, match="no query was recorded"):
-        recorder.centres()
-    with seergate.attached(model, recorder):
-        model.generate(input_ids=prompt(20), max_new_tokens=2)
+        QueryCentres().centres()
     other = model_of(1)
-    attached = seergate.attached(other, "tri_attention", centres=recorder.centres())
+    attached = seergate.attached(other, "tri_attention", centres=centres(model_of(4)))
     with attached, pytest.raises(SeergateError, match="another model's"):
         other.generate(input_ids=prompt(20), max_new_tokens=2)
     (tmp_path / "junk").write_text("junk")

@@ -25,9 +25,8 @@ def of_group(q, keys, reduction):
 
 def test_the_two_ways_to_reduce_a_group_by_hand():
     """Logits [2, 0, 0] and [0, 0, 3] of two heads: the softmax of the larger ones, and the mean of both softmaxes."""
-    keys, q = unseen_window(
-        pad(torch.eye(3), (0, 0, 0, 1))[None, None], torch.tensor([[[[2.0, 0, 0]], [[0.0, 0, 3]]]])
-    )
+    queries = torch.tensor([[[[2.0, 0, 0]], [[0.0, 0, 3]]]])
+    keys, q = unseen_window(pad(torch.eye(3), (0, 0, 0, 1))[None, None], queries)
     expected = {"max_logits": [0.259, 0.035, 0.705], "mean": [0.416, 0.076, 0.508], "max": [0.787, 0.107, 0.909]}
     for reduction, numbers in expected.items():
         scores = of_group(q, keys, reduction)
@@ -36,15 +35,11 @@ def test_the_two_ways_to_reduce_a_group_by_hand():
 
 @pytest.mark.parametrize("method", [methods.SnapKV, methods.RKV])
 def test_a_window_of_everything_keeps_everything(method):
-    for length in (1, 7, 8):
+    for length in (1, 7, 8, 9):
         keys, q = torch.randn(1, 2, length, 6), torch.randn(1, 4, length, 6)
         state, last = prompted(method(token_budget=8, window=8, interval=1), q, keys)
-        assert state.select_kept(last) is None
-    keys, q = torch.randn(1, 2, 9, 6), torch.randn(1, 4, 9, 6)
-    state, last = prompted(method(token_budget=8, window=8, interval=1), q, keys)
-    assert state.select_kept(last).index.tolist() == [[list(range(1, 9))] * 2], (
-        "the first that is too many is the oldest"
-    )
+        kept = state.select_kept(last)
+        assert kept is None if length < 9 else kept.index.tolist() == [[[*range(1, 9)]] * 2], "the oldest leaves"
 
 
 def test_redundancy_by_hand():
@@ -52,17 +47,12 @@ def test_redundancy_by_hand():
     keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
     penalties = redundancy(keys, 0.5, 1)
     torch.testing.assert_close(penalties, torch.tensor([[0.394967, 0.302516, 0.302516]]), rtol=0, atol=1e-6)
+    without_look_alikes = (torch.tensor([[0.8, 1.4, 0.6]]) / 3).softmax(-1)  # none are alike above .9: all count
+    torch.testing.assert_close(redundancy(keys, 0.9, 1), without_look_alikes)
     assert redundancy(torch.eye(4)[None], 0.5, 1).tolist() == [[0.25] * 4]
     twin = torch.cat((torch.eye(4), torch.eye(4)[:1]))[None]
     assert redundancy(twin, 0.5, 1)[0].argmax() == 0, "of two equal keys the older has the penalty"
     torch.testing.assert_close(redundancy(torch.randn(3, 300, 8), 0.5, 1).sum(-1), torch.ones(3))
-
-
-def test_redundancy_without_look_alikes_by_hand():
-    """The same keys, none alike above .9: all similarities count."""
-    keys = torch.tensor([[[1.0, 0.0], [0.8, 0.6], [0.0, 1.0]]])
-    expected = (torch.tensor([[0.8, 1.4, 0.6]]) / 3).softmax(-1)
-    torch.testing.assert_close(redundancy(keys, 0.9, 1), expected)
 
 
 @pytest.mark.parametrize("spared", [0, 1, 2])
