@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import GateBank, SeergateError, methods
+from seergate import GateBank, methods
 from seergate.eval.method_text import read_method
 from seergate.methods.selecting import PerHeadSelection, on_device
 from seergate.ops import Selection
@@ -129,33 +129,28 @@ def test_gates_of_the_other_layers_are_not_needed(deep, bank, tmp_path):
 
 def test_what_does_not_fit_is_refused(deep, bank):
     assert read_method("quest:anchors=0+4") == ("quest", {"anchors": (0, 4)})
-    for anchors, message in (
-        ((7,), r"anchors names \[7\]; the layers with full attention are \[0, 1, 2, 3\]"),
-        ((1,), r"anchors names \[1\], for which there are no gates"),
+    sliding, uneven, part = tiny_model("gemma3_text"), copy.deepcopy(deep), bank.subset(PLAN)
+    uneven.model.layers[3].self_attn.num_key_value_groups = 4
+    planned = {"bank": bank.derived(decode_defaults={"anchors": [0]}), "token_budget": 24, "read_budget": 16}
+    full = r"\]; the layers with full attention are \["
+    for call, given, options, message in (
+        (seergate.attach, (deep, part), {"anchors": (7,)}, rf"anchors names \[7{full}0, 1, 2, 3\]"),
+        (seergate.attach, (deep, part), {"anchors": (1,)}, r"anchors names \[1\], for which there are no gates"),
+        (seergate.attach, (sliding, selector(sliding, "quest", anchors=(0,))), {}, rf"anchors names \[0{full}1\]"),
+        (seergate.attach, (uneven, with_anchors("quest", None, PLAN)), {}, "layer 3 has 1 KV .* nearest anchor, 2"),
+        (
+            methods.Oracle,
+            (),
+            {"anchors": (0,), "dense_layers": (0, 1)},
+            r"anchors names \[0\], which are in dense_lay",
+        ),
+        (methods.Oracle, (), {"anchors": "0"}, "anchors is '0'; it must be a tuple of layer indices, 0 or greater"),
+        (seergate.DecodeConfig, (), {"anchors": (-1,)}, r"anchors is \(-1,\); it must be a tuple of layer indices"),
+        (methods.make_method, ("h2o",), {"anchors": (0,)}, "has no option 'anchors'"),
+        (methods.make_method, ("h2o+gate",), planned, "with anchors, as every layer evicts for itself"),
     ):
-        with pytest.raises(SeergateError, match=message):
-            seergate.attach(deep, bank.subset(PLAN), anchors=anchors)
-    with pytest.raises(ValueError, match=r"anchors names \[0\], which are in dense_layers, too"):
-        methods.Oracle(token_budget=64, anchors=(0,), dense_layers=(0, 1))
-    with pytest.raises(ValueError, match="anchors is '0'; it must be a tuple of layer indices, 0 or greater"):
-        methods.Oracle(token_budget=64, anchors="0")
-    with pytest.raises(ValueError, match=r"anchors is \(-1,\); it must be a tuple of layer indices"):
-        seergate.DecodeConfig(anchors=(-1,))
-    with pytest.raises(SeergateError, match="has no option 'anchors'"):
-        methods.make_method("h2o", anchors=(0,))
-    planned = bank.derived(decode_defaults={"anchors": [0]})
-    with pytest.raises(ValueError, match="with anchors, as every layer evicts for itself"):
-        methods.make_method("h2o+gate", bank=planned, token_budget=24, read_budget=16)
-    sliding = tiny_model("gemma3_text")
-    with pytest.raises(SeergateError, match=r"anchors names \[0\]; the layers with full attention are \[1\]"):
-        seergate.attach(sliding, selector(sliding, "quest", anchors=(0,)))
-
-
-def test_other_numbers_of_kv_heads_are_refused(deep):
-    deep = copy.deepcopy(deep)
-    deep.model.layers[3].self_attn.num_key_value_groups = 4
-    with pytest.raises(SeergateError, match="layer 3 has 1 KV heads and layer 2, the nearest anchor, 2"):
-        seergate.attach(deep, methods.Quest(token_budget=64, dense_layers=(), anchors=PLAN))
+        with pytest.raises(ValueError, match=message):
+            call(*given, **options)
 
 
 def test_a_choice_goes_to_the_device_of_the_layer_that_reads_it():
@@ -198,7 +193,6 @@ def test_beams_share_choices_too(deep, bank):
 @pytest.mark.soak
 def test_what_inductor_compiles(deep, bank):
     torch._dynamo.reset()
-    options = {"cache_implementation": "static", "compile_config": compiled("inductor")}
     with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN):
         want = deep.generate(**batch(), max_new_tokens=8)
-        assert torch.equal(deep.generate(**batch(), max_new_tokens=8, **options), want)
+        assert torch.equal(deep.generate(**batch(), max_new_tokens=8, **compiled("inductor")), want)

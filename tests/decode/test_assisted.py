@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import DynamicCache, StoppingCriteria
+from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
@@ -32,9 +32,11 @@ def slow_text(model, bank, ids, new):
 def arrivals(model):
     """While it lasts, how many tokens each forward pass gets."""
     sizes = []
-    hook = model.register_forward_pre_hook(
-        lambda _, __, inputs: sizes.append(inputs["input_ids"].shape[1]), with_kwargs=True
-    )
+
+    def note(module, args, inputs):
+        sizes.append(inputs["input_ids"].shape[1])
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
     yield sizes
     hook.remove()
 
@@ -78,24 +80,21 @@ def test_assisted_decoding_beside_padding_and_rectification():
         assert "_get_candidate_generator" not in vars(model)
 
 
-class Interrupted(StoppingCriteria):
-    """Fails once an answer has 50 tokens."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        if input_ids.shape[1] > 50:
-            raise ConnectionError
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
 @torch.no_grad()
 def test_a_question_after_an_interrupted_answer_is_a_prompt():
     """Also while the traceback of the error keeps the drafter alive."""
     model, ids = tiny_model("qwen3").double(), prompt(12, 5).repeat(1, 4)
+
+    def interrupt(text, scores, **_):
+        if text.shape[1] > 50:
+            raise ConnectionError
+        return False
+
     with seergate.attached(model, methods.Oracle(token_budget=2 * BLOCK, block_size=BLOCK)) as handle:
         cache = DynamicCache()
         options = {"past_key_values": cache, "max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
         with pytest.raises(ConnectionError) as kept:
-            model.generate(ids, **options, stopping_criteria=[Interrupted()])
+            model.generate(ids, **options, stopping_criteria=[interrupt])
         assert kept.tb is not None
         cache.crop(-(cache.get_seq_length() - 48))
         handle.reset_stats()

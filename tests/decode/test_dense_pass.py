@@ -1,12 +1,10 @@
 """Dense attention of the newest tokens, against its definition."""
 
-import math
-
 import pytest
 import torch
 
 from seergate.decode.step import newest_tokens_attention
-from seergate.methods.base import Step
+from tests.support.steps import step
 
 
 def naive(q, k, v, ends, scale):
@@ -30,21 +28,9 @@ def test_against_the_definition(group, new, ends):
     batch, heads = len(ends), kv_heads * group
     q = torch.randn(batch, heads, new, width)
     k, v = torch.randn(batch, kv_heads, capacity, width), torch.randn(batch, kv_heads, capacity, value_width)
-    step = Step(
-        q_pre_BHSD=q,
-        k_pre_BKSD=k[:, :, :new],
-        q_BHSD=q,
-        k_BKSD=k[:, :, :new],
-        starts=[end - new for end in ends],
-        counts=[new] * batch,
-        keys_BKCD=k,
-        values_BKCD=v,
-        lengths=torch.tensor(ends),
-        sm_scale=1 / math.sqrt(width),
-    )
-    expected = naive(q, k, v, ends, step.sm_scale)
-    torch.testing.assert_close(newest_tokens_attention(step).double(), expected, rtol=1e-5, atol=1e-5)
-    step.q_BHSD, step.keys_BKCD, step.values_BKCD = (x.bfloat16() for x in (q, k, v))
-    output = newest_tokens_attention(step)
-    assert output.dtype == torch.bfloat16
-    torch.testing.assert_close(output.double(), expected, rtol=0.05, atol=0.05)
+    expected = naive(q, k, v, ends, width**-0.5)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 0.05)):
+        given = (x.to(dtype) for x in (q, k, v))
+        output = newest_tokens_attention(step(*given, ends, new, sm_scale=width**-0.5))
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)

@@ -90,10 +90,12 @@ class Request:
     def __init__(self, model, reference: ReferenceRow, draw: random.Random) -> None:
         self.model, self.draw, self.empty = model, draw, reference
         self.cache = DynamicCache()
-        self.lengths = [draw.randint(1, 60) for _ in range(draw.choice((1, 1, 2, 3)))]
-        self.rows = [reference.twin() for _ in self.lengths]
-        self.slots, self.mask = 0, torch.zeros(len(self.rows), 0, dtype=torch.long)
-        self.prompt()
+        self.begin([draw.randint(1, 60) for _ in range(draw.choice((1, 1, 2, 3)))])
+
+    def begin(self, lengths: list[int]) -> None:
+        """Rows with prompts of these lengths."""
+        self.rows, self.mask = [self.empty.twin() for _ in lengths], torch.zeros(len(lengths), 0, dtype=torch.long)
+        self.prompt(lengths)
 
     def tokens(self, count: int) -> list[int]:
         return [self.draw.randrange(3, VOCABULARY) for _ in range(count)]
@@ -101,14 +103,8 @@ class Request:
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         self.mask = torch.cat((self.mask, mask), 1)
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        padded = bool((self.mask == 0).any())
-        self.slots += ids.shape[1]
-        return self.model(
-            input_ids=ids,
-            attention_mask=self.mask if padded else None,
-            position_ids=positions,
-            past_key_values=self.cache,
-        ).logits
+        mask = self.mask if bool((self.mask == 0).any()) else None
+        return self.model(ids, attention_mask=mask, position_ids=positions, past_key_values=self.cache).logits
 
     def compare(self, actual_logits: torch.Tensor, expected: list[torch.Tensor], what: str) -> None:
         for row, (ours, theirs) in enumerate(zip(actual_logits, expected, strict=True)):
@@ -117,9 +113,9 @@ class Request:
         if isinstance(self.cache.layers[0].storage, Offloaded):
             check_pools(self.cache)
 
-    def prompt(self) -> None:
+    def prompt(self, lengths: list[int]) -> None:
         """A left-padded prompt, in one piece or in chunks, the first of which may hold padding alone in some rows."""
-        texts = [self.tokens(length) for length in self.lengths]
+        texts = [self.tokens(length) for length in lengths]
         batch = left_padded([torch.tensor([text]) for text in texts])
         width = batch["input_ids"].shape[1]
         cuts = sorted(self.draw.sample(range(1, width), min(width - 1, self.draw.choice((0, 0, 0, 2)))))
@@ -127,10 +123,8 @@ class Request:
             cuts = []  # a chunk of one token would count as decoded
         for a, b in zip([0, *cuts], [*cuts, width], strict=True):
             logits = self.forward(batch["input_ids"][:, a:b], batch["attention_mask"][:, a:b])
-        last = [
-            (row.decode if width == 1 else row.read)(text)[-1:] for row, text in zip(self.rows, texts, strict=True)
-        ]
-        self.compare(logits, last, "prompt")
+        given = zip(self.rows, texts, strict=True)
+        self.compare(logits, [(row.decode if width == 1 else row.read)(text)[-1:] for row, text in given], "prompt")
 
     def chunk(self, width: int, drafted: bool = False) -> None:
         """New tokens for all rows: a decoded token, drafted tokens to be verified, or a further turn."""
@@ -149,7 +143,7 @@ class Request:
         self.cache.crop(-count)
         for row in self.rows:
             row.crop(count)
-        self.slots, self.mask = self.slots - count, self.mask[:, :-count]
+        self.mask = self.mask[:, :-count]
 
     def choose_rows(self) -> None:
         """Beams reorder, finished rows leave."""
@@ -170,16 +164,13 @@ class Request:
         other = Request(self.model, self.empty, self.draw)
         join_rows(self.cache, other.cache)
         self.rows += other.rows
-        self.slots = max(row.length for row in self.rows)
-        self.mask = torch.tensor([[0] * (self.slots - row.length) + [1] * row.length for row in self.rows])
+        slots = max(row.length for row in self.rows)
+        self.mask = torch.tensor([[0] * (slots - row.length) + [1] * row.length for row in self.rows])
 
     def start_anew(self) -> None:
         """The same cache serves another request."""
         self.cache.reset()
-        self.lengths = [self.draw.randint(1, 40) for _ in range(self.draw.choice((1, 2)))]
-        self.rows = [self.empty.twin() for _ in self.lengths]
-        self.slots, self.mask = 0, torch.zeros(len(self.rows), 0, dtype=torch.long)
-        self.prompt()
+        self.begin([self.draw.randint(1, 40) for _ in range(self.draw.choice((1, 2)))])
 
     def live(self) -> None:
         """A few random events."""

@@ -10,6 +10,7 @@ import seergate
 from seergate.paths import shipped
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.running import refused
 
 EVERYTHING, LITTLE = 4096, 2 * BLOCK
 """Token budgets."""
@@ -100,9 +101,7 @@ def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
 
 
 def test_an_offloaded_cache_of_transformers_is_refused_with_the_one_there_is():
-    model, refused = (
-        tiny_model("qwen3"),
-        pytest.raises(seergate.SeergateError, match=r"attach with storage=seergate\.Off"),
-    )
-    with seergate.attached(model, "quest", token_budget=16, block_size=8), refused:
-        model(input_ids=prompt(20), past_key_values=DynamicCache(config=model.config, offloading=True))
+    model = tiny_model("qwen3")
+    cache = DynamicCache(config=model.config, offloading=True)
+    with seergate.attached(model, "quest", token_budget=16, block_size=8):
+        refused(r"attach with storage=seergate\.Off", model, prompt(20), past_key_values=cache)

@@ -8,6 +8,7 @@ import seergate
 from seergate import SeergateError
 from tests.decode.test_decode import gates
 from tests.support.models import prompt
+from tests.support.running import refused
 
 
 def turn(model, hide, new):
@@ -54,6 +55,7 @@ CAUSAL = torch.ones(50, 50, dtype=torch.bool).tril()
 DIAGONAL = torch.eye(50, dtype=torch.bool)
 SPLIT = CAUSAL & ~((torch.arange(50) >= 20)[:, None] & (torch.arange(50) < 20))
 TREE = CAUSAL & ~((torch.arange(50) == 49)[:, None] & (torch.arange(50) == 48))
+OTHERS = (SPLIT, TREE, torch.ones_like(CAUSAL), CAUSAL.flip(1))
 
 
 def additive(mask):
@@ -79,22 +81,12 @@ def test_4d_masks_of_padding_are_those_of_two_dimensions(model, mask, form):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mask", [SPLIT, TREE, torch.ones_like(CAUSAL), CAUSAL.flip(1)], ids=str)
-@pytest.mark.parametrize("form", [torch.Tensor.bool, additive])
 @pytest.mark.parametrize("method", ["quest", "h2o", "dense"])
-def test_other_4d_masks_are_refused(model, mask, form, method):
-    cache = DynamicCache()
-    with (
-        seergate.attached(model, method),
-        pytest.raises(SeergateError, match="4D attention_mask is not that of a text with padding"),
-    ):
-        model(prompt(50), attention_mask=form(mask)[None, None], past_key_values=cache)
-
-
-@torch.no_grad()
-def test_biases_and_masks_of_single_heads_are_refused(model):
-    bias, heads = additive(CAUSAL)[None, None].clone(), CAUSAL.expand(1, 4, 50, 50).clone()
+def test_other_4d_masks_are_refused(model, method):
+    """Also biases and masks of single heads."""
+    bias, heads = additive(CAUSAL)[None, None], CAUSAL.repeat(1, 4, 1, 1)
     bias[..., 10, 3], heads[0, 2, 30, 5] = -1.0, False
-    for mask in (bias, heads):
-        with seergate.attached(model, "quest"), pytest.raises(SeergateError, match="4D attention_mask"):
-            model(prompt(50), attention_mask=mask, past_key_values=DynamicCache())
+    others = [form(mask)[None, None] for mask in OTHERS for form in (torch.Tensor.bool, additive)]
+    for mask in (bias, heads, *others):
+        with seergate.attached(model, method):
+            refused("4D attention_mask is not that of a te", model, prompt(50), mask, past_key_values=DynamicCache())

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
 
 
-def after_decoding(model, handle, read):
+def after_decoding(model, read):
     """Logits of a chunk that ``read`` reads on a cache that has decoded already."""
     ids, cache = prompt(70), DynamicCache()
     model(input_ids=ids[:, :40], past_key_values=cache)
@@ -52,19 +53,14 @@ def test_a_chunk_outside_of_generate_is_a_prompt(model, name):
         def one_by_one(cache, ids):
             return torch.cat([chunk(cache, ids[:, i : i + 1]) for i in range(ids.shape[1])], 1)
 
-        dense = after_decoding(model, handle, forced("dense"))
-        sparse = after_decoding(model, handle, one_by_one)
-        for read in (chunk, cropped):
-            torch.testing.assert_close(after_decoding(model, handle, read), dense, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(after_decoding(model, handle, forced("decode")), sparse, rtol=1e-4, atol=1e-5)
+        dense, sparse = after_decoding(model, forced("dense")), after_decoding(model, one_by_one)
+        for read, want in ((chunk, dense), (cropped, dense), (forced("decode"), sparse)):
+            torch.testing.assert_close(after_decoding(model, read), want, rtol=1e-4, atol=1e-5)
         assert (dense - sparse).abs().max() > 1e-2
-        mask = torch.ones(1, 56)
+        mask, hides = torch.ones(1, 56), "attention_mask hides tokens that are to be decoded"
         mask[0, 53] = 0
-        with (
-            pytest.raises(SeergateError, match="attention_mask hides tokens that are to be decoded"),
-            passes.forced("decode"),
-        ):
-            after_decoding(model, handle, lambda cache, ids: model(ids, attention_mask=mask, past_key_values=cache))
+        with pytest.raises(SeergateError, match=hides), passes.forced("decode"):
+            after_decoding(model, lambda cache, ids: model(ids, attention_mask=mask, past_key_values=cache))
 
 
 def test_a_chat_attaches_an_equal_method_for_each_turn(model):
@@ -107,9 +103,8 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
 
 def attempts():
     """Tags -> what is attached, to what, and the cache that is used."""
-    small = {"block_size": BLOCK, "token_budget": 2 * BLOCK}
+    small, rectified = {"block_size": BLOCK, "token_budget": 2 * BLOCK}, {"correction": Rectify(4)}
     paged, offloaded = {"storage": Paging()}, {"storage": Offload(1 << 20)}
-    rectified = {"correction": Rectify(4)}
     return {
         ("paged", "static"): ("qwen3", "quest", {**small, **paged}),
         ("offloaded", "static"): ("qwen3", "quest", {**small, **offloaded}),
@@ -129,7 +124,9 @@ def attempts():
 
 
 def test_every_row_of_the_table_is_reached():
+    """What is in no row goes together."""
     assert attempts().keys() == REFUSED.keys()
+    refuse({"selecting": "quest", "static": "a static", "rectified": "rectification"})
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=" and ".join)
@@ -148,10 +145,6 @@ def test_what_does_not_go_together(pair):
     assert start in str(refused.value)
     assert "_prefill" not in vars(model)
     seergate.attach(model, "dense").detach()
-
-
-def test_what_is_in_no_row_goes_together():
-    refuse({"selecting": "quest", "static": "a static", "rectified": "rectification"})
 
 
 def test_rectification_within_a_block_needs_no_keys_before_rope():
@@ -287,23 +280,15 @@ def test_a_pass_that_failed_or_was_nested_refuses_no_later_thread(model, where):
     assert torch.equal(results["later"], want)
 
 
-class Pages:
-    """A cache without layers, which masks are made from."""
-
-    def get_query_offset(self, layer_idx: int) -> int:
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
-
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
-        return keys, values
-
-
 def test_a_cache_that_is_no_list_of_layers_is_said_to_be_dense(model):
     """What transformers' continuous batching passes to the layers in the place of a cache."""
+    pages = SimpleNamespace(
+        get_query_offset=lambda layer_idx: 0,
+        get_mask_sizes=lambda query_length, layer_idx: (query_length, 0),
+        update=lambda keys, values, *args, **kwargs: (keys, values),
+    )
     with seergate.attached(model, gates(model), token_budget=32) as handle, pytest.warns(match="own paged cache"):
-        model(prompt(60), position_ids=torch.arange(60)[None], use_cache=False, cache=Pages())
+        model(prompt(60), position_ids=torch.arange(60)[None], use_cache=False, cache=pages)
     assert handle.stats()["steps"] == 0
 
 

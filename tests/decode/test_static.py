@@ -40,10 +40,11 @@ def same_figures(got, want):
         torch.testing.assert_close(torch.tensor(got[figure]), torch.tensor(want[figure]), msg=figure)
 
 
-def compiled(backend: str) -> CompileConfig:
+def compiled(backend: str) -> dict[str, object]:
+    """Options of `generate`."""
     config = CompileConfig(fullgraph=True, backend=backend, mode=None)
     config._compile_all_devices = True  # transformers compiles on GPUs only unless it is told to
-    return config
+    return {"cache_implementation": "static", "compile_config": config}
 
 
 def decoded_as_one_graph(model, method, inputs, **options):
@@ -52,8 +53,7 @@ def decoded_as_one_graph(model, method, inputs, **options):
     torch._dynamo.reset()
     counters.clear()
     results = []
-    static = {"cache_implementation": "static"}
-    for way in ({}, static, {**static, "compile_config": compiled("eager")}):
+    for way in ({}, {"cache_implementation": "static"}, compiled("eager")):
         with seergate.attached(model, method, **options) as handle:
             for _ in range(2):
                 handle.reset_stats()
@@ -80,9 +80,7 @@ def choices(model, budget=2 * BLOCK):
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_5_text"])
 def test_steps_on_a_static_cache_are_ordinary_steps(family, monkeypatch):
-    """Tokens, logits and figures, alone and in a ragged batch, over block borders; eagerly, and with the operations of
-    a compiled step.
-    """
+    """Alone and in a ragged batch, over block borders; eagerly, and with the operations of a compiled step."""
     model = tiny_model(family)
     for inputs in ({"input_ids": prompt(29)}, left_padded([prompt(13, 1), prompt(29, 2), prompt(2, 3)])):
         for name, method in choices(model).items():
@@ -92,10 +90,9 @@ def test_steps_on_a_static_cache_are_ordinary_steps(family, monkeypatch):
             for static, unseen in ((False, False), (True, False), (True, True)):
                 options = {"cache_implementation": "static"} if static else {}
                 monkeypatch.setattr(call, "is_compiling", lambda unseen=unseen: unseen)
+                options |= {"return_dict_in_generate": True, "output_logits": True}
                 with seergate.attached(model, method) as handle:
-                    out = model.generate(
-                        **inputs, max_new_tokens=14, return_dict_in_generate=True, output_logits=True, **options
-                    )
+                    out = model.generate(**inputs, max_new_tokens=14, **options)
                     runs.append((out.sequences, torch.stack(out.logits), handle.stats()))
             want, logits, figures = runs[0]
             for got, static_logits, static_figures in runs[1:]:
@@ -106,12 +103,14 @@ def test_steps_on_a_static_cache_are_ordinary_steps(family, monkeypatch):
 
 @pytest.mark.parametrize("unseen", [False, True])
 def test_the_host_knows_the_lengths_but_in_compiled_steps(model, monkeypatch, unseen):
-    seen = []
-    original = DynamicStorage.attend
+    seen, attend = [], DynamicStorage.attend
+
+    def spied(storage, step, *to):
+        seen.append(step.rows.host)
+        return attend(storage, step, *to)
+
     monkeypatch.setattr(call, "is_compiling", lambda: unseen)
-    monkeypatch.setattr(
-        DynamicStorage, "attend", lambda own, step, *to: seen.append(step.rows.host) or original(own, step, *to)
-    )
+    monkeypatch.setattr(DynamicStorage, "attend", spied)
     with seergate.attached(model, gates(model), token_budget=2 * BLOCK) as handle:
         for _ in range(2):
             model.generate(input_ids=prompt(30), max_new_tokens=5, cache_implementation="static")
@@ -287,7 +286,7 @@ def test_generate_goes_on_with_a_static_cache_under_another_handle(model):
             return whole, handle.stats()
 
     want, figures = run(DynamicCache())
-    for options in ({}, {"compile_config": compiled("eager")}):
+    for options in ({}, {"compile_config": compiled("eager")["compile_config"]}):
         got, static_figures = run(StaticCache(model.config, max_cache_len=60), **options)
         assert torch.equal(got, want), options
         same_figures(static_figures, figures)
@@ -305,8 +304,7 @@ def test_generate_compiles_a_step_as_one_graph_without_breaks(model):
             with seergate.attached(model, method) as handle:
                 want, eager = model.generate(**inputs, max_new_tokens=14), handle.stats()
                 handle.reset_stats()
-                options = {"cache_implementation": "static", "compile_config": compiled("eager")}
-                got, figures = model.generate(**inputs, max_new_tokens=14, **options), handle.stats()
+                got, figures = model.generate(**inputs, max_new_tokens=14, **compiled("eager")), handle.stats()
             assert torch.equal(got, want)
             same_figures(figures, eager)
             sequences.append(got)
@@ -315,10 +313,9 @@ def test_generate_compiles_a_step_as_one_graph_without_breaks(model):
     # The plain model is not given the graph with the gates in it, nor the other way round.
     plain = model.generate(**inputs, max_new_tokens=14)
     assert not torch.equal(plain, want)
-    options = {"cache_implementation": "static", "compile_config": compiled("eager")}
-    assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), plain)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=14, **compiled("eager")), plain)
     with seergate.attached(model, method):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **compiled("eager")), want)
 
 
 @pytest.mark.soak
@@ -328,8 +325,7 @@ def test_compiled_code_gives_the_eager_tokens(name):
     inputs = left_padded([prompt(13, 1), prompt(29, 2)])
     with seergate.attached(model, choices(model)[name]):
         want = model.generate(**inputs, max_new_tokens=14)
-        options = {"cache_implementation": "static", "compile_config": compiled("inductor")}
-        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **options), want)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=14, **compiled("inductor")), want)
 
 
 def test_cache_operations(model):
@@ -363,17 +359,14 @@ def test_rows_may_become_fewer_or_more(model, indices):
     method, ids, logits, stats = choices(model)["gate"], prompt(20, 3), [], []
     for cache in (DynamicCache(), StaticCache(model.config, max_cache_len=100)):
         with seergate.attached(model, method) as handle, torch.no_grad():
-            model(input_ids=torch.cat((prompt(40, 1), prompt(40, 2))), past_key_values=cache)
+            rows = Decoding(model, torch.cat((prompt(40, 1), prompt(40, 2))), cache=cache)
             for i in range(3):
-                model(input_ids=ids[:, i, None].expand(2, 1), past_key_values=cache)
+                rows.read(ids[:, i, None].expand(2, 1))
             for layer in cache.layers:
                 layer.batch_select_indices(torch.tensor(indices))
+            rows.mask = rows.mask[indices]
             handle.reset_stats()
-            steps = [
-                model(input_ids=ids[:, i, None].expand(len(indices), 1), past_key_values=cache).logits
-                for i in range(3, 9)
-            ]
-            logits.append(torch.cat(steps, 1))
+            logits.append(torch.cat([rows.read(ids[:, i, None].expand(len(indices), 1)) for i in range(3, 9)], 1))
             stats.append(handle.stats())
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
     for name in ("resident_tokens_per_layer", "tokens_per_head", "density"):
@@ -399,8 +392,7 @@ import seergate
 from tests.decode.test_static import BLOCK, compiled, prompt, tiny_model
 model = tiny_model("qwen3", num_hidden_layers=1)
 with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()) as handle:
-    options = {"cache_implementation": "static", "compile_config": compiled("eager")}
-    model.generate(input_ids=prompt(60), max_new_tokens=3, **options)
+    model.generate(input_ids=prompt(60), max_new_tokens=3, **compiled("eager"))
     assert handle.stats()["density"] < 1
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

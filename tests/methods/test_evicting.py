@@ -158,9 +158,7 @@ def places_in_order(kept, came):
 
 @pytest.mark.parametrize(("name", "group"), spread(GROUPS))
 def test_what_is_resident(name, group, steps_seen):
-    """Invariants 2, 3 and 4: the newest key is there when its query attends, never more than the stated bound is
-    resident, and whatever stays is bit for bit what came, in the order in which it came.
-    """
+    """Invariants 2, 3 and 4: the newest key is there, never more than the bound, and all bit for bit as they came."""
     model, evictor = model_of(group), EVICTORS[name]
     came = {(layer, row): [] for layer in range(2) for row in range(3)}
     method = evictor.method(model)
@@ -214,9 +212,7 @@ def test_prompts_of_any_length(name, length):
 @pytest.mark.parametrize("family", ["gpt_oss", "gemma2"])
 @pytest.mark.parametrize("name", FEW)
 def test_attention_sinks_and_capped_scores(name, family):
-    """Models with sinks in the softmax or a cap on the scores: the plain model if nothing is evicted, and a row is the
-    same alone and in a batch if something is.
-    """
+    """The plain model if nothing is evicted; if something is, a row is the same alone and in a batch."""
     model, rows = tiny_model(family), [prompt(30, 1), prompt(7, 2)]
     plain = model.generate(**left_padded(rows), max_new_tokens=30)
     with seergate.attached(model, EVICTORS[name].covers(model)):

@@ -33,9 +33,8 @@ def test_rounding_by_hand():
 def test_rounding_against_a_loop(width, by_token):
     x = torch.randn(1, 1, 3, 5, width, dtype=torch.float64) * torch.logspace(-3, 2, width, dtype=torch.float64)
     codes, span = rounded(x, max(n for n in range(1, 6) if width % n == 0) if by_token else None)
-    values = widened(
-        unpacked(packed_pairs(codes), width), span, codes.shape[-1] // span.shape[-1] if by_token else None
-    )
+    each = codes.shape[-1] // span.shape[-1] if by_token else None
+    values = widened(unpacked(packed_pairs(codes), width), span, each)
     for group in range(3):
         expected = x[0, 0, group].numpy().copy()
         if by_token:
@@ -61,28 +60,24 @@ def test_bytes_held_and_read_are_those_of_the_tensors():
     packed = 2 * 2 * 8 + 2 * 2 * 2 * 16 / 32 + 2 * 2 * 2 * 16 / 16  # codes; ranges of keys; ranges of values
     ours, theirs = stats["kv4bit"], stats["dense"]
     assert ours["density"] == theirs["density"] == 1.0
-    read = 0.0  # in two layers
-    for step in range(1, new):
-        total = length + step
-        old = (total - 1 - 32) // 32 * 32
-        read += 2 * ((total - old) * per_token + old * packed) / (new - 1)
+    totals = range(length + 1, length + new)
+    old = [(total - 1 - 32) // 32 * 32 for total in totals]
+    read = 2 * ((sum(totals) - sum(old)) * per_token + sum(old) * packed) / len(totals)  # in two layers
     assert ours["bytes_read_per_step"] == pytest.approx(read, rel=1e-6)
     assert ours["resident_bytes_mean"] < 0.45 * theirs["resident_bytes_mean"]
 
 
 def test_what_the_gate_cannot_work_on():
     bank = naive_views.gate_for(model_of(4))
-    gate = methods.Gate(bank=bank, token_budget=16)
-    for evictor, message in (
-        (methods.StreamingLLM(), "replace that method's own"),
-        (methods.KV4Bit(), "evicts nothing"),
-        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), "has a gate already"),
+    gate, published = (methods.Gate(bank=bank, token_budget=16, compat=compat) for compat in (None, "published"))
+    for evictor, chosen, message in (
+        (methods.StreamingLLM(), gate, "replace that method's own"),
+        (methods.KV4Bit(), gate, "evicts nothing"),
+        (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), gate, "has a gate already"),
+        (methods.H2O(), published, "whose code has no eviction"),
     ):
         with pytest.raises(ValueError, match=message):
-            methods.GateOnEvictor(evictor=evictor, gate=gate)
-    published = methods.Gate(bank=bank, token_budget=16, compat="published")
-    with pytest.raises(ValueError, match="whose code has no eviction"):
-        methods.GateOnEvictor(evictor=methods.H2O(), gate=published)
+            methods.GateOnEvictor(evictor=evictor, gate=chosen)
 
 
 def test_gate_on_evictor_by_name():

@@ -36,15 +36,6 @@ def test_quest_bounds_every_key_however_it_came(group, chunks):
     torch.testing.assert_close(single.scores(last)[..., :50], dots, msg="the bound of a page of one key is tight")
 
 
-def test_quest_group_reduction():
-    keys, q = torch.randn(1, 1, 16, 4), torch.randn(1, 3, 4)
-    alone = (fed(methods.Quest(token_budget=16, block_size=8), q[:, i : i + 1], keys, [16]) for i in range(3))
-    bounds = torch.stack([state.scores(last) for state, last in alone])
-    for reduction, expected in (("max", bounds.amax(0)), ("mean", bounds.mean(0))):
-        state, last = fed(methods.Quest(token_budget=16, block_size=8, group_reduction=reduction), q, keys, [16])
-        torch.testing.assert_close(state.scores(last), expected)
-
-
 def test_quest_takes_the_probabilities_of_a_threshold_at_the_scale_of_attention():
     keys, q = torch.randn(1, 1, 65, 16), torch.randn(1, 2, 16)
     state, last = fed(methods.Quest(threshold=0.05, block_size=8, dense_layers=()), q, keys, [65])

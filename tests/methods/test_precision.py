@@ -15,9 +15,7 @@ SCORED = [name for name in EVICTORS if name.split(" ")[0] not in UNSCORED and no
 
 
 def evicting(method, q_BHSD, k_BKSD, prompt, rotary=None):
-    """The state when these queries and keys have passed, the first ``prompt`` of them at once, and the tokens
-    ``[K, T]`` that each eviction has left. The cache does what the state wants.
-    """
+    """The state after these queries and keys, ``prompt`` of them at once; tokens ``[K, T]`` after each eviction."""
     kv_heads, width = k_BKSD.shape[1], k_BKSD.shape[3]
     state = method.new_state(spec(k_BKSD, q_BHSD.shape[1], rotary))
     keys, tokens_KT, left = k_BKSD[:, :, :0], torch.zeros(kv_heads, 0, dtype=torch.long), []

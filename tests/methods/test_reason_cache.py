@@ -1,7 +1,6 @@
 """ReasonCache's equations on numbers worked out by hand, its parts against slow ones, and what it refuses."""
 
 import copy
-import math
 import re
 from collections import Counter
 
@@ -12,12 +11,7 @@ from hypothesis import given, strategies
 from seergate import SeergateError, methods
 from seergate.methods.reason_cache.distance import PercentileThreshold, block_distances
 from seergate.methods.reason_cache.evaluator import Evaluator
-from seergate.methods.reason_cache.steps import (
-    ReasoningStep,
-    Segmenter,
-    adaptive_threshold,
-    similarity,
-)
+from seergate.methods.reason_cache.steps import ReasoningStep, Segmenter, adaptive_threshold, similarity
 from seergate.methods.reason_cache.structure import OPERAND, PLAIN, formal_content
 
 
@@ -74,9 +68,8 @@ def test_cropping_then_going_on_is_never_having_gone_astray(ids, cuts):
 
 
 def test_whole_blocks_of_a_step():
-    assert list(ReasoningStep(3, [0] * 10, "").whole_blocks(4)) == [1, 2]
-    assert list(ReasoningStep(4, [0] * 8, "").whole_blocks(4)) == [1, 2]
-    assert list(ReasoningStep(5, [0] * 6, "").whole_blocks(4)) == []
+    for start, tokens, blocks in ((3, 10, [1, 2]), (4, 8, [1, 2]), (5, 6, [])):
+        assert list(ReasoningStep(start, [0] * tokens, "").whole_blocks(4)) == blocks
 
 
 @pytest.mark.parametrize(
@@ -104,8 +97,7 @@ def test_whole_blocks_of_a_step():
     ],
 )
 def test_structure(one, other, same):
-    a, b = formal_content(one), formal_content(other)
-    assert (a == b) is same
+    assert (formal_content(one) == formal_content(other)) is same
 
 
 @given(strategies.text("a.(\\7 \t+=\n,", max_size=30))
@@ -252,9 +244,8 @@ def test_formal_content_must_not_differ():
 
 def test_the_control_shares_as_much_and_anything():
     ids = [*STEP, *OTHER, *STEP, *OTHER, *STEP]
-    informed, drawn = (
-        Row(evaluator(kind), ids, [0, 0]).pairs for kind in (methods.ReasonCache, methods.RandomSharing)
-    )
+    kinds = methods.ReasonCache, methods.RandomSharing
+    informed, drawn = (Row(evaluator(kind), ids, [0, 0]).pairs for kind in kinds)
     assert 6 <= len(informed) <= 9 and len(drawn) >= len(informed) - 2 and informed != drawn
     assert all(newer > older and newer >= 1 for newer, older in drawn)
     assert len({newer for newer, _ in drawn}) == len(drawn), "each of them gives a block back"
@@ -279,5 +270,4 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SeergateError, match=r'needs pylatexenc; run: pip install "seergate\[reason\]"'):
         methods.ReasonCache()
-    methods.ReasonCache(structural_check=False)
-    assert math.isclose(methods.ReasonCache(structural_check=False).percentile, 80)
+    assert methods.ReasonCache(structural_check=False).percentile == 80

@@ -217,9 +217,7 @@ def test_plugins(tmp_path, monkeypatch):
 
 
 def test_a_method_has_one_set_of_options():
-    """What the rule has made of an option is what the method says of itself; at least so many pages are a bound that
-    is derived, and everything goes by it.
-    """
+    """A method says of itself what its rule has made of its options; at least so many pages are a derived bound."""
     quest = methods.Quest(token_budget=32, min_pages=3, dense_layers=[0, 1])
     assert (quest.token_budget, quest.nominal, quest.budget, quest.covered_tokens) == (32, "32", 48, 48)
     assert quest.dense_layers == (0, 1) and quest == methods.Quest(token_budget=32, min_pages=3)

@@ -85,9 +85,7 @@ def test_a_group_is_reduced_after_each_head_is_standardised():
 
 @pytest.mark.parametrize("family", ["qwen3", "glm4", "phi3", "gpt_oss", "cohere2"])
 def test_a_constant_query_is_predicted_exactly(family):
-    """The mean modulus of a constant query is that of its mean, and the score is the future logit, whatever the layout
-    of RoPE (halves, interleaved, partial, with a factor, none).
-    """
+    """Its score is the future logit for any layout of RoPE: halves, interleaved, partial, with a factor, none."""
     model = tiny_model(family)
     layer, attention = families.full_attention_modules(model)[0]
     config = families.text_config(model)

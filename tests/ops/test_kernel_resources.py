@@ -16,12 +16,12 @@ triton = pytest.importorskip("triton")
 
 from benchmarks.kernels.ahead_of_time import compiled, fingerprint, launches, shipped, specialisation  # noqa: E402
 from benchmarks.kernels.data_sheets import GPUS, H200  # noqa: E402
-from benchmarks.kernels.examples import gate_kl_example, meta, select_example, sparse_example, update_example  # noqa: E402
+from benchmarks.kernels.examples import meta, select_example, sparse_example, update_example  # noqa: E402
 from benchmarks.kernels.machine_code import Resources, faults, resources  # noqa: E402
 from seergate.ops.attention import Pack  # noqa: E402
 from seergate.ops.losses import LossOptions  # noqa: E402
 from seergate.ops.triton_impl import gate_kl  # noqa: E402
-from tests.support.op_inputs import cu_seqlens  # noqa: E402
+from tests.support.op_inputs import cu_seqlens, grid  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "benchmarks/results/kernel_resources.json"
@@ -60,9 +60,8 @@ def test_the_table_has_every_kernel_as_it_is_now_and_without_a_fault(release, gp
     """All buffers of decode's pipeline exist: an index that the loop must wait for, or a branch, would leave fewer."""
     rows = table()[release, gpu.name]
     entries = [(row["example"], row["kernel"], row["fingerprint"]) for row in rows]
-    assert entries == [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)], (
-        RENEW
-    )
+    shipped_now = [(example.name, launch.kernel.__name__, fingerprint(launch)) for example, launch in now(gpu)]
+    assert entries == shipped_now, RENEW
     for row, (example, launch) in zip(rows, now(gpu), strict=True):
         kernel, given = launch.kernel.__name__, launch.arguments
         wrong = faults(Resources(**{name: row[name] for name in Resources._fields}), gpu, **example.required(kernel))
@@ -158,22 +157,8 @@ def test_no_kernel_takes_a_wide_float():
     assert not [x for kernel in kernels for x in kernel.params if x.annotation_type.startswith(("fp", "bf"))]
 
 
-def test_a_single_kv_head_makes_other_kernels():
-    """Triton makes an argument of 1 a constant, so examples need several KV heads."""
-    few, many = (
-        launches(gate_kl_example(torch.bfloat16, torch.float32, 128, 4, 64, 4096, 4096, True, kv_heads=n).call, H200)
-        for n in (1, 2)
-    )
-    assert specialisation(few[0]) != specialisation(many[0])
-    assert [specialisation(launch) for launch in few[1:]] == [specialisation(launch) for launch in many[1:]]
-
-
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "gpu",
-    [pytest.param(gpu, marks=() if gpu is H200 else pytest.mark.soak) for gpu in GPUS],
-    ids=lambda gpu: gpu.target,
-)
+@pytest.mark.parametrize("gpu", grid([(H200,)], GPUS), ids=lambda gpu: gpu.target)
 def test_one_configuration_of_each_kernel_compiled_anew(gpu):
     first = {launch.kernel.__name__: (example, launch) for example, launch in reversed(list(shipped(gpu)))}
     assert len(first) >= 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from seergate import ops
 from seergate.ops import reference
 from seergate.ops.torch_impl import decode as torch_impl
-from tests.support.op_inputs import INTERPRETING, LAYOUTS, WIDE, examples, grid, in_layout, poison, relative
+from tests.support.op_inputs import INTERPRETING, LAYOUTS, WIDE, examples, in_layout, poison, relative
 from tests.support.op_inputs import decode_inputs as cache
 
 BOTH = pytest.mark.parametrize(
@@ -52,56 +52,38 @@ def test_query_head_h_belongs_to_kv_head_h_div_group(sparse_decode):
     torch.testing.assert_close(out[0, :, 0], torch.tensor([1.0, 1, 1, 2, 2, 2], dtype=WIDE))
 
 
-QUICK = [((48, 48), 1), ((45, 45), 4), ((1, 45), 5), ((17, 48), 7), ((1, 45), 8)]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    ("lengths", "group"), grid(QUICK, [(48, 48), (45, 45), (1, 45), (17, 48)], [1, 4, 5, 7, 8]), ids=str
-)
-def test_equals_reference_and_never_reads_the_rest(lengths, group, dtype):
-    lengths = torch.tensor(lengths)
-    exact = q, k, v = cache(group=group, dtype=dtype)
-    indices = choose(lengths, 2, 8, 24, 48)
-    k, v = (poison(x, lengths, indices, 8) for x in (k, v))
-    sinks, softcap = {"sinks": torch.randn(2 * group)}, {"softcap": 3.0}
-    for options in ({}, sinks, softcap, sinks | softcap):
-        want = reference.sparse_decode(*(x.double() for x in exact), indices, lengths, 8, **options)
-        got = ops.sparse_decode(q, k, v, indices, lengths, 8, **options)
-        assert got.dtype == dtype and relative(got, want) < TOLERANCE[dtype]
-
-
-@examples(60)
+@examples(150)
 @given(
     batch=st.integers(1, 3),
     kv_heads=st.integers(1, 3),
-    group=st.integers(1, 4),
+    group=st.sampled_from([1, 2, 4, 5, 7, 8]),
     block_size=st.integers(1, 9),
     capacity=st.integers(1, 40),
     same_length=st.booleans(),
     dims=st.sampled_from([(8, 8), (4, 8), (6, 2)]),
-    dtype=st.sampled_from([WIDE] if INTERPRETING else [WIDE, torch.bfloat16]),
+    dtype=st.sampled_from([torch.float32, torch.float16] if INTERPRETING else list(TOLERANCE)),
     pairs_per_chunk=st.integers(0, 10),
     layout=st.sampled_from(LAYOUTS),
-    extras=st.booleans(),
+    extras=st.sampled_from([(), ("sinks",), ("softcap",), ("sinks", "softcap")]),
     data=st.data(),
 )
-def test_any_shape_and_layout(
+def test_equals_reference_and_never_reads_the_rest(
     batch, kv_heads, group, block_size, capacity, same_length, dims, dtype, pairs_per_chunk, layout, extras, data
 ):
-    """However few tokens are gathered at a time, with and without sinks and softcap."""
+    """However few tokens are gathered at a time."""
     exact = q, k, v = cache(batch, kv_heads, group, capacity, *dims, dtype)
     ends = data.draw(st.lists(st.integers(1, capacity), min_size=batch, max_size=batch))
     lengths = torch.tensor([ends[0]] * batch if same_length else ends)
     budget = data.draw(st.integers(block_size, block_size + capacity))
     indices = choose(lengths, kv_heads, block_size, budget, capacity)
-    options = {"sinks": torch.ones(q.shape[1]), "softcap": 3.0} if extras else {}
+    given = {"sinks": torch.randn(q.shape[1]), "softcap": 3.0}
+    options = {name: given[name] for name in extras}
     want = reference.sparse_decode(*(x.double() for x in exact), indices, lengths, block_size, **options)
     k, v = (in_layout(poison(x, lengths, indices, block_size), layout) for x in (k, v))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "GATHER_BYTES_CPU", pairs_per_chunk * budget * dims[0] * k.element_size())
         got = ops.sparse_decode(q, k, v, indices, lengths, block_size, **options)
-    assert relative(got, want) < TOLERANCE[dtype]
+    assert got.dtype == dtype and relative(got, want) < TOLERANCE[dtype]
 
 
 def test_budget_that_covers_everything_is_dense_attention():

@@ -45,9 +45,8 @@ class Case:
         self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=device)
         own = torch.randperm(pages - 1).view(len(LENGTHS), WIDTH).int() + 1
         stale = torch.randint(1, pages, own.shape).int()
-        self.table = torch.where(torch.arange(WIDTH) < -(-torch.tensor(LENGTHS) // page)[:, None], own, stale).to(
-            device
-        )
+        used = torch.arange(WIDTH) < -(-torch.tensor(LENGTHS) // page)[:, None]
+        self.table = torch.where(used, own, stale).to(device)
         self.table[self.lengths == 0] = 0
         memory = torch.randn(pages, page, K, 2 * D).transpose(1, 2).to(device, dtype)  # tokens before heads
         self.cache, self.summary = memory, torch.randn(pages, K, 24).to(device, dtype)
@@ -122,9 +121,7 @@ class InPyTorch(FlashPages):
     def schedule(self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor) -> Any:
         return None
 
-    def attend(
-        self, query_QGD: Tensor, table_QX: Tensor, lengths_Q: Tensor, schedule: Any, output_QGD: Tensor
-    ) -> None:
+    def attend(self, query_QGD: Any, table_QX: Any, lengths_Q: Any, schedule: Any, output_QGD: Any) -> None:
         keys, values = (x[table_QX.long()].flatten(1, 2)[:, :, 0] for x in (self.keys, self.values))
         beyond = torch.arange(keys.shape[1], device=keys.device) >= lengths_Q[:, None]
         scores = (query_QGD @ keys.transpose(1, 2)).masked_fill(beyond[:, None], -torch.inf)
@@ -132,9 +129,7 @@ class InPyTorch(FlashPages):
 
 
 def test_steps_in_kernels_are_steps_in_pytorch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers that share a plan, with room for summaries behind each page: outputs, memory, statistics. A table of
-    more blocks than the kernel selects from is for PyTorch.
-    """
+    """Two layers that share a plan, with room for summaries behind each page; and a table too long for the kernels."""
     pages, numbers = len(case.cache), K * case.page * 2 * D + K * 24
     memories = [torch.randn(pages * numbers, device=case.cache.device) for _ in range(2)]
     queries = [torch.randn(len(LENGTHS), K * G + 3, D, device=case.cache.device)[:, : K * G] for _ in memories]
