@@ -10,8 +10,9 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.cache.layer import GatedLayer
 from seergate.models import families
+from tests.methods.test_evicting import EACH
 from tests.support.decoding import Decoding
-from tests.support.evictors import GROUPS, model_of
+from tests.support.evictors import EVICTORS, GROUPS, model_of
 from tests.support.models import FAMILIES, gates, left_padded, prompt, tiny_model
 from tests.support.reasoning import Words
 
@@ -50,8 +51,6 @@ def tokens(model, method, inputs, new=20, **options):
 
 def test_every_method_is_in_the_table():
     """Evicting methods have a table of their own; a control that shares at random has its method's row."""
-    from tests.support.evictors import EVICTORS
-
     evicting = {name for name, kind in methods.METHODS.items() if issubclass(kind, methods.CompressingMethod)}
     assert set(METHODS) - {"streaming_llm"} == set(methods.METHODS) - evicting - {"random_sharing"}
     assert evicting == {name.split(" ")[0] for name in EVICTORS}
@@ -107,16 +106,23 @@ def test_a_row_is_the_same_alone_and_in_any_batch(kind, name):
         assert name == "dense" or (logits - plain).abs().max() > 1e-2, "it must be sparse"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", list(dict.fromkeys([*METHODS, *EACH])))
 def test_reordering_and_selecting_rows(model, name):
-    rows, order = [prompt(length, seed) for seed, length in enumerate((40, 23, 31))], [2, 0, 2]
-    with seergate.attached(model, pick(model, name, 2 * BLOCK)):
-        one, other = (Decoding(model, **left_padded(chosen)) for chosen in (rows, [rows[i] for i in order]))
-        one.take(order)  # the first batch was as wide as its longest row, which the new order keeps
-        step = prompt(1, 9).expand(3, 1)
-        for _ in range(12):
-            torch.testing.assert_close(one.read(step), other.read(step), rtol=1e-4, atol=1e-4)
-            step = one.logits.argmax(-1)
+    """After a prompt, and after 15 steps, in which evictors evict."""
+    rows, order = [prompt(length, seed) for seed, length in enumerate((40, 9, 23))], [2, 0, 2]
+    method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, 2 * BLOCK)
+    for steps in (0, 15):
+        texts = torch.cat([prompt(40, seed) for seed in range(3)])
+        with seergate.attached(model, method), torch.inference_mode():
+            # the first batch is as wide as its longest row, which the new order keeps
+            one, other = (Decoding(model, **left_padded([rows[i] for i in chosen])) for chosen in (range(3), order))
+            for at in range(40):
+                if at == steps:
+                    one.take(order)
+                other.read(texts[order, at, None])
+                one.read(texts[:, at, None] if at < steps else texts[order, at, None])
+                got = one.logits if at >= steps else one.logits[order]
+                torch.testing.assert_close(got, other.logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "streaming_llm"])

@@ -36,7 +36,7 @@ def speaker(tokenizer):
         {"do_sample": True, "num_return_sequences": 3, "temperature": 2.0, "top_p": 0.9},
         {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
     ],
-    ids=["sampling", "several of each", "beams"],
+    ids=str,
 )
 def test_what_is_drawn_is_what_the_plain_model_draws(speaker, options):
     """From the same random numbers, with a budget for everything; with a small one something else, the same twice."""

@@ -7,16 +7,17 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import SeergateError
 from tests.decode.test_decode import BLOCK, gates
+from tests.support.decoding import Decoding
 from tests.support.evictors import EVICTORS
 from tests.support.models import prompt, tiny_model
+from tests.support.running import refused
 
 PUBLISHED = {"token_budget": 3 * BLOCK, "compat": "published"}
 
 
-def kept(cache, row=0, tokens=64):
-    return [layer.state.rows["kg"][row, :, : tokens // BLOCK] for layer in cache.layers]
+def kept(cache):
+    return [layer.state.rows["kg"][0, :, : 64 // BLOCK] for layer in cache.layers]
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +31,18 @@ def test_forced_and_scored_tokens_are_placed_like_single_ones(model, storage):
     """In padded rows, and after a crop that opens a block of the prompt again."""
     ids, bank = torch.cat((prompt(70, 1), prompt(70, 2))), gates(model).double()
     mask = (torch.arange(70) >= torch.tensor([[0], [5]])).long()
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-
-    def read(cache, begin, end):
-        given = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
-        return model(ids[:, begin:end], past_key_values=cache, **given).logits
-
     with seergate.attached(model, bank, storage=storage, **PUBLISHED) as handle:
-        single, forced = DynamicCache(), DynamicCache()
-        for cache in (single, forced):
-            read(cache, 0, 40)
-            cache.crop(-5)
-        want = torch.cat([read(single, i, i + 1) for i in range(35, 70)], 1)
+        single, forced = (Decoding(model, ids[:, :40], mask[:, :40]) for _ in range(2))
+        for rows in (single, forced):
+            rows.crop(5)
+        want = torch.cat([single.read(ids[:, i, None]) for i in range(35, 70)], 1)
         with handle.passes.forced("decode"):
-            logits = read(forced, 35, 70)
-        torch.testing.assert_close(logits, want)
-        torch.testing.assert_close(kept(forced), kept(single))
+            torch.testing.assert_close(forced.read(ids[:, 35:]), want)
+        torch.testing.assert_close(kept(forced.cache), kept(single.cache))
         if storage is None:
             scored = seergate.score(model, ids, mask, start=36, logits=True).logits
-            fresh = DynamicCache()
-            read(fresh, 0, 36)
-            each = torch.cat([read(fresh, i, i + 1) for i in range(36, 69)], 1)
+            fresh = Decoding(model, ids[:, :36], mask[:, :36])
+            each = torch.cat([fresh.read(ids[:, i, None]) for i in range(36, 69)], 1)
             torch.testing.assert_close(scored[:, 1:], each)
 
 
@@ -64,11 +56,10 @@ def test_ways_of_generating_leave_the_same_entries(model, options):
     with seergate.attached(model, bank, **PUBLISHED):
         cache = DynamicCache()
         text = model.generate(ids, max_new_tokens=26, past_key_values=cache, **options)
-        steps = DynamicCache()
-        model(text[:, :40], past_key_values=steps)
+        steps = Decoding(model, text[:, :40])
         for i in range(40, 64):
-            model(text[:, i : i + 1], past_key_values=steps)
-    torch.testing.assert_close(kept(cache), kept(steps))
+            steps.read(text[:, i, None])
+    torch.testing.assert_close(kept(cache), kept(steps.cache))
 
 
 @torch.no_grad()
@@ -82,9 +73,8 @@ def test_a_further_turn_in_chunks_is_read_alike_with_and_without_the_tokens_befo
             model(ids[:, :40], past_key_values=cache)
             handle.reset_stats()
             options = {"prefill_chunk_size": 8, "max_new_tokens": 1, "past_key_values": cache}
-            out = model.generate(
-                given, attention_mask=torch.ones_like(ids), **options, return_dict_in_generate=True, output_logits=True
-            )
+            options |= {"return_dict_in_generate": True, "output_logits": True}
+            out = model.generate(given, attention_mask=torch.ones_like(ids), **options)
             outcomes.append((handle.stats()["steps"], out.logits[0]))
     assert [steps for steps, _ in outcomes] == 2 * [int(new == 1)]
     torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
@@ -95,11 +85,8 @@ def test_a_further_turn_in_chunks_is_read_alike_with_and_without_the_tokens_befo
 @pytest.mark.filterwarnings("ignore::seergate.methods.LongPromptWarning")
 def test_evictors_refuse_chunks_of_one_token_too(name, chunk):
     model = tiny_model("qwen3")
-    with (
-        seergate.attached(model, EVICTORS[name].method(model)),
-        pytest.raises(SeergateError, match="takes a prompt in one piece"),
-    ):
-        model.generate(prompt(40), max_new_tokens=3, prefill_chunk_size=chunk)
+    with seergate.attached(model, EVICTORS[name].method(model)):
+        refused("takes a prompt in one piece", model.generate, prompt(40), max_new_tokens=3, prefill_chunk_size=chunk)
 
 
 @torch.no_grad()
@@ -111,7 +98,7 @@ def test_a_deep_crop_recovers_keys_at_their_positions_or_is_refused():
     late[50:] += 3
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     dynamic = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=32)
-    for model, positions, mask, refused in (
+    for model, positions, mask, reason in (
         (tiny_model("qwen3"), shifted, None, None),
         (tiny_model("qwen3"), spread, None, "position_ids have gaps"),
         (tiny_model("qwen3"), late, None, "position_ids have gaps"),
@@ -128,9 +115,8 @@ def test_a_deep_crop_recovers_keys_at_their_positions_or_is_refused():
                     model(ids[:, i : i + 1], position_ids=positions[None, i : i + 1], past_key_values=cache)
             copied = copy.deepcopy(caches[0])
             copied.crop(-8)  # within a block, whatever the positions
-            if refused:
-                with pytest.raises(SeergateError, match=refused):
-                    caches[0].crop(-39)
+            if reason:
+                refused(reason, caches[0].crop, -39)
                 continue
             caches[0].crop(-39)
             slots = torch.arange(16, 21) % (2 * BLOCK)

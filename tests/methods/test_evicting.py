@@ -18,7 +18,7 @@ from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
 from seergate.methods.scoring import TILE
 from seergate.methods.streaming_llm import StreamingState
-from tests.support.decoding import Decoding, forced_run
+from tests.support.decoding import forced_run
 from tests.support.evictors import EVICTORS, GROUPS, model_of
 from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.naive import Simulation
@@ -230,22 +230,6 @@ def test_on_a_static_cache(name):
     with seergate.attached(model, EVICTORS[name].method(model)):
         dynamic = model.generate(**batch, max_new_tokens=30)
         assert torch.equal(model.generate(**batch, max_new_tokens=30, cache_implementation="static"), dynamic)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_reordering_and_selecting_rows(name):
-    model, order, forced = model_of(4), [2, 0, 2], forced_tokens(40)
-    whole, _, _ = forced_run(model, EVICTORS[name].method(model), ROWS, forced)
-    with seergate.attached(model, EVICTORS[name].method(model)), torch.inference_mode():
-        running = Decoding(model, **left_padded(ROWS))
-        for step in range(41):
-            expected = whole[:, step] if step <= 15 else whole[order, step]
-            torch.testing.assert_close(running.logits[:, -1], expected, rtol=1e-4, atol=1e-4)
-            if step == 15:
-                running.take(order)
-                forced = forced[order]
-            if step < 40:
-                running.read(forced[:, step : step + 1])
 
 
 @pytest.mark.parametrize("name", EACH)

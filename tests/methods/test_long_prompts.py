@@ -3,14 +3,13 @@
 import warnings
 
 import pytest
-import torch
-from transformers import DynamicCache
 
 import seergate
 from seergate import methods
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.methods import LongPromptWarning
 from tests.support import evaluation as support
+from tests.support.decoding import forced_run
 from tests.support.evictors import EVICTORS, C, model_of
 from tests.support.models import left_padded, prompt
 
@@ -35,13 +34,12 @@ CASES = {
 
 def residents(model, method, length, steps):
     """Residents of a row after its prompt and after each further token."""
-    cache, counts = DynamicCache(), []
-    with seergate.attached(model, method), torch.inference_mode():
-        model(input_ids=prompt(length), past_key_values=cache)
+    counts = []
+
+    def note(step, cache, handle):
         counts.append(cache.layers[0].rows.resident[0])
-        for step in range(steps):
-            model(input_ids=prompt(1, step), past_key_values=cache)
-            counts.append(cache.layers[0].rows.resident[0])
+
+    forced_run(model, method, [prompt(length)], prompt(steps, 1), each=note)
     return counts
 
 
@@ -78,12 +76,10 @@ def test_nothing_is_said_if_there_is_room(name):
 
 
 def test_one_long_row_of_a_batch_is_enough():
-    model = model_of(4)
-    with (
-        pytest.warns(LongPromptWarning, match="tova: a prompt has 40 tokens") as records,
-        seergate.attached(model, "tova", token_budget=C),
-    ):
-        model.generate(**left_padded([prompt(9, 1), prompt(40, 2), prompt(30, 3)]), max_new_tokens=3)
+    model, rows = model_of(4), left_padded([prompt(9, 1), prompt(40, 2), prompt(30, 3)])
+    said = pytest.warns(LongPromptWarning, match="tova: a prompt has 40 tokens")
+    with said as records, seergate.attached(model, "tova", token_budget=C):
+        model.generate(**rows, max_new_tokens=3)
     assert sum(warning.category is LongPromptWarning for warning in records) == 1
 
 

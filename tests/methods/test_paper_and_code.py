@@ -88,9 +88,8 @@ def test_the_full_range_of_h1_by_hand():
     elapsed, mri = torch.tensor([16.0, 6.0, 2.0, 1.0, 0.0]).double(), torch.tensor([0.0, 3.0, 8.0, 1.0, 8.0]).double()
     h1 = torch.tensor([0.0, 0.238406, 0.875647, 0.537883, 1.0]).double()
     h2 = torch.tensor([0.0, 0.238406, 0.001822, 1.0, 0.001822]).double()
-    torch.testing.assert_close(recurrence_score(elapsed, mri, True, "full"), h1 + h2, rtol=0, atol=5e-6)
-    torch.testing.assert_close(recurrence_score(elapsed, mri, False, "full"), h1, rtol=0, atol=5e-6)
-    torch.testing.assert_close(recurrence_score(elapsed, mri, True, None), h2, rtol=0, atol=5e-6)
+    for parts, expected in (((True, "full"), h1 + h2), ((False, "full"), h1), ((True, None), h2)):
+        torch.testing.assert_close(recurrence_score(elapsed, mri, *parts), expected, rtol=0, atol=5e-6)
     # A token that is not due yet (1 of 8 steps), and one that is late by as long again but comes often (4 of 2 steps):
     # .4901 + .0018 and .0949 + .5379, or without the cap .9376 + .0018 and .2384 + .5379.
     elapsed, mri = torch.tensor([1.0, 4.0]).double(), torch.tensor([8.0, 2.0]).double()

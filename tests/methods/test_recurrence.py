@@ -33,11 +33,8 @@ def test_intervals_are_those_of_the_definition():
         for head in range(2):
             for j in range(42):
                 birth = max(0, j - 12)
-                times = [birth] + [
-                    t
-                    for t in range(birth + (j >= 12), 31)
-                    if t and past.given[11 + t][past.group(head), j].max() >= Lazy.alpha
-                ]
+                steps, group = range(max(1, birth + (j >= 12)), 31), past.group(head)
+                times = [birth, *(t for t in steps if past.given[11 + t][group, j].max() >= Lazy.alpha)]
                 expected.append(max(np.diff(times), default=0))
     assert mri.tolist() == expected and len(set(expected)) > 5
 

@@ -73,7 +73,6 @@ def test_refusals():
     for attempt, message in (
         (lambda: methods.Quest(token_budget=15, block_size=16), "token_budget is 15; with block_size 16"),
         (lambda: methods.Quest(token_budget=31, block_size=16), "token_budget is 31; .* at least 32, as one"),
-        (lambda: methods.Oracle(token_budget=64, sink_blocks=1), "1 sink blocks it must be at least 192"),
         (lambda: methods.Gate(bank=bank, token_budget=15), "token_budget is 15; with block_size 8 .* at least 16"),
         (lambda: methods.StreamingLLM(token_budget=4), "token_budget is 4; it must be greater than sink_tokens"),
         (lambda: methods.make_method("snap_kv"), "there is no method 'snap_kv'"),

@@ -32,43 +32,28 @@ def blocks(selection: ops.Selection) -> list[list[list[int]]]:
 
 LOGITS = [0.5, 2.0, -1.0, 1.0, 0.0]
 """Softmax of the four past ones: .1360 .6095 .0303 .2242; block 4 is the current one."""
+CHOSEN = [
+    ({"token_budget": 2}, [4]), ({"token_budget": 4}, [1, 4]), ({"token_budget": 100}, [0, 1, 2, 3, 4]),
+    ({"token_budget": 7}, [1, 3, 4]),  # three whole blocks: the best two and the current one
+    ({"token_budget": 6, "sink_blocks": 1}, [0, 1, 4]),
+    ({"token_budget": 6, "sink_blocks": 2}, [0, 1, 4]), ({"token_budget": 8, "sink_blocks": 2}, [0, 1, 3, 4]),
+    ({"budget_share": 0.2}, [4]), ({"budget_share": 0.4}, [1, 4]), ({"budget_share": 0.41}, [1, 3, 4]),
+    ({"budget_share": 0.2, "budget_min": 5}, [1, 4]), ({"budget_share": 0.2, "sink_blocks": 2}, [0, 1, 4]),
+    ({"budget_share": 1.0, "budget_max": 7}, [1, 3, 4]), ({"budget_share": 1}, [0, 1, 2, 3, 4]),
+    # with the current block in the softmax, 0 would be out at .1256 already
+    ({"threshold": 0.13}, [0, 1, 3, 4]), ({"threshold": 0.14}, [1, 3, 4]), ({"threshold": 0.7}, [4]),
+    # without block 0 the softmax of the other three is .7054 .0351 .2595
+    ({"threshold": 0.7, "sink_blocks": 1}, [0, 1, 4]), ({"threshold": 0.71, "sink_blocks": 1}, [0, 4]),
+    ({"top_p": 0.7, "sink_blocks": 1}, [0, 1, 4]), ({"top_p": 0.71, "sink_blocks": 1}, [0, 1, 3, 4]),
+    ({"threshold": 0.7, "sink_blocks": 4}, [0, 1, 2, 3, 4]),
+    ({"top_p": 0.60}, [1, 4]), ({"top_p": 0.61}, [1, 3, 4]), ({"top_p": 0.83}, [1, 3, 4]),
+    ({"top_p": 0.84}, [0, 1, 3, 4]), ({"top_p": 0.999}, [0, 1, 2, 3, 4]),
+    ({"top_p": 0.84, "sink_blocks": 3}, [0, 1, 2, 3, 4]),
+]  # fmt: skip
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        ({"token_budget": 2}, [4]),
-        ({"token_budget": 4}, [1, 4]),
-        ({"token_budget": 7}, [1, 3, 4]),  # three whole blocks: the best two and the current one
-        ({"token_budget": 6, "sink_blocks": 1}, [0, 1, 4]),
-        ({"token_budget": 6, "sink_blocks": 2}, [0, 1, 4]),
-        ({"token_budget": 8, "sink_blocks": 2}, [0, 1, 3, 4]),
-        ({"token_budget": 100}, [0, 1, 2, 3, 4]),
-        ({"budget_share": 0.2}, [4]),
-        ({"budget_share": 0.4}, [1, 4]),
-        ({"budget_share": 0.41}, [1, 3, 4]),
-        ({"budget_share": 0.2, "budget_min": 5}, [1, 4]),
-        ({"budget_share": 0.2, "sink_blocks": 2}, [0, 1, 4]),
-        ({"budget_share": 1.0, "budget_max": 7}, [1, 3, 4]),
-        ({"budget_share": 1}, [0, 1, 2, 3, 4]),
-        ({"threshold": 0.14}, [1, 3, 4]),  # with the current block in the softmax, 0 would be out at .1256 already
-        ({"threshold": 0.13}, [0, 1, 3, 4]),
-        ({"threshold": 0.7}, [4]),
-        # without block 0 the softmax of the other three is .7054 .0351 .2595
-        ({"threshold": 0.7, "sink_blocks": 1}, [0, 1, 4]),
-        ({"threshold": 0.71, "sink_blocks": 1}, [0, 4]),
-        ({"top_p": 0.7, "sink_blocks": 1}, [0, 1, 4]),
-        ({"top_p": 0.71, "sink_blocks": 1}, [0, 1, 3, 4]),
-        ({"threshold": 0.7, "sink_blocks": 4}, [0, 1, 2, 3, 4]),
-        ({"top_p": 0.60}, [1, 4]),
-        ({"top_p": 0.61}, [1, 3, 4]),
-        ({"top_p": 0.83}, [1, 3, 4]),
-        ({"top_p": 0.84}, [0, 1, 3, 4]),
-        ({"top_p": 0.84, "sink_blocks": 3}, [0, 1, 2, 3, 4]),
-        ({"top_p": 0.999}, [0, 1, 2, 3, 4]),
-    ],
-)
+@pytest.mark.parametrize(("rule", "expected"), CHOSEN)
 def test_worked_example(select_blocks, rule, expected):
     scores = torch.tensor(LOGITS)[None, None]
     for length in (9, 10):  # the current block partial, or just complete
