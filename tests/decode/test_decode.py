@@ -111,8 +111,8 @@ def test_reordering_and_selecting_rows(model, name):
     """After a prompt, and after 15 steps, in which evictors evict."""
     rows, order = [prompt(length, seed) for seed, length in enumerate((40, 9, 23))], [2, 0, 2]
     method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, 2 * BLOCK)
+    texts = torch.cat([prompt(40, seed) for seed in range(3)])
     for steps in (0, 15):
-        texts = torch.cat([prompt(40, seed) for seed in range(3)])
         with seergate.attached(model, method), torch.inference_mode():
             # the first batch is as wide as its longest row, which the new order keeps
             one, other = (Decoding(model, **left_padded([rows[i] for i in chosen])) for chosen in (range(3), order))

@@ -43,15 +43,9 @@ def a_rule(draw: random.Random, selector: str) -> Rule:
     }
     kind = draw.choice(("token_budget", "token_budget", "threshold", "top_p"))
     dense = draw.choice(((), (), (0,), (1,)))
-    return Rule(
-        selector=selector,
-        block_size=size,
-        sink_blocks=sinks,
-        dense_layers=dense,
-        anchors=draw.choice(((), (0,))) if not dense else (),
-        dense_below=draw.choice((0, 0, 30)),
-        **{kind: kinds[kind]},
-    )
+    anchors, below = () if dense else draw.choice(((), (0,))), draw.choice((0, 0, 30))
+    options = {"dense_layers": dense, "anchors": anchors, "dense_below": below, kind: kinds[kind]}
+    return Rule(selector=selector, block_size=size, sink_blocks=sinks, **options)
 
 
 def a_storage(kind: str, rule: Rule, kv_heads: int) -> KVBackend | None:

@@ -16,6 +16,7 @@ from seergate.models.hooks import ATTENTION_NAME
 from seergate.models.rope import Rotary
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.running import refused
 
 
 def after_decoding(model, read):
@@ -77,11 +78,9 @@ def test_a_chat_attaches_an_equal_method_for_each_turn(model):
                 handle.detach()
         texts.append(ids)
     assert torch.equal(*texts)
-    with (
-        seergate.attached(model, "quest", **{**options, "token_budget": 16}),
-        pytest.raises(SeergateError, match="filled under Quest.*token_budget=32.*a new one for .*token_budget=16"),
-    ):
-        model.generate(ids, past_key_values=cache, max_new_tokens=5)
+    message = "filled under Quest.*token_budget=32.*a new one for .*token_budget=16"
+    with seergate.attached(model, "quest", **{**options, "token_budget": 16}):
+        refused(message, model.generate, ids, past_key_values=cache, max_new_tokens=5)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -137,12 +136,12 @@ def test_what_does_not_go_together(pair):
     if method == "gate":
         method, options = gates(model), {**options, "token_budget": 2 * BLOCK}
     start = REFUSED[pair].split("{")[0] or REFUSED[pair].split("}")[1].split("{")[0]
-    with pytest.raises(SeergateError) as refused, seergate.attached(model, method, **options):
+    with pytest.raises(SeergateError) as caught, seergate.attached(model, method, **options):
         assert pair[1] in ("static", "one-way cache"), "what is known of the model is refused by attach"
         if pair[1] == "static":
             model(input_ids=prompt(20), past_key_values=StaticCache(model.config, max_cache_len=32))
         model.generate(prompt(45), max_new_tokens=8, cache_implementation="static")
-    assert start in str(refused.value)
+    assert start in str(caught.value)
     assert "_prefill" not in vars(model)
     seergate.attach(model, "dense").detach()
 

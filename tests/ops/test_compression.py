@@ -48,9 +48,8 @@ def check(lengths, options, block_size, blocks, turns, dtype):
     """A step's new keys in rows of these lengths, against the reference with the gates in float64."""
     (kv_heads, columns, width), ends = options["weight"].shape, torch.tensor(lengths, dtype=torch.int64)
     k = torch.randn(len(lengths), kv_heads, columns // len(options["kinds"])).to(dtype)
-    recent, compressed = caches(
-        lengths, *k.shape[1:], block_size, width, blocks, turns, dtype, options["weight"].dtype
-    )
+    sizes = *k.shape[1:], block_size, width, blocks, turns
+    recent, compressed = caches(lengths, *sizes, dtype, options["weight"].dtype)
     want = recent.clone(), compressed.double()
     exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     reference.update_compressed_keys(k, ends, *want, block_size=block_size, **exact)

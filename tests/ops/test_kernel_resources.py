@@ -106,10 +106,7 @@ RECOMMENDED = {name: RECIPE[name] for name in ("block_size", "sink_blocks", "row
 RUNS = [
     *((preset, H200, PACKS, {}) for preset in PRESETS),
     *(("qwen3-8b", gpu, PACKS, {}) for gpu in GPUS),
-    *(
-        ("qwen3-4b", gpu, [[32768]], {"block_size": size})
-        for size, gpu in ((16, H200), (32, GPUS[0]), (128, GPUS[-1]))
-    ),
+    *(("qwen3-4b", gpu, [[32768]], {"block_size": n}) for n, gpu in {16: H200, 32: GPUS[0], 128: GPUS[-1]}.items()),
     ("smollm2-135m", H200, [[4096], [2009, 2055, 17]], RECOMMENDED),
     ("qwen3-8b", H200, [[32768], [16345, 16391, 17]], RECOMMENDED),
 ]

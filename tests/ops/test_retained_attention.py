@@ -28,9 +28,8 @@ def test_against_the_reference(lengths, group, options, monkeypatch):
     results = []
     for run in (reference.retained_attention, ops.retained_attention):
         output, weight_sums = run(*sides, borders, 0.3, **options)
-        results.append(
-            (output, weight_sums, *torch.autograd.grad(output.square().sum() + weight_sums.square().sum(), sides))
-        )
+        squares = output.square().sum() + weight_sums.square().sum()
+        results.append((output, weight_sums, *torch.autograd.grad(squares, sides)))
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
     narrow = ops.retained_attention(*(x.float() for x in sides), borders, 0.3, **options)

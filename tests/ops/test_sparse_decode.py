@@ -91,9 +91,8 @@ def test_budget_that_covers_everything_is_dense_attention():
     for length in (1, 7, 8, 9, 40):
         lengths = torch.tensor([length])
         indices = choose(lengths, 2, 8, 1000, 40)
-        dense = torch.nn.functional.scaled_dot_product_attention(
-            q[:, :, None], k[:, :, :length], v[:, :, :length], enable_gqa=True
-        )[:, :, 0]
+        near = q[:, :, None], k[:, :, :length], v[:, :, :length]
+        dense = torch.nn.functional.scaled_dot_product_attention(*near, enable_gqa=True)[:, :, 0]
         torch.testing.assert_close(ops.sparse_decode(q, k, v, indices, lengths, 8), dense)
 
 

@@ -42,12 +42,8 @@ def choose(lengths, kv_heads, block_size, blocks, capacity, some=None):
 
 
 def check(op, device, exact, stored, *where, **options):
-    """An op on the device, with keys and values as they are ``stored``, against its reference in float64; the output.
-
-    Args:
-        exact: queries, keys and values for the reference.
-        where: the op's other arguments in order.
-        options: the same by name; ``page_table`` is the op's alone.
+    """An op on the device, with keys and values as they are ``stored``, against its reference in float64, which gets
+    the ``exact`` queries, keys and values and no ``page_table``. Returns the output.
     """
     q, own = exact[0], {name: x for name, x in options.items() if name != "page_table"}
     want = getattr(reference, op)(*(x.double() for x in exact), *moved(where, "cpu"), **moved(own, "cpu"))
@@ -129,15 +125,11 @@ def test_dense_equals_reference(lengths, dtype, splits, device):
         check("dense_decode", device, qkv, stored, lengths, **options)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "dtype"),
-    grid(
-        [((16, 16), F32), ((128, 64), F16), ((64, 32), F16), ((48, 24), F32)],
-        [(16, 16), (128, 64), (64, 32), (48, 24)],
-        TOLERANCE,
-    ),
-    ids=str,
-)
+SIZES = {(16, 16): F32, (128, 64): F16, (64, 32): F16, (48, 24): F32}
+"""Of a page and a block, each with a quick dtype."""
+
+
+@pytest.mark.parametrize(("sizes", "dtype"), grid(SIZES.items(), SIZES, TOLERANCE), ids=str)
 def test_paged(sizes, dtype, splits, device):
     page, block_size = sizes
     lengths = torch.tensor([129, 40])
