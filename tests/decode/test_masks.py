@@ -84,9 +84,9 @@ def test_4d_masks_of_padding_are_those_of_two_dimensions(model, mask, form):
 @pytest.mark.parametrize("method", ["quest", "h2o", "dense"])
 def test_other_4d_masks_are_refused(model, method):
     """Also biases and masks of single heads."""
-    bias, heads = additive(CAUSAL)[None, None], CAUSAL.repeat(1, 4, 1, 1)
-    bias[..., 10, 3], heads[0, 2, 30, 5] = -1.0, False
+    bias, leak, heads = additive(CAUSAL)[None, None], additive(CAUSAL)[None, None], CAUSAL.repeat(1, 4, 1, 1)
+    bias[..., 10, 3], leak[..., 3, 10], heads[0, 2, 30, 5] = -1.0, -1.0, False
     others = [form(mask)[None, None] for mask in OTHERS for form in (torch.Tensor.bool, additive)]
-    for mask in (bias, heads, *others):
+    for mask in (bias, leak, heads, *others):
         with seergate.attached(model, method):
             refused("4D attention_mask is not that of a te", model, prompt(50), mask, past_key_values=DynamicCache())
