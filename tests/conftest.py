@@ -77,7 +77,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Undo it."""
     gc.unfreeze()
 
 

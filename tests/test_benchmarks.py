@@ -22,12 +22,13 @@ SMALL = {
     "decode": f"{HEADS} --group 2 --gate-dim 8 --repeats 1 --seconds 0.01",
     "distill": f"{HEADS} --group 3 --gate-dim 8 --block-sizes 16 --rounds 1 --lengths 100 256 --baseline-up-to 128",
     "end_to_end": f"{HEADS} --heads 4 --hidden-size 32 --rounds 1 --tokens 3",
+    "reason_cache": "--threads 1 --layers 1 --width 32 --rows 3 --requests 4 --length 160 --prompt 8 --step 20 "
+    "--repeats 0.8 --page 4 --warm-up 0 --rounds 1",
 }
 TINY = {
     "anchors": "--threads 1 --texts 1 --lengths 100 --scored 16 --calibration-texts 1 --rows 8 --rounds 1 --steps 1",
     "distill_model": "--threads 1 --hidden-size 64 --lengths 256 --layers 1 --ways seergate --block-size 16",
     "interval_coverage": "--repeats 1",
-    "reason_cache": "--threads 1 --width 32 --rows 2 --requests 2 --length 96 --rounds 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
     "tiny_reasoner": "--threads 1 --lengths --medium 5 --medium-problems 1 --medium-budgets 32",
 }
@@ -57,9 +58,9 @@ def record_of(output: Path) -> dict:
     return record
 
 
-def recorded(name: str, output: Path) -> dict:
+def recorded(name: str, output: Path, *arguments: str) -> dict:
     """Run a benchmark, which must not fail; its record."""
-    done = run(name, output)
+    done = run(name, output, *arguments)
     assert done.returncode == 0, done.stderr
     return record_of(output)
 
@@ -72,9 +73,7 @@ def test_every_benchmark_is_run_somewhere() -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path / "runs")] * (name == "tiny_reasoner")
-    done = run(name, tmp_path, *runs)
-    assert done.returncode == 0, done.stderr
-    assert record_of(tmp_path)["rows"]
+    assert recorded(name, tmp_path, *runs)["rows"]
     if runs:
         collected = [str(tmp_path / "runs/medium-5"), "--name", "collected", "--output", str(tmp_path / "out")]
         assert run_script("benchmarks/collect.py", *collected).returncode == 0
@@ -174,6 +173,15 @@ def test_distill(tmp_path: Path) -> None:
     assert "materialised_peak_mb" not in large
 
 
+def test_reason_cache(tmp_path: Path) -> None:
+    record = recorded("reason_cache", tmp_path)
+    dense, shared = record["rows"]
+    assert record["options"]["max_blocks"] == 120
+    assert dense["rows"] == 3 < shared["rows"] and shared["sharing"]["amsr"] > 0.1
+    assert record["options"]["rows_ratio"] == shared["rows"] / dense["rows"]
+    assert dense["tokens"] == shared["tokens"] == 4 * (160 - 8)
+
+
 def _wrong_loss(right, *a, **o):
     loss, stats = right(*a, **o)
     return 1.01 * loss, stats
@@ -192,13 +200,7 @@ DECODE, PACKS = [*SHORT, "--lengths", "64"], ["--block-sizes", "16", "--lengths"
 STEPS = ["--block-size", "8", "--budget", "32", "--lengths", "64", "--batch-lengths", "--prompt", "24"]
 WRONG = [
     ("decode", DECODE, "sparse_decode", lambda right, *a: 1.01 * right(*a), "sparse_decode has a relative"),
-    (
-        "decode",
-        DECODE,
-        "sparse_decode",
-        lambda right, q, k, v, *a: right(q, k, v, *a) + 0 * v.sum(),
-        "sparse_decode has",
-    ),
+    ("decode", DECODE, "sparse_decode", lambda op, q, k, v, *a: op(q, k, v, *a) + 0 * v.sum(), "sparse_decode has"),
     ("decode", DECODE, "select_blocks", lambda right, x, *a, **rule: right(-x, *a, **rule), "select_blocks with"),
     ("end_to_end", STEPS, "dense_decode", lambda right, *a, **o: -right(*a, **o), "gives other tokens than the plain"),
     ("distill", PACKS, "gate_kl", _wrong_loss, "loss has a relative error"),

@@ -1,7 +1,5 @@
 """`benchmarks/estimates.py` writes the tables of docs/scale.md and counts what the code has."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -20,7 +18,6 @@ def test_the_page_has_the_scripts_tables():
     page = estimates.PAGE.read_text()
     assert filled(page) == page, "run `python benchmarks/estimates.py --write`"
     assert "**Nothing here was\nmeasured on a GPU.**" in page
-
     with pytest.raises(ValueError, match="the page has 0 places for '<!-- estimate: reading -->'; it must have one"):
         filled("# Scale")
 
@@ -62,6 +59,4 @@ def test_it_runs_without_a_model_and_says_that_nothing_was_measured(monkeypatch,
     with torch.device("meta"):
         estimates.main()
     output = capsys.readouterr().out
-    assert (
-        "Not measured on a GPU. Rates:" in output and "| plans |" in output and Path(estimates.PAGE).name == "scale.md"
-    )
+    assert "Not measured on a GPU. Rates:" in output and "| plans |" in output

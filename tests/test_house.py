@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 
 import seergate
-from tests.support.running import run_script, run_seergate
+from tests.support.running import ROOT, run_script, run_seergate
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "seergate"
-
+SOURCES = sorted(PACKAGE.rglob("*.py"))
 KNOWS_TRANSFORMERS = {"models", "cache", "decode", "serving"}
 """Packages that may use private names of the engine that they extend."""
 ATTENTION_NAMES = {"_attn_implementation", "_attn_implementation_internal", "_flash_attention_forward"}
@@ -33,15 +32,6 @@ FOREIGN_PRIVATE_NAMES = {
     "_set_pg_timeout",  # torch.distributed
 }
 """Private names of other libraries that are used elsewhere; none of them is transformers'."""
-
-
-def sources() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if "__pycache__" not in p.parts)
-
-
-def part(path: Path) -> str:
-    """The package, or the file, that a source belongs to: ``models``, ``config.py``."""
-    return path.relative_to(ROOT).parts[1]
 
 
 def named(path: Path) -> str:
@@ -70,8 +60,8 @@ def test_private_transformers_names_live_where_transformers_is_known() -> None:
     text = "class A:\n    def _own(self): return torch.ops.aten._op(q), self._made\n\na._b = a._c(a._own(), a._made)"
     assert private_names_of_others(ast.parse(f"{text} + getattr(a.b, '_d', None)")) == {"_b", "_c", "_d"}
     faults = {}
-    for path in sources():
-        if part(path) in KNOWS_TRANSFORMERS:
+    for path in SOURCES:
+        if path.relative_to(PACKAGE).parts[0] in KNOWS_TRANSFORMERS:
             continue
         tree = ast.parse(path.read_text())
         private = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value in ATTENTION_NAMES}
@@ -101,11 +91,7 @@ def methods_named(tree: ast.AST, single: set[str]) -> set[str]:
     """Methods, their states and modules that a file names, as a class, as text, or in ``isinstance``."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and len(node.args) == 2)
     kinds = [call.args[1] for call in calls if ast.unparse(call.func) in ("isinstance", "issubclass")]
-    looked_for = {
-        node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-        for kind in kinds
-        for node in ast.walk(kind)
-    }
+    looked_for = {getattr(node, "attr", getattr(node, "id", "")) for kind in kinds for node in ast.walk(kind)}
     names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -113,7 +99,7 @@ def methods_named(tree: ast.AST, single: set[str]) -> set[str]:
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names.add(re.sub(r"[:+]\S*$", "", node.value))
         else:
-            names.add(node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", ""))
+            names.add(getattr(node, "attr", getattr(node, "id", "")))
     return {name for name in {*names - ANY_FILE, *looked_for} if name.removesuffix("State") in single}
 
 
@@ -128,7 +114,7 @@ def test_methods_answer_for_themselves() -> None:
     assert methods_named(ast.parse(planted), single) == {"rpc", "RPC"}
     faults = {
         named(path): method_names
-        for path in sorted(PACKAGE.rglob("*.py"))
+        for path in SOURCES
         if path.relative_to(PACKAGE).parts[0] != "methods"
         and "papers" not in path.parts
         and named(path) not in FILES_THAT_CHOOSE
@@ -297,7 +283,7 @@ def test_text_files_are_in_utf8_in_every_locale() -> None:
     places = [path for name in ("benchmarks", "docs", "train") for path in (ROOT / name).rglob("*.py")]
     faults = [
         f"{named(path)}:{call.lineno}"
-        for path in [*sources(), *places, ROOT / "train.py"]
+        for path in [*SOURCES, *places, ROOT / "train.py"]
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call) and in_locale(call)
     ]

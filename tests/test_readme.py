@@ -61,9 +61,7 @@ def test_python_of_a_page_runs(page: str, names: dict[str, Any], capsys: pytest.
         exec(compile(on_the_shipped_model(block), page, "exec"), names)
     lines = capsys.readouterr().out.splitlines()
     if page == "README.md":
-        assert [line for line in lines if re.fullmatch(r"0\.\d+", line)], (
-            "the first example prints how little it reads"
-        )
+        assert any(re.fullmatch(r"0\.\d+", line) for line in lines), "the first example prints how little it reads"
     for line in lines:
         if " expected " in line:
             assert re.search(rf"{line[-1]} \}}.* expected .$", line), line
@@ -83,12 +81,9 @@ def test_readme_is_short_and_counts_right() -> None:
     others = {20: "Twenty"}[len(METHODS) - 1]
     assert f"{others} other methods" in text and f"gates and {len(METHODS) - 1} methods" in text
     assert f"{others.lower()} other methods" in (ROOT / "docs/index.md").read_text()
-    listed = re.findall(
-        r"^\| `(\w+)` \|", (ROOT / "docs/which_method.md").read_text().partition("## Prompts")[0], re.M
-    )
-    assert sorted(listed) == sorted(METHODS)
+    table = (ROOT / "docs/which_method.md").read_text().partition("## Prompts")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == sorted(METHODS)
     for extra in re.findall(r"seergate\[(\w+)\]", text):
         assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-
     headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.+)$", text, re.M)}
     assert set(re.findall(r"\]\(#([\w-]+)\)", text)) == headings - {"try-it"}

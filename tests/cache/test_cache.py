@@ -2,27 +2,30 @@
 
 import copy
 import pickle
+from itertools import count
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import seergate
-from seergate import SeergateError, methods
+from seergate import methods
+from seergate.cache.layer import GatedLayer
 from seergate.models import families
 from tests.cache.test_offload import room_for
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.running import refused
 from tests.test_house import ROOT, code_blocks
 
 
-@pytest.mark.parametrize("attaching", [{}, {"storage": seergate.Offload(room_for(64))}], ids=["growing", "offloaded"])
-def test_a_cache_that_finds_no_memory_to_grow_is_left_as_it_was(monkeypatch, attaching):
+@pytest.mark.parametrize("storage", [None, seergate.Offload(room_for(64))], ids=["growing", "offloaded"])
+def test_a_cache_that_finds_no_memory_to_grow_is_left_as_it_was(model, monkeypatch, storage):
     """Keys find room and values do not; later there is memory again."""
-    model, logits = tiny_model("qwen3"), []
+    logits = []
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     for failing in (False, True):
-        with seergate.attached(model, method, **attaching), torch.no_grad():
+        with seergate.attached(model, method, storage=storage), torch.no_grad():
             cache = DynamicCache()
             model(input_ids=prompt(24), past_key_values=cache)
             if failing:
@@ -38,12 +41,11 @@ def test_a_cache_that_finds_no_memory_to_grow_is_left_as_it_was(monkeypatch, att
 
 
 def out_of_memory_at_the_second_buffer(patch):
-    made = []
+    calls = count(1)
 
     def counted(allocate):
         def wrapper(*args, **kwargs):
-            made.append(1)
-            if len(made) == 2:
+            if next(calls) == 2:
                 raise MemoryError
             return allocate(*args, **kwargs)
 
@@ -53,15 +55,12 @@ def out_of_memory_at_the_second_buffer(patch):
     patch.setattr(seergate.Offload, "buffer", counted(seergate.Offload.buffer))
 
 
-@pytest.mark.parametrize(
-    "attaching", [{"storage": seergate.Offload(room_for(64))}, {"storage": seergate.Paging()}], ids=str
-)
-def test_caches_that_cannot_be_copied_say_so_at_once(model, attaching):
-    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, **attaching), torch.no_grad():
+@pytest.mark.parametrize("storage", [seergate.Offload(room_for(64)), seergate.Paging()], ids=str)
+def test_caches_that_cannot_be_copied_say_so_at_once(model, storage):
+    with seergate.attached(model, gates(model), token_budget=2 * BLOCK, storage=storage), torch.no_grad():
         cache = DynamicCache()
         model(input_ids=prompt(40), past_key_values=cache)
-        with pytest.raises(SeergateError, match="cache cannot be copied"):
-            copy.deepcopy(cache)
+        refused("cache cannot be copied", copy.deepcopy, cache)
 
 
 @pytest.mark.parametrize("room", [-1, 96])
@@ -94,8 +93,7 @@ def test_deep_crops_that_cannot_be_undone_are_refused(family):
     with seergate.attached(model, bank, token_budget=2 * BLOCK):
         cache = DynamicCache()
         model(input_ids=prompt(60), past_key_values=cache)
-        with pytest.raises(SeergateError, match="cannot be re-positioned"):
-            cache.crop(-31)
+        refused("cannot be re-positioned", cache.crop, -31)
 
 
 def test_a_deep_crop_in_a_layer_without_rope():
@@ -141,32 +139,20 @@ def test_an_emptied_cache_may_serve_another_method_and_batch(model):
 
 
 def test_padding_does_not_make_decoding_copy_the_cache(model, monkeypatch):
-    from seergate.cache.layer import GatedLayer
-
-    copies = []
-    original = GatedLayer.slot_view
+    copies, original = [], GatedLayer.slot_view
     monkeypatch.setattr(GatedLayer, "slot_view", lambda self: copies.append(1) or original(self))
     with seergate.attached(model, gates(model), token_budget=16):
         model.generate(**left_padded([prompt(30, 1), prompt(17, 2)]), max_new_tokens=12)
     assert not copies
 
 
-@pytest.mark.parametrize(
-    ("name", "static"),
-    [
-        ("gates", False),
-        ("gates", True),
-        ("gates with anchors", False),
-        ("gates on h2o", False),
-        ("quest", False),
-        ("h2o", False),
-        ("dense", False),
-    ],
-)
+COPIED = ("gates", "gates with anchors", "gates on h2o", "quest", "h2o", "dense")
+
+
+@pytest.mark.parametrize(("name", "static"), [("gates", True), *((name, False) for name in COPIED)])
 def test_a_copied_cache_goes_on_and_shares_the_gates(model, name, static):
     """Also those that lie deep in its state: the gate on an evictor's residents."""
-    ids = prompt(60)
-    first = prompt(1, 2)
+    ids, first = prompt(60), prompt(1, 2)
     longer = torch.cat((ids, first, prompt(1, 3)), 1)
     gate = methods.Gate(bank=gates(model), token_budget=2 * BLOCK, anchors=(0,) if "anchors" in name else ())
     if name == "gates on h2o":
@@ -207,8 +193,7 @@ def test_other_masks_over_what_is_there_are_refused(model, method, hidden, messa
     with seergate.attached(model, method, token_budget=32):
         cache = DynamicCache()
         model(ids, past_key_values=cache)
-        with pytest.raises(SeergateError, match=message):
-            model(prompt(10).expand(2, -1), attention_mask=mask, past_key_values=cache)
+        refused(message, model, prompt(10).expand(2, -1), attention_mask=mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])

@@ -1,5 +1,7 @@
 """KV offload: the outputs of a cache that is not offloaded, in less fast memory, and with few bytes fetched."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -12,8 +14,8 @@ from seergate.paths import shipped
 from tests.decode.test_decode import BLOCK, gates, selector
 from tests.support.decoding import Decoding
 from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.running import refused
 
-STORES = pytest.mark.parametrize("store", ["disk", "host"])
 HEADS, DIM, LAYERS = 2, 16, 2
 BLOCK_BYTES = 2 * BLOCK * DIM * 4
 """Of one KV head, keys and values, in float32."""
@@ -63,7 +65,7 @@ def test_steps_that_read_more_than_the_pool_holds(model, options):
         offloaded_is_in_memory(model, method, inputs, *rooms, new=12)
 
 
-@STORES
+@pytest.mark.parametrize("store", ["disk", "host"])
 def test_a_context_four_times_the_memory_cap(model, store):
     """Keys and values four times the cap; what is held stays under it; few bytes are fetched."""
     length, budget, new = 40 * BLOCK, 4 * BLOCK, 60
@@ -84,7 +86,7 @@ def test_a_context_four_times_the_memory_cap(model, store):
 def test_bytes_fetched_are_those_of_blocks_that_the_steps_before_did_not_read(model):
     """Against a simulation in sets, with a pool of exactly one step's blocks: budget x (1 - reuse), to the byte."""
     method = methods.Gate(bank=gates(model), token_budget=3 * BLOCK)
-    chosen: dict[int, list[set[tuple[int, int]]]] = {0: [], 1: []}
+    chosen = {0: [], 1: []}
     original = Offloaded.attend
 
     def spying(layer, step, selection, block_size):
@@ -95,12 +97,7 @@ def test_bytes_fetched_are_those_of_blocks_that_the_steps_before_did_not_read(mo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Offloaded, "attend", spying)
         _, _, stats, _ = run(model, method, {"input_ids": prompt(80)}, 50, storage=Offload(room_for(HEADS * 3)))
-    fetched = 0
-    for steps in chosen.values():
-        here: set[tuple[int, int]] = set()
-        for step in steps:
-            fetched += len(step - here)
-            here = step
+    fetched = sum(len(step - here) for steps in chosen.values() for here, step in pairwise([set(), *steps]))
     assert stats["bytes_fetched_per_step"] * stats["steps"] == pytest.approx(fetched * BLOCK_BYTES)
 
 
@@ -118,7 +115,6 @@ def test_ways_of_generating(model, inputs, blocks, options):
 
 
 def test_rows_that_join_and_leave(model):
-    """Continuous batching: as without offload."""
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK)
     results = []
     for offload in (None, Offload(room_for(2 * HEADS * 4))):
@@ -139,16 +135,14 @@ def test_rows_that_find_no_room_change_nothing(model):
     """Not even in a first layer that is dense and reads past the pool."""
     method = methods.Gate(bank=gates(model), token_budget=2 * BLOCK, dense_layers=(0,))
     logits = []
-    for refused in (False, True):
+    for joining in (False, True):
         with seergate.attached(model, method, storage=Offload(BLOCK_BYTES * HEADS * 2)), torch.no_grad():
             cache, arriving = DynamicCache(), DynamicCache()
             model(input_ids=prompt(30, 1), past_key_values=cache)
             model(input_ids=prompt(41, 2), past_key_values=arriving)
-            if refused:
-                with pytest.raises(SeergateError, match="a step of 2 rows reads 8"):
-                    join_rows(cache, arriving)
-                with pytest.raises(SeergateError, match="a step of 3 rows reads 12"):
-                    cache.batch_repeat_interleave(3)
+            if joining:
+                refused("a step of 2 rows reads 8", join_rows, cache, arriving)
+                refused("a step of 3 rows reads 12", cache.batch_repeat_interleave, 3)
             steps = [model(input_ids=prompt(1, i), past_key_values=cache).logits for i in range(6)]
             logits.append(torch.cat(steps, 1))
     assert torch.equal(*logits)
@@ -175,19 +169,12 @@ def test_refusals(model):
     for given in ("disk", 10**9, True):
         with pytest.raises(ValueError, match=f"storage is {given!r}; it must be a seergate.Offload, "):
             seergate.attach(model, bank, storage=given)
-    with (
-        seergate.attached(model, bank, token_budget=4 * BLOCK, storage=Offload(1)),
-        pytest.raises(SeergateError, match="memory_bytes is 1, which is 0 blocks in each of 2 layers"),
-    ):
-        model.generate(prompt(20), max_new_tokens=2)
-    with seergate.attached(model, bank, token_budget=4 * BLOCK, storage=Offload(room_for(HEADS))):
-        needed = room_for(HEADS * 4)
-        with pytest.raises(
-            SeergateError, match=f"a step of 1 rows reads {HEADS * 4}, so it must be at least {needed}"
-        ):
-            model.generate(input_ids=prompt(20), max_new_tokens=2)
-    with seergate.attached(model, bank, token_budget=4 * BLOCK, storage=Offload(room_for(HEADS * 4))):
-        model.generate(input_ids=prompt(20), max_new_tokens=2)  # what the message says is enough
+    given = model, methods.Gate(bank=bank, token_budget=4 * BLOCK), {"input_ids": prompt(20)}, 2
+    refused("memory_bytes is 1, which is 0 blocks in each of 2 layers", run, *given, Offload(1))
+    enough = room_for(HEADS * 4)
+    needed = f"a step of 1 rows reads {HEADS * 4}, so it must be at least {enough}"
+    refused(needed, run, *given, Offload(room_for(HEADS)))
+    run(*given, Offload(enough))  # what the message says is enough
 
 
 def test_the_pool_gives_up_what_has_not_been_read_for_longest():
@@ -226,9 +213,9 @@ def test_memory_is_shared_by_layers_that_have_gates(model):
     dense = methods.Gate(bank=bank, token_budget=3 * BLOCK, dense_layers=(0,))
     assert part.selects_in(1) and not part.selects_in(0)
     for method in (part, dense):
-        with seergate.attached(model, method, storage=seergate.Offload(1)), pytest.raises(SeergateError) as refused:
-            model.generate(prompt(60), max_new_tokens=4)
-        least.append(str(refused.value))
+        with pytest.raises(SeergateError) as too_little:
+            run(model, method, {"input_ids": prompt(60)}, 4, Offload(1))
+        least.append(str(too_little.value))
         room = Offload(HEADS * 3 * BLOCK_BYTES)  # for a step of one layer
         assert offloaded_is_in_memory(model, method, {"input_ids": prompt(61)}, room)["bytes_fetched_per_step"] > 0
     assert least[0] == least[1]
@@ -241,8 +228,5 @@ def test_a_full_disk_is_told_before_anything_is_written(model, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", full, raising=False)
-    with (
-        seergate.attached(model, gates(model), token_budget=32, storage=seergate.Offload(1 << 20)),
-        pytest.raises(SeergateError, match="has no room for .* bytes of keys and values"),
-    ):
-        model.generate(prompt(60), max_new_tokens=4)
+    given = model, methods.Gate(bank=gates(model), token_budget=32), {"input_ids": prompt(60)}, 4
+    refused("has no room for .* bytes of keys and values", run, *given, Offload(1 << 20))

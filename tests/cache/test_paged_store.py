@@ -1,5 +1,6 @@
 """The block store against a model that keeps every row's contents: random operations, and each by hand."""
 
+import copy
 import itertools
 from collections import Counter
 
@@ -14,6 +15,7 @@ from seergate.methods import Dense, Gate
 from seergate.methods.selecting import page_tokens
 from tests.decode.test_decode import gates
 from tests.support.models import tiny_model
+from tests.support.running import refused
 
 SIZE = 3
 INDEX = strategies.integers(0, 2**16)
@@ -72,12 +74,11 @@ class Contents(RuleBasedStateMachine):
     @precondition(lambda self: self.rows)
     @rule(counts=strategies.lists(strategies.integers(0, 7), min_size=11, max_size=11))
     def append(self, counts: list[int]) -> None:
-        before = [(list(row.table), row.length) for row in self.store.rows], list(self.store.references)
+        before = copy.deepcopy((self.store.rows, self.store.references))
         try:
             self.write(counts[: len(self.rows)])
         except OutOfBlocks:
-            now = [(list(row.table), row.length) for row in self.store.rows], list(self.store.references)
-            assert now == before, "a refusal changes nothing"
+            assert (self.store.rows, self.store.references) == before, "a refusal changes nothing"
 
     @precondition(lambda self: self.rows)
     @rule()
@@ -92,8 +93,7 @@ class Contents(RuleBasedStateMachine):
         full = self.store.rows[position].length // SIZE
         if full >= 2:
             newer, older = newer % full, older % full
-            before = self.store.physical
-            physical = self.store.rows[position].table[older]
+            before, physical = self.store.physical, self.store.rows[position].table[older]
             self.store.remap(position, newer, older)
             assert self.store.physical <= before, "sharing never takes a block"
             self.rows[position][newer * SIZE : (newer + 1) * SIZE] = self.written[physical]
@@ -137,9 +137,7 @@ class Contents(RuleBasedStateMachine):
         assert self.store.logical == sum(used.values()) and self.store.physical == len(used)
         assert sorted(self.store._free) == [block for block in range(self.store.capacity) if not used[block]]
         assert self.store.capacity <= 60
-        assert [row.repeats for row in self.store.rows] == [
-            len(row.table) - len(set(row.table)) for row in self.store.rows
-        ]
+        assert all(row.repeats == len(row.table) - len(set(row.table)) for row in self.store.rows)
 
     @invariant()
     def rows_are_what_was_written(self) -> None:
@@ -188,10 +186,8 @@ def test_refusals():
         store.extend([1, 0])
     assert issubclass(OutOfBlocks, MemoryError) and issubclass(OutOfBlocks, SeergateError)
     store.extend([0, 3])
-    with pytest.raises(SeergateError, match="is to be replaced and is not full"):
-        store.remap(1, 1, 0)
-    with pytest.raises(SeergateError, match="a row of 8 tokens cannot be cropped to 9"):
-        store.crop([4, 9])
+    refused("is to be replaced and is not full", store.remap, 1, 1, 0)
+    refused("a row of 8 tokens cannot be cropped to 9", store.crop, [4, 9])
     for option in ("block_size", "max_blocks"):
         for wrong in (0, -1, 2.5, True):
             with pytest.raises(ValueError, match=f"{option} is {wrong}; it must be a whole number, 1 or greater"):
@@ -201,5 +197,4 @@ def test_refusals():
 def test_pages_hold_whole_blocks_of_the_method():
     gate = Gate(bank=gates(tiny_model("qwen3")), token_budget=64)
     assert page_tokens(gate, None) == 8 and page_tokens(gate, 24) == 24 and page_tokens(Dense(), None) == 16
-    with pytest.raises(SeergateError, match="pages of 12 tokens would cut the blocks of 8 that 'gate' selects"):
-        page_tokens(gate, 12)
+    refused("pages of 12 tokens would cut the blocks of 8 that 'gate' selects", page_tokens, gate, 12)

@@ -2,15 +2,13 @@
 
 from collections import Counter
 
-import pytest
 import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import methods
 from seergate.cache.pages import BlockStore
-from tests.cache.test_sharing import PAGE, looping, reason
-from tests.support.models import prompt, tiny_model
+from tests.cache.test_sharing import READS, looping, reason
+from tests.support.models import prompt
 
 
 class SealedBlocks:
@@ -39,13 +37,10 @@ class SealedBlocks:
                 self.held[serial] = now.clone()
 
 
-@pytest.mark.parametrize("reads", [None, "quest"])
-def test_sealed_blocks_are_never_written(monkeypatch, reads):
+@READS
+def test_sealed_blocks_are_never_written(model, monkeypatch, reads):
     """To the last bit, while rows share blocks, are forked as beams are, dropped, cropped and go on otherwise."""
-    model, seen, length = tiny_model("qwen3"), SealedBlocks(monkeypatch), 0
-    if reads:
-        reads = methods.Quest(token_budget=8 * PAGE, block_size=PAGE, dense_layers=())
-    text, shared = looping(), []
+    seen, length, text, shared = SealedBlocks(monkeypatch), 0, looping(), []
     with seergate.attached(model, reason(reads=reads, warm_up=0, percentile=100)) as handle, torch.inference_mode():
         cache = DynamicCache()
 

@@ -76,23 +76,17 @@ def test_recall_of_others_choices_against_loops(deep):
     deep.set_attn_implementation("eager")
     attention = deep(ids, output_attentions=True).attentions
     deep.set_attn_implementation("sdpa")
-    lengths = torch.linspace(3 * size + 1, 61, 5).long().tolist()
     heads, group = 2, attention[0].shape[1] // 2
     want = torch.zeros(4, 4, dtype=torch.float64)
-    for length in lengths:
-        current = (length - 1) // size
-        chosen = {}
-        for layer in range(4):
-            for head in range(heads):
-                p = attention[layer][0, head * group : (head + 1) * group, length - 1, :length]
-                best = sorted(range(current), key=lambda n, p=p: -float(p[:, n * size : (n + 1) * size].max()))[:2]
-                chosen[layer, head] = [*best, current]
-        for layer in range(4):
+    for length in torch.linspace(3 * size + 1, 61, 5).long().tolist():
+        current, chosen = (length - 1) // size, {}
+        for layer, head in itertools.product(range(4), range(heads)):
+            blocks = attention[layer][0, head * group : (head + 1) * group, length - 1, :length].split(size, -1)
+            best = sorted(range(current), key=lambda n, blocks=blocks: -float(blocks[n].max()))[:2]
+            chosen[layer, head] = [*best, current]
             for anchor in range(layer + 1):
-                for head in range(heads):
-                    p = attention[layer][0, head * group : (head + 1) * group, length - 1, :length]
-                    read = sum(float(p[:, n * size : (n + 1) * size].sum()) for n in chosen[anchor, head])
-                    want[anchor, layer] += read / (group * heads * len(lengths))
+                read = sum(float(blocks[n].sum()) for n in chosen[anchor, head])
+                want[anchor, layer] += read / (group * heads * 5)
     below = torch.ones(4, 4).tril(-1).bool()
     torch.testing.assert_close(recalls.recall.masked_fill(below, 0), want)
     assert bool((recalls.recall[below] == -math.inf).all())

@@ -1,77 +1,53 @@
 """Taps are bit-equal to what each family rotates; unsupported models are refused with the reason."""
 
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import seergate
-from seergate import GateBank, GateConfig, SeergateError
+from seergate import GateBank, GateConfig
 from seergate.models import families
 from seergate.models.hooks import QKHook
 from seergate.models.rope import modeling_module
 from tests.support.models import FAMILIES, left_padded, prompt, tiny_model
+from tests.support.running import refused
 
 UNROTATED = ("cohere2", "exaone4")
 """Families whose full-attention layers do not rotate."""
 
 
-def recorded(model, attention, name, ids):
-    """Positional arguments of the calls of a function of the model's module while the model reads."""
-    module, calls = modeling_module(attention), []
+def tapped(model, attention, name):
+    """While the model reads: what the hook of an attention module takes, (q, k), and the calls of a function."""
+    module, calls, qk_hook = modeling_module(attention), [], QKHook(model, attention)
     original = getattr(module, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, lambda *args, **kwargs: calls.append(args) or original(*args, **kwargs))
-        model(input_ids=ids)
-    return calls
-
-
-def rope_inputs(model, attention, ids):
-    """What the model itself hands to `apply_rotary_pos_emb`, per call: list of (q, k)."""
-    return [args[:2] for args in recorded(model, attention, "apply_rotary_pos_emb", ids)]
-
-
-def attention_inputs(model, attention, ids):
-    """What one attention module hands to the attention function: (q, k)."""
-    ((_, q, k, *_),) = (
-        args for args in recorded(model, attention, "eager_attention_forward", ids) if args[0] is attention
-    )
-    return q, k
+        # as many tokens as heads: a layout guessed from sizes would pass anything else and fail here
+        model(input_ids=prompt(model.config.get_text_config().num_attention_heads))
+    taken = qk_hook.take()
+    qk_hook.remove()
+    return taken, calls
 
 
 @pytest.mark.parametrize("family", UNROTATED)
 def test_taps_of_layers_that_do_not_rotate_are_what_attention_gets(family):
-    """A full-attention layer of these families attends with its queries and keys as they are."""
+    """The full-attention layer of these families attends with its queries and keys as they are; the other rotates."""
     model = tiny_model(family, attn_implementation="eager")
-    layer, attention = families.full_attention_modules(model)[0]
-    assert families.rope_kind(model.config, attention) == "none"
-    qk_hook = QKHook(model, attention)
-    ids = prompt(model.config.num_attention_heads)
-    expected_q, expected_k = attention_inputs(model, attention, ids)
-    q, k = qk_hook.take()
-    qk_hook.remove()
-    assert torch.equal(q, expected_q) and torch.equal(k, expected_k)
-    rotated = model.get_decoder().layers[0].self_attn
-    assert layer == 1 and families.rope_kind(model.config, rotated) == "plain"
-    qk_hook = QKHook(model, rotated)
-    after_q, after_k = attention_inputs(model, rotated, ids)
-    q, k = qk_hook.take()
-    qk_hook.remove()
-    assert not torch.equal(q, after_q) and not torch.equal(k, after_k), "the others do rotate: the test can tell"
+    sliding, full = (layer.self_attn for layer in model.get_decoder().layers)
+    assert families.full_attention_modules(model) == [(1, full)]
+    for attention, kind in ((sliding, "plain"), (full, "none")):
+        assert families.rope_kind(model.config, attention) == kind
+        (q, k), calls = tapped(model, attention, "eager_attention_forward")
+        ((_, attended_q, attended_k, *_),) = (args for args in calls if args[0] is attention)
+        assert torch.equal(q, attended_q) == torch.equal(k, attended_k) == (kind == "none")
 
 
 @pytest.mark.parametrize("family", sorted(set(families.FAMILIES) - set(UNROTATED)))
 def test_taps_are_the_rope_inputs(family):
     model = tiny_model(family)
-    _, attention = families.full_attention_modules(model)[0]
-    qk_hook = QKHook(model, attention)
-    # as many tokens as heads: a layout guessed from sizes would pass anything else and fail here
-    ids = prompt(model.config.get_text_config().num_attention_heads)
-    calls = rope_inputs(model, attention, ids)
-    # of the last gated layer's call only this layer's is ours: run it alone by its order among the rotating layers
-    q, k = qk_hook.take()
-    qk_hook.remove()
+    (q, k), calls = tapped(model, families.full_attention_modules(model)[0][1], "apply_rotary_pos_emb")
     if family == "gemma4_text":  # rotates q and k in separate calls, tokens first
         rotated = [call[0].transpose(1, 2) for call in calls]
         assert any(torch.equal(q, x) for x in rotated if x.shape == q.shape)
@@ -107,13 +83,8 @@ DEEPSEEK |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16, "fi
 
 def test_mla_is_refused_with_the_reason():
     config = AutoConfig.for_model("deepseek_v3", **DEEPSEEK)
-    with pytest.raises(SeergateError, match="deepseek_v3.*multi-head latent attention"):
-        GateBank.for_model(AutoModelForCausalLM.from_config(config))
-
-
-def test_a_model_of_sliding_windows_only_is_refused():
-    with pytest.raises(SeergateError, match="no layer of this mistral model has full attention"):
-        GateBank.for_model(tiny_model("mistral", sliding_window=16))
+    model = AutoModelForCausalLM.from_config(config)
+    refused("deepseek_v3.*multi-head latent attention", GateBank.for_model, model)
 
 
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
@@ -137,8 +108,8 @@ MIXED = ["sliding_attention", "full_attention"]
 def test_a_window_as_long_as_all_positions_is_full_attention(family, changes, gated):
     model = tiny_model(family, **{"max_position_embeddings": 128, **changes})
     if not gated:
-        with pytest.raises(SeergateError, match="has full attention"):
-            seergate.attach(model, "dense")
+        for call in (GateBank.for_model, partial(seergate.attach, method="dense")):
+            refused("no layer of this mistral model has full attention", call, model)
         return
     batch = left_padded([prompt(110), prompt(60, seed=1)])
     plain = model.generate(**batch, max_new_tokens=8)
@@ -149,11 +120,8 @@ def test_a_window_as_long_as_all_positions_is_full_attention(family, changes, ga
             assert torch.equal(model.generate(**batch, max_new_tokens=8, cache_implementation=cache), plain)
             assert handle.stats()["layers"] == list(gated)
     if family == "phi3":
-        with (
-            seergate.attached(model, bank, token_budget=32),
-            pytest.raises(SeergateError, match="129 tokens, more than layer 0 attends to"),
-        ):
-            model(input_ids=prompt(129), use_cache=True)
+        with seergate.attached(model, bank, token_budget=32):
+            refused("129 tokens, more than layer 0 attends to", model, input_ids=prompt(129), use_cache=True)
 
 
 @pytest.mark.parametrize("method", ["dense", "quest", "h2o"])
@@ -171,23 +139,22 @@ def test_keys_before_changing_rope_are_not_recovered_beyond_its_length():
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=64)
     bank = GateBank.for_model(model, GateConfig(block_size=8, gate_dim=16))
-    for length, refused in ((64, False), (65, True)):
-        with seergate.attached(model, bank, token_budget=32):
-            cache = model(input_ids=prompt(length), use_cache=True).past_key_values
-            with pytest.raises(SeergateError, match="other frequencies beyond 64") if refused else nullcontext():
-                cache.crop(20)
+    with seergate.attached(model, bank, token_budget=32):
+        fitting, longer = (model(input_ids=prompt(n), use_cache=True).past_key_values for n in (64, 65))
+        fitting.crop(20)
+        refused("other frequencies beyond 64", longer.crop, 20)
 
 
 def test_a_tensor_parallel_model_is_refused(model):
     """`_tp_size` is what transformers' loader sets when it splits the projections."""
-    bank = GateBank.for_model(model)
-    for size, refused in ((None, False), (1, False), (2, True)):
+    for size in (None, 1):
         model._tp_size = size
-        for attempt in (lambda: seergate.attach(model, "dense").detach(), lambda: GateBank.for_model(model)):
-            with pytest.raises(SeergateError, match="split over 2 devices") if refused else nullcontext():
-                attempt()
-    with pytest.raises(SeergateError, match="load it without tp_plan"):
-        seergate.attach(model, bank, token_budget=128)
+        bank = GateBank.for_model(model)
+        seergate.attach(model, "dense").detach()
+    model._tp_size = 2
+    refused("split over 2 devices", GateBank.for_model, model)
+    for method in (bank, "dense"):
+        refused("split over 2 devices.* load it without tp_plan", seergate.attach, model, method)
     assert not hasattr(model, "_seergate_handle")
 
 

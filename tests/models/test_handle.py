@@ -1,44 +1,35 @@
 """What a handle tells of itself, and what it leaves behind."""
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import seergate
-from seergate import GateBank, GateConfig, Rectify, SeergateError
+from seergate import GateBank, GateConfig, Rectify
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import prompt, tiny_model
+from tests.support.running import refused
 
 
-@pytest.mark.parametrize(("name", "refused"), [("gate", False), ("streaming_llm", True)])
-def test_the_plain_model_goes_on_with_a_cache_that_holds_everything(name, refused):
-    model, cache = tiny_model("qwen3"), DynamicCache()
-    with seergate.attached(model, gates(model) if name == "gate" else name, token_budget=2 * BLOCK), torch.no_grad():
-        model(prompt(30), past_key_values=cache)
-    if refused:
-        with pytest.raises(SeergateError, match="which evicted from it; start a new one"):
-            model(prompt(1), past_key_values=cache)
-    else:
-        model(prompt(1), past_key_values=cache)
+def test_the_plain_model_goes_on_with_a_cache_that_holds_everything(model):
+    held, evicted = DynamicCache(), DynamicCache()
+    for method, cache in ((gates(model), held), ("streaming_llm", evicted)):
+        with seergate.attached(model, method, token_budget=2 * BLOCK), torch.no_grad():
+            model(prompt(30), past_key_values=cache)
+    model(prompt(1), past_key_values=held)
+    refused("which evicted from it; start a new one", model, prompt(1), past_key_values=evicted)
 
 
-def test_a_correction_is_detached_too():
-    model = tiny_model("qwen3")
+def test_a_correction_is_detached_too(model):
     plain = model.generate(prompt(45), max_new_tokens=12)
     handle = seergate.attach(model, gates(model), token_budget=2 * BLOCK, correction=Rectify(4))
     model.generate(prompt(45), max_new_tokens=12)
-    assert handle.stats()["rectification"]["passes"] > 0 and "attached" in repr(handle)
+    shown = repr(handle)
+    assert shown.startswith("<Handle: Gate(") and shown.endswith("attached, 2 layers of Qwen3ForCausalLM>")
+    assert handle.stats()["rectification"]["passes"] > 0
     handle.detach()
     assert not model.model._forward_hooks and "detached" in repr(handle)
     assert torch.equal(model.generate(prompt(45), max_new_tokens=12), plain)
     seergate.attach(model, "streaming_llm", token_budget=2 * BLOCK).detach()
-
-
-def test_repr():
-    model = tiny_model("qwen3")
-    with seergate.attached(model, "oracle", token_budget=2 * BLOCK, block_size=BLOCK) as handle:
-        assert repr(handle).startswith("<Handle: Oracle(token_budget=")
-        assert repr(handle).endswith("attached, 2 layers of Qwen3ForCausalLM>")
 
 
 def test_gates_saved_beside_a_model_are_loaded_with_it(tmp_path):

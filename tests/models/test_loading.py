@@ -55,5 +55,5 @@ def test_query_heads_that_cannot_be_divided_among_kv_heads() -> None:
 
 
 def test_a_published_ministral_3_is_refused_as_the_documents_say() -> None:
-    with pytest.raises(SeergateError, match=r"no model can be built from its configuration: .*Mistral3Config"):
-        skeleton(Mistral3Config(text_config={"model_type": "ministral3"}))
+    message = r"no model can be built from its configuration: .*Mistral3Config"
+    refused(message, skeleton, Mistral3Config(text_config={"model_type": "ministral3"}))

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import seergate
-from seergate import GateBank, GateConfig, methods
+from seergate import GateBank, GateConfig
 from seergate.cache.forward import VERIFIED_TOKENS
-from seergate.errors import SeergateError
+from tests.support.decoding import Decoding
 from tests.support.models import prompt, tiny_model
+from tests.support.running import refused
 
 LENGTH, START = 30 + 2 * VERIFIED_TOKENS + 7, 30
 
@@ -19,18 +20,11 @@ def model():
     return tiny_model("qwen3").double()
 
 
-def one_by_one(model, ids, start, mask=None):
+def one_by_one(model, ids, start):
     """Log-probabilities ``[B, S - start]`` by a loop over single tokens."""
-    output = model(ids[:, :start], attention_mask=None if mask is None else mask[:, :start], use_cache=True)
-    logits = [output.logits[:, -1]]
-    for i in range(start, ids.shape[1] - 1):
-        output = model(
-            ids[:, i : i + 1],
-            attention_mask=None if mask is None else mask[:, : i + 1],
-            past_key_values=output.past_key_values,
-        )
-        logits.append(output.logits[:, -1])
-    log_probs = torch.stack(logits, 1).float().log_softmax(-1)
+    rows = Decoding(model, ids[:, :start])
+    logits = [rows.logits[:, -1:], *(rows.read(ids[:, i : i + 1]) for i in range(start, ids.shape[1] - 1))]
+    log_probs = torch.cat(logits, 1).float().log_softmax(-1)
     return log_probs.gather(-1, ids[:, start:, None])[..., 0]
 
 
@@ -49,9 +43,7 @@ METHODS = {
 def test_it_is_what_decoding_token_by_token_says(model, name, start):
     method = GateBank.for_model(model, GateConfig(8, 16)).double() if name == "gate" else name
     ids = torch.cat([prompt(LENGTH, 1), prompt(LENGTH, 2)])
-    options = METHODS[name]
-    with warnings.catch_warnings(), seergate.attached(model, method, **options) as handle:
-        warnings.simplefilter("ignore", methods.LongPromptWarning)
+    with seergate.attached(model, method, **METHODS[name]) as handle:
         expected, steps = one_by_one(model, ids, start), handle.stats()
         handle.reset_stats()
         scores = seergate.score(model, ids, start=start, logits=True)
@@ -100,12 +92,10 @@ def test_rectified_text_is_scored_token_by_token(model):
         torch.testing.assert_close(seergate.score(model, ids, start=START).log_probs, expected, rtol=0, atol=1e-6)
         assert handle.stats()["rectification"]["passes"] > 2
         cache = model(ids[:, :START], use_cache=True).past_key_values
-        with handle.passes.forced("decode"), pytest.raises(SeergateError, match="33 tokens are forced"):
-            model(ids[:, START : START + 33], past_key_values=cache)
+        with handle.passes.forced("decode"):
+            refused("33 tokens are forced", model, ids[:, START : START + 33], past_key_values=cache)
     with seergate.attached(model, "h2o", token_budget=32) as handle:
-        refused = pytest.raises(SeergateError, match="evicts decodes one token per pass")
-        with refused, handle.passes.forced("decode"):
-            pass
+        refused("evicts decodes one token per pass", handle.passes.forced, "decode")
 
 
 @torch.no_grad()
@@ -139,5 +129,4 @@ def test_rope_that_changes_with_the_length():
             alone = changing(text, use_cache=False).logits.log_softmax(-1)[0, start - 1 : -1]
             expected = alone.gather(-1, text[0, start:, None])[:, 0]
             torch.testing.assert_close(log_probs[row, : len(expected)], expected, rtol=1e-4, atol=1e-4)
-        with pytest.raises(SeergateError, match="a text has 65 tokens; the model's dynamic RoPE"):
-            seergate.score(changing, prompt(65), start=10)
+        refused("a text has 65 tokens; the model's dynamic RoPE", seergate.score, changing, prompt(65), start=10)

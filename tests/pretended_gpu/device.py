@@ -101,8 +101,7 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = op._schema.name.removeprefix("aten::")
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     here = [x for x in tensors if isinstance(x, Pretended)]
-    device = kwargs.get("device")
-    device = None if device is None else torch.device(device).type
+    device = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
     if here and name in KERNELS:
         return tree_map(Pretended, KERNELS[name](*tree_map(_host, args), **kwargs))
     check(name, args, tensors, here)
@@ -112,13 +111,11 @@ def run(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     result = op(*tree_map(_host, args), **tree_map(_host, kwargs))
     if name == "_local_scalar_dense" or not isinstance(result, (Tensor, tuple, list)):
         return result
-    there = bool(here) and device != "cpu"
-    if name == "copy_":
-        there = isinstance(args[0], Pretended)
-    if not (there or device == "cuda"):
-        return result.clone() if name == "_to_copy" and result is _host(args[0]) else result
     if name == "_to_copy" and result is _host(args[0]):
         result = result.clone()
+    there = isinstance(args[0], Pretended) if name == "copy_" else bool(here) and device != "cpu"
+    if not (there or device == "cuda"):
+        return result
     by_id = {id(x.host): x for x in here}  # an op in place returns the tensor that it was given
     return tree_map(lambda x: by_id[id(x)] if id(x) in by_id else Pretended(x) if isinstance(x, Tensor) else x, result)
 
@@ -229,13 +226,9 @@ def pretended() -> Iterator[torch.device]:
         copy.pinned = True  # type: ignore[attr-defined]
         return copy
 
-    class Current(contextlib.nullcontext[None]):
-        def __init__(self, *_: Any) -> None:
-            super().__init__()
-
     cuda = {
         "_lazy_init": lambda: None,
-        "device": Current,
+        "device": lambda *_: contextlib.nullcontext(),
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: SimpleNamespace(total_memory=80_000_000_000),
         "max_memory_allocated": lambda *_: 0,

@@ -13,7 +13,7 @@ from seergate.models import hooks as call
 from tests.decode.test_decode import METHODS, pick
 from tests.pretended_gpu.device import Pretended, pretended, recorded
 from tests.support.evictors import EVICTORS
-from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.models import left_padded, prompt
 
 BUDGET, NEW = 24, 16
 SELECTING = ("gate", "quest", "dense")
@@ -28,8 +28,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gate, rectified": ("gate", {"correction": seergate.Rectify(8)}),
     "gate, recall": ("gate", {"measure_recall": True}),
 }
-
-
 READS: dict[str, dict[str, str]] = {
     "streaming_llm": {"seergate/methods/streaming_llm.py select_kept: tolist": "how many tokens stay, at an eviction"},
     "reason_cache": {"seergate/cache/sharing.py _read: tolist": "the tokens, to divide their text into steps"},
@@ -45,43 +43,29 @@ READS: dict[str, dict[str, str]] = {
 """Where the host reads from the device in a decode step, and why, by case."""
 
 
-def decode(
-    model: Any,
-    name: str,
-    inputs: dict[str, torch.Tensor],
-    *,
-    static: bool = False,
-    compiled: bool = False,
-    **options: Any,
-):
+def decode(model: Any, name: str, inputs: Any, static: bool = False, compiled: bool = False, **options: Any) -> Any:
     """The tokens; ``compiled`` takes the branches of a compiled step."""
     torch.manual_seed(0)  # gates are drawn
     method = EVICTORS[name].method(model) if name in EVICTORS else pick(model, name, BUDGET)
     how = {"cache_implementation": "static"} if static else {}
-    with (
-        seergate.attached(model, method, **options) as handle,
-        mock.patch.object(call, "is_compiling", lambda: compiled),
-    ):
+    compiling = mock.patch.object(call, "is_compiling", lambda: compiled)
+    with seergate.attached(model, method, **options) as handle, compiling:
         tokens = model.generate(**inputs, max_new_tokens=NEW, **how)
         assert handle.stats()["steps"] == NEW - 1
         return tokens
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_decoding(case: str) -> None:
+def test_decoding(model: Any, case: str) -> None:
     name, options = CASES[case]
-    model = tiny_model("qwen3")
-    rows = [prompt(45, 1)] if "rectified" in case else [prompt(45, 1), prompt(31, 2)]
-    inputs = left_padded(rows)
+    inputs = left_padded([prompt(45, 1), prompt(31, 2)][: 1 if "rectified" in case else 2])
     want = decode(model, name, inputs, **options)
     passes: list[Counter[str]] = []
     with pretended() as device, recorded() as waits:
-        gpu = copy.deepcopy(model).to(device)
-        there = {key: x.to(device) for key, x in inputs.items()}
+        gpu, there = copy.deepcopy(model).to(device), {key: x.to(device) for key, x in inputs.items()}
         gpu.register_forward_pre_hook(lambda *_: passes.append(Counter(waits)))
         got = decode(gpu, name, there, **options)
-        assert isinstance(got, Pretended)
-        assert torch.equal(got.host, want)
+        assert isinstance(got, Pretended) and torch.equal(got.host, want)
     steps = passes[-1] - passes[max(1, len(passes) - 9)]
     reads = {place for place in steps if place.startswith("seergate/") and "pageable" not in place}
     allowed = {place for name, places in READS.items() if name in case for place in places}
@@ -89,10 +73,10 @@ def test_decoding(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["gate", "gate, static", "gate, paging", "gate, offload", "gate, rectified", "h2o"])
-def test_the_default_device_may_be_the_gpu(case: str) -> None:
+def test_the_default_device_may_be_the_gpu(model: Any, case: str) -> None:
     """What the host counts stays in host memory (`torch.set_default_device`)."""
     name, options = CASES[case]
-    model, inputs = tiny_model("qwen3"), left_padded([prompt(45, 1), prompt(31, 2)])
+    inputs = left_padded([prompt(45, 1), prompt(31, 2)])
     want = decode(model, name, inputs, **options)
     with pretended() as device, recorded() as waits:
         gpu, there = copy.deepcopy(model).to(device), {key: x.to(device) for key, x in inputs.items()}
@@ -101,7 +85,6 @@ def test_the_default_device_may_be_the_gpu(case: str) -> None:
         waits.clear()
         with torch.device(device):
             got = decode(gpu, name, there, **options)
-        assert isinstance(got, Pretended)
-        assert torch.equal(got.host, want)
+        assert isinstance(got, Pretended) and torch.equal(got.host, want)
         more = waits - usual
     assert not [place for place in more if place.startswith("seergate/") and "pageable" not in place]

@@ -19,16 +19,7 @@ from tests.distill.conftest import Recorder, model_directory, run_config, weight
 from tests.pretended_gpu.device import CUDA, Pretended, pretended, recorded
 from tests.support.models import prompt, tiny_model
 
-SCORERS: dict[str, dict[str, Any]] = {
-    "attn_gate": {},
-    "attn_gate, a query per head": {"q_pooling": "none"},
-    "msa": {},
-    "indexer": {},
-    "fast_kvzip": {},
-    "trim_kv": {},
-}
-
-
+SCORERS = ("attn_gate", "attn_gate, a query per head", "msa", "indexer", "fast_kvzip", "trim_kv")
 _STUDENT, _FORWARD = "seergate/distill/losses/retention_loss.py", "seergate/distill/losses/teacher_forward.py"
 WAITS: dict[str, dict[str, str]] = {
     "fast_kvzip": {"seergate/ops/torch_impl/retention_kl.py retention_kl: copy from pageable memory": "counts"},
@@ -46,10 +37,11 @@ WAITS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("case", SCORERS)
-def test_a_scorer_learns_the_same(case: str) -> None:
-    model = tiny_model("qwen3")
-    gates = seergate.GateConfig(16, 16, scorer=case.split(",")[0], **SCORERS[case])
-    bank = seergate.GateBank.for_model(model, gates)
+def test_a_scorer_learns_the_same(model: Any, case: str) -> None:
+    pooling = "none" if "per head" in case else "proj"
+    bank = seergate.GateBank.for_model(
+        model, seergate.GateConfig(16, 16, scorer=case.split(",")[0], q_pooling=pooling)
+    )
     ends = torch.tensor([0, 120, 200], dtype=torch.int32)
     options: dict[str, Any] = {"recall_budgets": (32, 64)}
     if case == "trim_kv":
@@ -85,14 +77,9 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "load_frozen", load)
 
 
-def test_a_run_with_checkpoint_and_resume(
-    config: TrainConfig,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-) -> None:
-    config = replace(
-        config, dtype="float32", max_length=256, chain_sum_variables=(5, 6), max_steps=5, report_to=("none",)
-    )
+def test_a_run_with_checkpoint_and_resume(config: TrainConfig, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    small = {"max_length": 256, "chain_sum_variables": (5, 6), "max_steps": 5}
+    config = replace(config, dtype="float32", report_to=("none",), **small)
     want = Recorder()
     run_distillation(replace(config, output_dir=str(tmp_path / "cpu")), [want])
     request.getfixturevalue("on_the_gpu")

@@ -127,6 +127,16 @@ def _beside(n: int, t: int) -> int:
     return _pages(n, 4) + C + 1
 
 
+def _pooled(
+    method: Any, policy: Any, window: int, interval: int, simulated: dict[str, Any], **options: Any
+) -> Evictor:
+    return Evictor(
+        lambda m: method(token_budget=C, window=window, interval=interval, kernel=5, **options),
+        lambda m: _variant(policy(C, interval=interval, recent=window, periodic=True), **simulated),
+        lambda n, t: C + interval,
+    )
+
+
 def _rpc(simulated: dict[str, Any], **options: Any) -> Evictor:
     return Evictor(
         lambda m: methods.RPC(interval=12, window=4, **options),
@@ -171,26 +181,10 @@ EVICTORS = {
     "lazy_eviction": _lazy({}),
     "lazy_eviction full": _lazy({"shift": 0}, h1="full"),
     "lazy_eviction without H1": _lazy({"use_h1": False}, use_h1=False),
-    "snapkv": Evictor(
-        lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5),
-        lambda m: naive.SnapKV(C, interval=8, recent=6, periodic=True),
-        lambda n, t: C + 8,
-    ),
-    "snapkv by group": Evictor(
-        lambda m: methods.SnapKV(token_budget=C, window=6, interval=8, kernel=5, pooled_by="group"),
-        lambda m: _variant(naive.SnapKV(C, interval=8, recent=6, periodic=True), by_group=True),
-        lambda n, t: C + 8,
-    ),
-    "r_kv": Evictor(
-        lambda m: methods.RKV(token_budget=C, window=4, interval=8, kernel=5),
-        lambda m: naive.RKV(C, interval=8, recent=4, periodic=True),
-        lambda n, t: C + 8,
-    ),
-    "r_kv by length": Evictor(
-        lambda m: methods.RKV(token_budget=C, window=4, interval=6, kernel=5, trigger="length"),
-        lambda m: _variant(naive.RKV(C, interval=6, recent=4, periodic=True), by_length=True),
-        lambda n, t: C + 6,
-    ),
+    "snapkv": _pooled(methods.SnapKV, naive.SnapKV, 6, 8, {}),
+    "snapkv by group": _pooled(methods.SnapKV, naive.SnapKV, 6, 8, {"by_group": True}, pooled_by="group"),
+    "r_kv": _pooled(methods.RKV, naive.RKV, 4, 8, {}),
+    "r_kv by length": _pooled(methods.RKV, naive.RKV, 4, 6, {"by_length": True}, trigger="length"),
     "raas": _raas(lambda n, t: max(C, _pages(n, 4) + 4) + 1),
     "raas extra": _raas(_beside, prompt="extra"),
     "raas threshold": _raas(_beside, prompt="extra", threshold=0.05),

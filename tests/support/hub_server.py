@@ -63,8 +63,8 @@ class Repo:
 class Fault:
     method: str
     path: str
-    times: int
     status: int | None = None
+    times: int = 1
     cut_after: int | None = None  # bytes of the body
 
 
@@ -104,10 +104,9 @@ class Hub:
         self.lfs |= {file.sha256: file.data for file in files.values() if file.lfs}
         return repo
 
-    def fail(
-        self, method: str, path: str, status: int | None = None, times: int = 1, cut_after: int | None = None
-    ) -> None:
-        self.faults.append(Fault(method, path, times, status, cut_after))
+    def fail(self, *fault: Any, **options: Any) -> None:
+        """Let requests come upon a `Fault`."""
+        self.faults.append(Fault(*fault, **options))
 
     def take_fault(self, method: str, path: str) -> Fault | None:
         with self._lock:

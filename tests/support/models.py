@@ -8,7 +8,6 @@ usual: attention of a usual random model is flat, so that leaving out half of th
 and a test that selects the wrong blocks would pass.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,10 +27,9 @@ _COMMON: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096},
     **{"initializer_range": 0.2, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None},
 }
-_GROUP_OF_4: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+_GROUP_OF_4: dict[str, Any] = {"num_attention_heads": 8}
 _MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_FULL = ["full_attention", "full_attention"]
-_MIXED = ["sliding_attention", "full_attention"]
+_SLIDING = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
 _LINEAR = {
     **{"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
@@ -42,48 +40,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": _MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen2": _GROUP_OF_4,
-    "llama": {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
+    "llama": {"hidden_size": 96, "num_attention_heads": 6},
     "mistral": {"sliding_window": None},
     "ministral3": {},
     "phi3": {"sliding_window": None},
     "gemma": {},
-    "gemma2": {"sliding_window": 32, "layer_types": _MIXED, "query_pre_attn_scalar": 16},
-    "gemma3_text": {"sliding_window": 32, "layer_types": _MIXED, "query_pre_attn_scalar": 16},
-    "gpt_oss": _GROUP_OF_4
-    | {"sliding_window": 32, "layer_types": _MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": _SLIDING | {"query_pre_attn_scalar": 16},
+    "gemma3_text": _SLIDING | {"query_pre_attn_scalar": 16},
+    "gpt_oss": _GROUP_OF_4 | _SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo2": {},
-    "olmo3": {"sliding_window": 32, "layer_types": _MIXED},
+    "olmo3": _SLIDING,
     "glm4": {},
-    "smollm3": {"no_rope_layers": [1, 1], "layer_types": _FULL},
+    "smollm3": {"no_rope_layers": [1, 1], "layer_types": ["full_attention", "full_attention"]},
     "granite": {},
-    "cohere2": {"sliding_window": 32, "layer_types": _MIXED},
+    "cohere2": _SLIDING,
     "seed_oss": {},
-    "exaone4": {"sliding_window": 32, "layer_types": _MIXED},
+    "exaone4": _SLIDING,
     "ernie4_5": {},
     "qwen3_next": _MOE | _LINEAR | {"shared_expert_intermediate_size": 32},
     "hunyuan_v1_dense": {},
     "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     # its full layers have wider heads than its sliding ones
-    "gemma4_text": {
-        "sliding_window": 32,
-        "layer_types": _MIXED,
-        "global_head_dim": 32,
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": VOCABULARY,
-        "num_kv_shared_layers": 0,
-    },
+    "gemma4_text": _SLIDING
+    | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    | {"vocab_size_per_layer_input": VOCABULARY},
     "qwen3_5_text": _LINEAR,
 }
 
 
 def tiny_model(
-    family: str,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    attn_implementation: str = "sdpa",
-    **config: Any,
+    family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, attn_implementation: str = "sdpa", **config: Any
 ) -> PreTrainedModel:
     """A random, frozen model in eval mode; equal arguments give equal weights.
 
@@ -108,16 +95,10 @@ def tiny_model(
     return model.eval().requires_grad_(False).to(dtype)
 
 
-def geometry(
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    inv_freq: Sequence[float] | torch.Tensor = (),
-    attention_scaling: float = 1.0,
-) -> ModelGeometry:
-    """The geometry of a model with one layer, for a gate of its own."""
+def geometry(heads: int, kv_heads: int, head_dim: int, inv_freq: Any = (), attention_scaling: float = 1.0) -> Any:
+    """The `ModelGeometry` of a model with one layer, for a gate of its own."""
     frequencies = tuple(inv_freq.tolist() if isinstance(inv_freq, torch.Tensor) else inv_freq)
-    return ModelGeometry("qwen3", num_heads, num_kv_heads, head_dim, (0,), frequencies, attention_scaling)
+    return ModelGeometry("qwen3", heads, kv_heads, head_dim, (0,), frequencies, attention_scaling)
 
 
 def gates(model: PreTrainedModel, block_size: int = 8, gate_dim: int = 16, **options: Any) -> GateBank:

@@ -24,6 +24,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 
+import torch
+
+from benchmarks.common import provenance
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -94,7 +98,7 @@ def mutations(path: Path) -> list[Mutation]:
 def drawn(count: int, seed: int) -> list[Mutation]:
     """So many mutations, spread over the parts of the package."""
     parts: dict[str, list[Mutation]] = defaultdict(list)
-    for path in sorted(path for path in (ROOT / "seergate").rglob("*.py")):
+    for path in sorted((ROOT / "seergate").rglob("*.py")):
         folders = path.relative_to(ROOT).parts[:-1]
         if "triton_impl" not in folders and "vllm" not in folders and "kernels" not in path.stem:
             parts["/".join(folders[:2])].extend(mutations(path))
@@ -177,18 +181,8 @@ def main() -> None:
         with ThreadPoolExecutor(options.jobs) as pool:
             list(pool.map(one, chosen))
     caught = sum(mutation.caught_by is not None for mutation in chosen)
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    import torch
-    from common import provenance
-
-    machine = provenance(torch.device("cpu"))
-    record = {
-        "machine": machine,
-        "seed": options.seed,
-        "drawn": len(chosen),
-        "caught": caught,
-        "mutations": [asdict(m) for m in chosen],
-    }
+    record = {"machine": provenance(torch.device("cpu")), "seed": options.seed, "drawn": len(chosen), "caught": caught}
+    record["mutations"] = [asdict(mutation) for mutation in chosen]
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(f"{caught} of {len(chosen)} are caught")
 

@@ -153,13 +153,10 @@ class RKV(SnapKV):
             received += softmax(np.max([past.logits(query, of, head)[before] for of in past.group(head)], axis=0))
         attention = self.spread(past, before, received / window)
         unit = past.keys[living, head] / np.linalg.norm(past.keys[living, head], axis=1, keepdims=True)
-        alike = np.zeros((len(living), len(living)))
-        for i in range(len(living)):
-            alike[i] = unit @ unit[i]
-            alike[i, i] = 0
-            similar = np.nonzero(alike[i] > 0.5)[0]
-            if len(similar):
-                alike[i, similar[-1]] = 0
+        alike = unit @ unit.T
+        for i, row in enumerate(alike):
+            row[i] = 0
+            row[np.nonzero(row > 0.5)[0][-1:]] = 0
         scores = self.weight * attention
         scores[living] -= (1 - self.weight) * softmax(alike.mean(0))
         return scores
@@ -232,21 +229,18 @@ class RPC:
         if self.newest_twice:
             queries = [*queries[1:], past.seen - 1]
         for head in heads:
-            living = past.living(head)
-            middle = living[past.prompt : len(living) - self.window]
+            middle = past.living(head)[past.prompt : -self.window]
             received.append(np.zeros(len(middle)))
             for of in past.group(head):
                 for query in queries:
                     received[head] += softmax(past.logits(query, of, head)[middle]) / len(past.group(head))
         for head in heads:
             mine = np.mean(received, 0) if self.layer_wide else received[head]
-            half = self.kernel // 2
-            padded = np.pad(mine, half)
-            smooth = [padded[i : i + self.kernel].sum() / self.kernel for i in range(len(mine))]
-            living = past.living(head)
-            always = {*living[: past.prompt], *living[len(living) - self.window :]}
-            scores = np.zeros(past.seen)
-            scores[living[past.prompt : len(living) - self.window]] = smooth
+            padded = np.pad(mine, self.kernel // 2)
+            living, scores = past.living(head), np.zeros(past.seen)
+            always = {*living[: past.prompt], *living[-self.window :]}
+            middle = living[past.prompt : -self.window]
+            scores[middle] = [padded[i : i + self.kernel].sum() / self.kernel for i in range(len(mine))]
             quota = passed // self.interval * (self.interval // self.ratio)
             keep_best(past, head, scores, past.prompt + quota + self.window, always)
 
@@ -337,16 +331,12 @@ class Simulation:
                     which, keys, values = view(past, head, k[: past.seen, head], v[: past.seen, head])
                     for of in past.group(head):
                         mine = which[of] if isinstance(which, dict) else which
-                        weights = softmax(past.scale * keys[mine] @ placed(past, q[i, of]))
-                        output[i, of] = weights @ values[mine]
+                        output[i, of] = softmax(past.scale * keys[mine] @ placed(past, q[i, of])) @ values[mine]
             past.given.append(p)
         self.policy(past)
         return torch.from_numpy(output).to(query.dtype)[None], None
 
     def logits(self, ids, forced):
         """Logits ``[1 + n, V]`` after the prompt and after each of the forced tokens ``[n]``."""
-        cache = DynamicCache()
-        step_logits = [self.model(input_ids=ids, past_key_values=cache).logits[0, -1]]
-        for token in forced:
-            step_logits.append(self.model(input_ids=token.view(1, 1), past_key_values=cache).logits[0, -1])
-        return torch.stack(step_logits)
+        cache, passes = DynamicCache(), (ids, *forced.view(-1, 1, 1))
+        return torch.stack([self.model(input_ids=step, past_key_values=cache).logits[0, -1] for step in passes])

@@ -125,9 +125,7 @@ class Gated:
         living = past.living(head)[past.living(head) < past.seen]
         size = self.bank.config.block_size
         newest = (past.seen - 1) // size
-        if past.seen == past.prompt or self.budget // size >= newest + 1:
-            return living, keys, values
-        if past.seen < past.prompt:
+        if past.seen <= past.prompt or self.budget // size >= newest + 1:
             return living, keys, values
         scores = self.scores(past, head, newest)
         inhabited = {j // size for j in living}
@@ -140,12 +138,10 @@ class Gated:
         gate, size = self.bank.gate(past.layer), self.bank.config.block_size
         raw = turned(past.keys[: blocks * size, head], np.arange(blocks * size), self.frequencies, -1)
         pooled = [np.concatenate((b.max(0), b.min(0), b.mean(0))) for b in raw.reshape(blocks, size, -1)]
-        now = past.seen - 1
-        own = np.stack([past.queries[now][of] for of in past.group(head)])
+        now, own = past.seen - 1, past.queries[-1][past.group(head)]
         queries = turned(own, [now] * len(own), self.frequencies, -1)
         weight_q, weight_k = (w.detach().double().numpy()[head] for w in (gate.q_proj.weight, gate.k_proj.weight))
-        qg = sum(query @ weight for query, weight in zip(queries, weight_q, strict=True))
-        kg = np.stack(pooled) @ weight_k
+        qg, kg = np.einsum("gd,gde->e", queries, weight_q), np.stack(pooled) @ weight_k
 
         def normed(x, norm):
             return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * norm.weight.detach().double().numpy()
@@ -188,15 +184,14 @@ class Retained(naive.Budgeted):
         self.bank = bank
 
     def weights(self, past):
-        named = self.bank.layers[str(past.layer)].state_dict().items()
-        return {name: tensor.double().numpy() for name, tensor in named}
+        return {name: x.double().numpy() for name, x in self.bank.layers[str(past.layer)].state_dict().items()}
 
 
 class FastKVzip(Retained):
     first = 2
 
     def scores(self, past, head):
-        w, scores = self.weights(past), np.ones(past.seen)
+        w, scores = self.weights(past), np.zeros(past.seen)
         heads, group, width = past.keys.shape[1], len(past.group(head)), len(w["q_norm.weight"])
 
         def normed(x, norm):
@@ -212,8 +207,7 @@ class FastKVzip(Retained):
                 own = query @ k / np.sqrt(width) + w["bias"][head, of]
                 others = w["base_keys"][head] @ query / np.sqrt(width)
                 shares.append(1 / (1 + np.exp(others - own).sum()))
-            if token >= self.first:
-                scores[token] = np.mean(shares).round(DECIMALS)
+            scores[token] = np.mean(shares).round(DECIMALS) if token >= self.first else 1
         return scores
 
 

@@ -38,15 +38,7 @@ def cu_seqlens(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
-def decode_inputs(
-    batch: int = 2,
-    kv_heads: int = 2,
-    group: int = 2,
-    capacity: int = 48,
-    dim: int = 16,
-    value_dim: int | None = None,
-    dtype: torch.dtype = WIDE,
-) -> tuple[Tensor, Tensor, Tensor]:
+def decode_inputs(batch=2, kv_heads=2, group=2, capacity=48, dim=16, value_dim=None, dtype=WIDE):
     """Random queries ``[B, H, d]`` and a cache of keys and values ``[B, Hkv, S, d]``."""
     q = torch.randn(batch, kv_heads * group, dim).to(dtype) * 2
     k = torch.randn(batch, kv_heads, capacity, dim).to(dtype)
@@ -102,32 +94,17 @@ class Pack:
 
     @classmethod
     def random(
-        cls,
-        lengths: list[int],
-        *,
-        block_size: int = 8,
-        kv_heads: int = 2,
-        group: int = 2,
-        dim: int = 16,
-        gate_dim: int = 12,
-        dtype: torch.dtype = torch.float64,
-        spread: float = 2.0,
-        seed: int = 0,
-    ) -> "Pack":
+        cls, lengths, block_size=8, kv_heads=2, group=2, dim=16, gate_dim=12, dtype=torch.float64, spread=2.0, seed=0
+    ):
         rng = torch.Generator().manual_seed(seed)
 
         def randn(*shape: int) -> Tensor:
             return torch.randn(shape, generator=rng, dtype=torch.float64).to(dtype)
 
         tokens, blocks = sum(lengths), sum(-(-length // block_size) for length in lengths)
-        return cls(
-            randn(tokens, kv_heads * group, dim) * spread,
-            randn(tokens, kv_heads, dim),
-            randn(tokens, kv_heads, gate_dim) * spread,
-            randn(blocks, kv_heads, gate_dim),
-            cu_seqlens(lengths),
-            block_size,
-        )
+        q, k = randn(tokens, kv_heads * group, dim) * spread, randn(tokens, kv_heads, dim)
+        qg, kg = randn(tokens, kv_heads, gate_dim) * spread, randn(blocks, kv_heads, gate_dim)
+        return cls(q, k, qg, kg, cu_seqlens(lengths), block_size)
 
     def to(self, dtype: torch.dtype) -> "Pack":
         tensors = (x.detach().to(dtype, copy=True) for x in (self.q, self.k, self.qg, self.kg))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,12 +18,7 @@ def free_port() -> int:
 
 
 def pair(
-    arguments: Sequence[str],
-    *,
-    places: tuple[Path, Path] = (ROOT, ROOT),
-    machines: int = 1,
-    env: dict[str, str] | None = None,
-    seconds: float = 240,
+    arguments: Sequence[str], *, places: Any = (ROOT, ROOT), machines: int = 1, env: Any = None, seconds: float = 240
 ) -> list[subprocess.CompletedProcess[str]]:
     """Run ``python *arguments`` twice, in these working directories; exit code and output of each, by rank.
 

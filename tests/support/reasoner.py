@@ -18,19 +18,11 @@ def questions(*variables: int, seed: int = 0) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer, draw = AutoTokenizer.from_pretrained(REASONER), random.Random(seed)
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": make_problem(size, draw).question}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for size in variables
-    ]
+    chats = [[{"role": "user", "content": make_problem(size, draw).question}] for size in variables]
+    return tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=False)
 
 
-def reference_tokens(
-    model: Any, prompts: list[list[int]], tokens: int, method: Any, **options: Any
-) -> list[list[int]]:
+def reference_tokens(model: Any, prompts: list[list[int]], tokens: int, method: Any, **options: Any) -> Any:
     """What transformers answers with a method, one prompt at a time."""
     with seergate.attached(model, method, **options):
         outputs = [model.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False) for ids in prompts]

@@ -21,9 +21,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import seergate
-from seergate import GateBank, GateConfig, methods
+from seergate import GateBank, methods
 from seergate.eval.tasks.chain_sum import make_problems
-from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.evictors import EVICTORS
+from tests.support.models import gates, left_padded, prompt, tiny_model
 
 TINY = "checkpoints/tiny-reasoner"
 FAMILIES = ("qwen3", "qwen2", "llama", "gemma2", "gemma3_text", "gpt_oss", "phi3", "qwen3_5_text")
@@ -35,18 +36,6 @@ SELECTORS: dict[str, dict[str, Any]] = {
     "random": BLOCKS,
     "resa": BLOCKS,
     "dense": {},
-}
-EVICTORS: dict[str, dict[str, Any]] = {
-    "streaming_llm": {"token_budget": 24, "sink_tokens": 3, "interval": 7},
-    "h2o": {"token_budget": 24, "recent_tokens": 10},
-    "tova": {"token_budget": 24},
-    "snapkv": {"token_budget": 24, "window": 6, "interval": 5},
-    "r_kv": {"token_budget": 32, "window": 6, "interval": 5},
-    "raas": {"token_budget": 32},
-    "rpc": {"interval": 8, "window": 4},
-    "lazy_eviction": {"token_budget": 24, "window": 6},
-    "random_evict": {"token_budget": 24, "interval": 5},
-    "kv4bit": {},
 }
 RULES: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 4e-3},
@@ -68,9 +57,7 @@ class Case:
     name: str
     model: Any
     inputs: dict[str, torch.Tensor]
-    method: str
-    options: dict[str, Any]
-    bank: GateBank | None = None
+    method: Any
     how: dict[str, Any] = field(default_factory=dict)
     generate: dict[str, Any] = field(default_factory=dict)
     traced: bool = True
@@ -80,10 +67,8 @@ class Case:
         """Hashes of what came out."""
         import pyarrow.parquet as pq
 
-        bank = self.bank if methods.has_gates(self.method) else None
-        method = methods.make_method(self.method, bank=bank, **self.options)
         hashes: dict[str, Any] = {}
-        with tempfile.TemporaryDirectory() as folder, seergate.attached(self.model, method, **self.how) as handle:
+        with tempfile.TemporaryDirectory() as folder, seergate.attached(self.model, self.method, **self.how) as handle:
             if not self.traced:
                 self._run(hashes)
                 return hashes
@@ -131,15 +116,6 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode() + data).hexdigest()[:16]
 
 
-def random_gates(model: Any) -> GateBank:
-    """Gates whose selections differ from one another."""
-    torch.manual_seed(5)
-    bank = GateBank.for_model(model, GateConfig(8, 16))
-    for parameter in bank.parameters():
-        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
-    return bank
-
-
 def on_the_reasoner() -> Iterator[Case | DistillCase]:
     """Every method, storage and correction on the shipped model."""
     model = AutoModelForCausalLM.from_pretrained(TINY)
@@ -154,7 +130,8 @@ def on_the_reasoner() -> Iterator[Case | DistillCase]:
     one = dict(tokenizer(texts[1], return_tensors="pt", return_token_type_ids=False))
 
     def case(name: str, method: str, options: dict[str, Any], **more: Any) -> Case:
-        return Case(f"reasoner {name}", model, more.pop("inputs", dict(batch)), method, options, bank, **more)
+        made = methods.make_method(method, bank=bank if methods.has_gates(method) else None, **options)
+        return Case(f"reasoner {name}", model, more.pop("inputs", dict(batch)), made, **more)
 
     for name, options in SELECTORS.items():
         yield case(f"{name} growing", name, options)
@@ -170,26 +147,28 @@ def on_the_reasoner() -> Iterator[Case | DistillCase]:
     gate = SELECTORS["gate"]
     yield case("gate sampled", "gate", gate, generate={"do_sample": True, "temperature": 0.7})
     yield case("gate assisted", "gate", gate, inputs=one, generate={"prompt_lookup_num_tokens": 3}, traced=False)
-    for name, options in EVICTORS.items():
-        yield case(name, name, options, new=60, traced=name != "kv4bit")
-    yield case("h2o+gate", "h2o+gate", {"token_budget": 48, "read_budget": 24})
+    for name, evictor in EVICTORS.items():
+        yield Case(f"reasoner {name}", model, dict(batch), evictor.method(model), new=60, traced=name != "kv4bit")
     ids = tokenizer("".join(texts), return_tensors="pt").input_ids
     for start in (0.0, 0.5):
-        gates = GateBank.from_pretrained(f"{TINY}/gates")
-        yield DistillCase(f"reasoner distill from {start}", model, gates, ids, {"row_start": start})
+        learning = GateBank.from_pretrained(f"{TINY}/gates")
+        yield DistillCase(f"reasoner distill from {start}", model, learning, ids, {"row_start": start})
 
 
 def on_random_models() -> Iterator[Case | DistillCase]:
     """One method of each kind on several families."""
     inputs = left_padded([prompt(37, 1), prompt(60, 2), prompt(5, 3)])
-    quest = {"token_budget": 24, "block_size": 8, "dense_layers": ()}
     ids = torch.cat([prompt(70, 4), prompt(9, 5)], 1)
     pack = {"cu_seqlens": torch.tensor([0, 70, 79], dtype=torch.int32)}
     for family in FAMILIES:
         model = tiny_model(family)
-        for method, options in (("gate", {"token_budget": 24}), ("quest", quest), ("h2o", EVICTORS["h2o"])):
-            yield Case(f"{family} {method}", model, inputs, method, options, random_gates(model), new=24)
-        yield DistillCase(f"{family} distill", model, random_gates(model), ids, pack)
+        torch.manual_seed(5)
+        bank, learning = gates(model), gates(model)
+        gate = methods.Gate(bank=bank, token_budget=24)
+        quest = methods.Quest(token_budget=24, block_size=8, dense_layers=())
+        for method in (gate, quest, EVICTORS["h2o"].method(model)):
+            yield Case(f"{family} {method.name}", model, inputs, method, new=24)
+        yield DistillCase(f"{family} distill", model, learning, ids, pack)
 
 
 def main() -> None:

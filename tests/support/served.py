@@ -11,7 +11,7 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from seergate import GateBank, SeergateError
+from seergate import GateBank
 from seergate.cli.main import main
 from seergate.eval.runner import RunOptions, evaluate
 from seergate.eval.sampling import Sampling
@@ -21,6 +21,7 @@ from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.eval.tasks.registry import make_task
 from seergate.serving.common.generation import Answers, EngineRun, Prompt
 from tests.support.reasoner import GATES, REASONER
+from tests.support.running import refused
 
 REFUSED = [
     (["--method", "h2o", "--budget", "128"], "the method 'h2o' does not run inside a server"),
@@ -58,8 +59,7 @@ def check_answers(server: str, out: Path) -> None:
                 assert sample[name] == runs["transformers"][key][name]
     config = yaml.safe_load((directory / "config.yaml").read_text())
     assert config["generation"]["engine"].startswith(f"{server} 0.")
-    with pytest.raises(SeergateError, match="engine"):
-        evaluate(model, tokenizer, task, spec, directory, RunOptions(batch_size=4), bank=bank)
+    refused("engine", evaluate, model, tokenizer, task, spec, directory, RunOptions(batch_size=4), bank=bank)
 
 
 def check_ends(answers: Callable[[EngineRun, list[Prompt]], Answers], directory: Path) -> None:
@@ -67,10 +67,8 @@ def check_ends(answers: Callable[[EngineRun, list[Prompt]], Answers], directory:
     model = shutil.copytree(REASONER, directory / "model", ignore=shutil.ignore_patterns("gates*", "*.jsonl"))
     generation = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(generation | {"eos_token_id": 1}))
-    tokenizer, problem = (
-        AutoTokenizer.from_pretrained(model),
-        make_task("chain_sum", problems=1, variables=4).problems()[0],
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (problem,) = make_task("chain_sum", problems=1, variables=4).problems()
     ids = tuple(encode(tokenizer, prompt_text(tokenizer, problem)))
     positions = AutoConfig.from_pretrained(model).max_position_embeddings
     long = (ids * positions)[: positions - 1]

@@ -12,11 +12,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.running import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-from common import RESULTS, provenance
+from benchmarks.common import RESULTS, provenance
 
 RECORD = RESULTS / "soak.json"
 

@@ -14,12 +14,7 @@ def spec(keys: Tensor, heads: int, rotary: Any = None) -> LayerSpec:
 
 
 def step(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor | None = None,
-    lengths: list[int] | None = None,
-    new: int = 1,
-    **options: Any,
+    q: Tensor, keys: Tensor, values: Tensor | None = None, lengths: Any = None, new: int = 1, **options: Any
 ) -> Step:
     """The newest ``new`` of the tokens ``keys [B, K, T, D]``, of any prefix of a row that ``lengths`` names.
 
@@ -43,7 +38,7 @@ def step(
 
 
 def fed(method: Any, q: Tensor, keys: Tensor, chunks: list[int]) -> tuple[Any, Step]:
-    """A state that has seen ``keys`` in chunks of these sizes, and the last step, with the query ``q [B, H, D]``."""
+    """A state that has seen ``keys`` in chunks of these sizes, and the last step, with its queries ``q``."""
     state, end = method.new_state(spec(keys, q.shape[1])), 0
     for size in chunks:
         end += size
@@ -54,7 +49,4 @@ def fed(method: Any, q: Tensor, keys: Tensor, chunks: list[int]) -> tuple[Any, S
 
 def prompted(method: Any, q: Tensor, keys: Tensor) -> tuple[Any, Step]:
     """A state that has seen keys as a prompt, and the step; a single query ``[B, H, 1, D]`` stands for all."""
-    total = keys.shape[2]
-    state, last = method.new_state(spec(keys, q.shape[1])), step(q.expand(-1, -1, total, -1), keys, new=total)
-    state.append(last)
-    return state, last
+    return fed(method, q.expand(-1, -1, keys.shape[2], -1), keys, [keys.shape[2]])

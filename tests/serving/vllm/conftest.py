@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore::{kind}"))
 
 
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's platform is CUDA."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
 @contextmanager
 def engine(model: Any = REASONER, seergate: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
     """A `vllm.LLM` in this process; gone at the end of the block."""

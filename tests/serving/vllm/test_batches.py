@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.serving.vllm.conftest import answers, engine
 from tests.support.reasoner import GATES, questions
 
 GATE = {"gates": GATES, "token_budget": 256}
-SIZES = [random.Random(1).randint(12, 28) for _ in range(64)]
+SIZES = random.Random(1).choices(range(12, 29), k=64)
 NEW = 420
 
 
@@ -33,19 +34,13 @@ def llm() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """Some of the prompts, one at a time."""
-    return [answers(llm, [ids], NEW)[0] for ids in prompts[:8]]
-
-
-@pytest.fixture(scope="module")
 def together(llm: Any, prompts: list[list[int]]) -> list[list[int]]:
     """All of the prompts at once: 16 rows, each replaced by the next when it ends."""
     return answers(llm, prompts, NEW)
 
 
-def test_64_ragged_requests_at_once(llm: Any, alone: list[list[int]], together: list[list[int]]) -> None:
-    assert together[:8] == alone
+def test_64_ragged_requests_at_once(llm: Any, prompts: list[list[int]], together: list[list[int]]) -> None:
+    assert together[:8] == [answers(llm, [ids], NEW)[0] for ids in prompts[:8]]
     (stats,) = llm.collective_rpc("seergate_stats")
     assert all(layer["density"] < 0.9 for layer in stats["layers"].values())
 
@@ -64,24 +59,16 @@ def test_chunks_and_no_cached_prefixes(prompts: list[list[int]], together: list[
         assert answers(llm, prompts[:16], NEW) == together[:16]
 
 
-def test_steps_of_fixed_shapes(
-    prompts: list[list[int]], together: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_of_fixed_shapes(prompts: Any, together: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA graph would hold, run as it is."""
-    monkeypatch.setattr("seergate.serving.vllm.attention.fits_graphs", lambda method, vllm_config: True)
-    planned: list[Any] = []
-    plan_of_decodes = attention.plan_of_decodes
-
-    def noted(metadata: Any, *rest: Any) -> attention.Plan:
-        planned.append(metadata)
-        return plan_of_decodes(metadata, *rest)
-
-    monkeypatch.setattr(attention, "plan_of_decodes", noted)
+    monkeypatch.setattr(attention, "fits_graphs", lambda method, vllm_config: True)
+    planned = mock.Mock(wraps=attention.plan_of_decodes)
+    monkeypatch.setattr(attention, "plan_of_decodes", planned)
     with engine(seergate=GATE, max_num_seqs=16) as llm:
         (tokens,) = answers(llm, prompts[:1], NEW)
         (stats,) = llm.collective_rpc("seergate_stats")
         assert answers(llm, prompts[:16], NEW) == together[:16]
-    assert planned
+    assert planned.called
     lengths = [len(prompts[0]) + step for step in range(1, len(tokens))]
     for layer in stats["layers"].values():  # of two KV heads
         assert layer["tokens_held"] == 2 * sum(lengths)
@@ -98,7 +85,7 @@ def test_rows_that_pad_a_graph_are_not_counted() -> None:
 
 
 def test_preemption(prompts: list[list[int]], together: list[list[int]]) -> None:
-    """Sixteen rows of up to 760 tokens in a cache of 3,200."""
+    """Sixteen rows of up to 786 tokens in a cache of 3,200."""
     with engine(seergate=GATE, max_num_seqs=16, num_gpu_blocks_override=100, disable_log_stats=False) as llm:
         sequences = answers(llm, prompts[:16], NEW)
         preempted = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions")

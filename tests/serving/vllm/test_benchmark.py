@@ -10,15 +10,13 @@ import torch
 
 from tests.serving.vllm.conftest import REASONER
 from tests.support.running import ROOT
+from tests.test_gpu_check import check_everything
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a GPU's check this is the plan without one")
 @pytest.mark.timeout(600)
 def test_the_check_of_a_gpu_has_a_part_for_vllm(tmp_path: Path) -> None:
-    run = f"benchmarks/gpu_check.py --only serving_times --output {tmp_path}".split()
-    done = subprocess.run([sys.executable, *run], cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = json.loads((tmp_path / "gpu_check-interpreter.json").read_text())["steps"]["serving_times"]["rows"]
+    rows = check_everything(tmp_path, "serving_times")["serving_times"]
     assert [row["right"] for row in rows if "right" in row] == [True]
     assert [row["case"] for row in rows if "speedup" in row] == ["batch 1, 256 tokens", "batch 2, 256 tokens"]
 

@@ -1,6 +1,7 @@
 """Blocks of one page and of several, and Quest, against the same inside transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ def directory(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def gates(model: PreTrainedModel, size: int, path: Path) -> GateBank:
-    bank = GateBank.for_model(model, GateConfig(block_size=size, gate_dim=64))
+    """Wider than at the start of training, so that blocks differ."""
+    bank = GateBank.for_model(model, GateConfig(size, gate_dim=model.config.head_dim))
     for layer, gate in bank:
         gate.k_proj.weight.data.normal_(std=0.3, generator=torch.Generator().manual_seed(layer))
     bank.save_pretrained(path)
@@ -35,17 +37,14 @@ def gates(model: PreTrainedModel, size: int, path: Path) -> GateBank:
 
 
 @pytest.mark.parametrize(("size", "page"), [(16, 16), (64, 64), (128, 128), (64, 32), (64, 16)])
-def test_blocks_of_one_page_and_of_several(
-    size: int, page: int, model: PreTrainedModel, directory: Path, tmp_path: Path
-) -> None:
+def test_blocks_of_one_page_and_of_several(size: int, page: int, model: Any, directory: Path, tmp_path: Path) -> None:
     bank = gates(model, size, tmp_path)
     start = prompt(3 * 32)[0].tolist()  # with pages of 32 and blocks of 64 the shared prefix ends within a block
     prompts = [start + prompt(length, seed=length)[0].tolist() for length in (400, 401, 475)]
     expected = reference_tokens(model, prompts, NEW, bank, token_budget=2 * size)
     options = {"block_size": page, "skip_tokenizer_init": True, "max_model_len": 1024}
     with engine(directory, {"gates": str(tmp_path), "token_budget": 2 * size}, **options) as llm:
-        one_by_one = [answers(llm, [ids], NEW, stop=False)[0] for ids in prompts]
-        assert one_by_one == expected
+        assert [answers(llm, [ids], NEW, stop=False)[0] for ids in prompts] == expected
         assert answers(llm, prompts, NEW, stop=False) == expected
 
 

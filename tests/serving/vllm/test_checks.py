@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from seergate import GateBank, GateConfig, SeergateError
-from seergate.methods import Quest
-from seergate.serving.common.checks import check_model
+from seergate import GateBank, GateConfig
 from seergate.serving.vllm.checks import check_engine, check_page
 from tests.support.models import tiny_model
 from tests.support.reasoner import GATES, REASONER
+from tests.support.running import refused
 
 
 def configured(seergate: Any, model: Any = REASONER, **options: Any) -> Any:
@@ -48,23 +47,17 @@ def test_gates_set_the_page_and_the_worker_and_no_environment() -> None:
     ],
 )
 def test_engines_that_do_not_fit(values: Any, options: Any, sentence: str) -> None:
-    with pytest.raises(SeergateError, match=sentence):
-        configured(values, **options)
+    refused(sentence, configured, values, **options)
 
 
 def test_gates_without_a_key_per_block() -> None:
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(block_size=32, gate_dim=16, scorer="msa"))
-    with pytest.raises(SeergateError, match="these gates have the scorer 'msa'; a server's cache keeps all"):
-        check_page(bank, 32)
+    refused("these gates have the scorer 'msa'; a server's cache keeps all", check_page, bank, 32)
 
 
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-FP8_CACHE = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
-}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+QUANTIZED = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}}
 
 
 @pytest.mark.parametrize(
@@ -72,21 +65,22 @@ FP8_CACHE = {
     [
         ("qwen3_next", {}, "linear-attention or state-space layers, whose states set how many tokens a page"),
         ("qwen3", {"rope_parameters": MROPE}, "positions of several axes, and RoPE is undone by the number of the"),
-        ("qwen3", {"quantization_config": FP8_CACHE}, "kv_cache_dtype is 'fp8', and cached keys must be readable"),
+        (
+            "qwen3",
+            {"quantization_config": QUANTIZED | {"kv_cache_scheme": FP8}},
+            "kv_cache_dtype is 'fp8', and cached keys must be readable",
+        ),
         ("gpt_oss", {}, "attention sinks for all heads together"),
     ],
     ids=["hybrid", "axes", "fp8", "sinks"],
 )
-def test_models_that_are_refused_before_their_weights(
-    family: str, options: dict[str, Any], sentence: str, tmp_path: Any
-) -> None:
+def test_models_refused_before_their_weights(family: str, options: Any, sentence: str, tmp_path: Any) -> None:
     """There are none in the directory."""
     model = tiny_model(family, head_dim=32)
     for name, value in {"architectures": [type(model).__name__], **options}.items():
         setattr(model.config, name, value)
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(SeergateError, match=sentence):
-        configured({"method": "quest", "dense_layers": []}, tmp_path, skip_tokenizer_init=True)
+    refused(sentence, configured, {"method": "quest", "dense_layers": []}, tmp_path, skip_tokenizer_init=True)
 
 
 def test_drafts_whose_numbers_only_a_gpu_knows() -> None:
@@ -95,21 +89,6 @@ def test_drafts_whose_numbers_only_a_gpu_knows() -> None:
     config = configured({"gates": GATES}, speculative_config=drafts)
     check_engine(config)
     config.speculative_config.enable_adaptive_verification = True
-    with pytest.raises(SeergateError, match="only a GPU knows how many drafts are verified"):
-        check_engine(config)
+    refused("only a GPU knows how many drafts are verified", check_engine, config)
     config.scheduler_config.async_scheduling = True
-    with pytest.raises(SeergateError, match=r"drafts are verified asynchronously \(async_scheduling\)"):
-        check_engine(config)
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "sentence"),
-    [
-        ("mistral", {"sliding_window": 64}, "no layer of this mistral model has full attention"),
-        ("mistral", {"sliding_window": 4096}, "inside a server it must be null"),
-        ("hunyuan_v1_dense", {}, "cached keys are not simply rotated"),
-    ],
-)
-def test_models_that_cannot_be_sparse(family: str, options: Any, sentence: str) -> None:
-    with pytest.raises(SeergateError, match=sentence):
-        check_model(tiny_model(family, **options).config, None, Quest(dense_layers=()))
+    refused(r"drafts are verified asynchronously \(async_scheduling\)", check_engine, config)

@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -25,11 +26,9 @@ def test_traces_are_those_of_the_other_engine(tmp_path: Path) -> None:
     check_traces("vllm", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [*REFUSED, (["--method", "quest:block_size=8", "--budget", "128"], "block_size is 8; with seergate it must be")],
-)
-def test_what_vllm_cannot_run_is_refused(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+SMALL = (["--method", "quest:block_size=8", "--budget", "128"], "block_size is 8; with seergate it must be")
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [*REFUSED, SMALL])
+def test_what_vllm_cannot_run_is_refused(arguments: list[str], sentence: str, capsys: Any) -> None:
     check_refused("vllm", arguments, sentence, capsys)

@@ -1,6 +1,7 @@
 """FlashAttention's backend in engines on CPUs, in the shapes of CUDA graphs: tests of blocks and of batches again."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,6 @@ from tests.serving.vllm.flash import use_backend
 from tests.serving.vllm.test_batches import (  # noqa: F401
     GATE,
     NEW,
-    alone,
     llm,
     prompts,
     test_64_ragged_requests_at_once,
@@ -33,21 +33,12 @@ from tests.support.reasoner import GATES, questions
 def _flash_attention() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         use_backend(patch)
-        patch.setattr(
-            attention,
-            "fits_graphs",
-            lambda method, vllm_config: method.fixed_shapes and attention.same_in_all_layers(method),
-        )
+        patch.setattr(attention, "fits_graphs", lambda m, _: m.fixed_shapes and attention.same_in_all_layers(m))
         yield
 
 
 @pytest.mark.parametrize("layout", attention.LAYOUTS)
-def test_layouts_of_the_cache(
-    layout: str,
-    prompts: list[list[int]],  # noqa: F811
-    together: list[list[int]],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layouts_of_the_cache(layout: str, prompts: Any, together: Any, monkeypatch: Any) -> None:  # noqa: F811
     monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
     with engine(seergate=GATE, max_num_seqs=4) as llm:  # noqa: F811
         assert answers(llm, prompts[:4], NEW) == together[:4]

@@ -1,7 +1,7 @@
 """Code for GPUs, without one: vLLM's callers and cache layouts, a recorded and replayed decode step, temporaries."""
 
 import gc
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +35,7 @@ from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
 from seergate.serving.common.rows import Rows
 from seergate.serving.common.scoring import QuestScores, Scores
-from seergate.serving.vllm.attention import (
-    LAYOUTS,
-    SCORED_BYTES,
-    Counts,
-    SparseAttention,
-    SparseBackend,
-    SparseBuilder,
-    sparse_backend,
-    sparse_layer,
-)
+from seergate.serving.vllm import attention
 from seergate.serving.vllm.checks import choose_backend
 from seergate.serving.vllm.pages import FlashPages, splits
 from tests.serving.vllm.flash import use_kernels
@@ -82,16 +73,16 @@ def quest_scores(head_dim: int = D, dtype: torch.dtype = torch.float32) -> Score
     return QuestScores(QUEST, head_dim, dtype, 1.0, None, None)
 
 
-class FlashImpl(SparseAttention):
+class FlashImpl(attention.SparseAttention):
     """With the attributes that `FlashPages` reads."""
 
     kind, scale, logits_soft_cap, vllm_flash_attn_version, num_kv_heads = FlashPages, D**-0.5, 0, 3, K
 
 
-def gated_layer(method: SelectingMethod, scoring: Scores) -> SparseAttention:
+def gated_layer(method: SelectingMethod, scoring: Scores) -> attention.SparseAttention:
     impl = FlashImpl()
     impl.method, impl.scoring, impl.anchor = method, scoring, impl
-    impl.counts, impl.pages = Counts(*torch.zeros(2, dtype=torch.long)), WeakTensorKeyDictionary()
+    impl.counts, impl.pages = attention.Counts(*torch.zeros(2, dtype=torch.long)), WeakTensorKeyDictionary()
     return impl
 
 
@@ -114,15 +105,15 @@ class Stock(AttentionMetadataBuilder):
         return SimpleNamespace(block_table=common.block_table_tensor, seq_lens=lengths, query_start_loc=starts)
 
 
-class Backend(SparseBackend, FlashAttentionBackend):
+class Backend(attention.SparseBackend, FlashAttentionBackend):
     """FlashAttention's, read sparsely."""
 
 
+@dataclass
 class StockLayer:
     """vLLM's attention module with pages of ``size`` tokens."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    size: int
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         return FullAttentionSpec(block_size=self.size, num_kv_heads=K, head_size=D, dtype=torch.float32)
@@ -130,28 +121,19 @@ class StockLayer:
 
 def builder(method: SelectingMethod, page: int, room: int = 0, drafts: int = 0, anchor: Any = None) -> Any:
     """The builder of a model with one gated layer and one that is none."""
-    layer = sparse_layer(StockLayer)(page)
+    layer = attention.sparse_layer(StockLayer)(page)
     layer.impl = gated_layer(method, quest_scores())
     layer.impl.anchor = anchor or layer.impl
     spec, layers = layer.get_kv_cache_spec(None), {"layer": layer, "other": None}
     if room:
         spec = replace(spec, page_size_padded=spec.unpadded_page_size_bytes + room)
-    compilation = SimpleNamespace(static_forward_context=layers)
-    lengths = SimpleNamespace(max_model_len=2048)
-    config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=drafts, model_config=lengths)
-    kind = type("Builder", (SparseBuilder, Stock), {})
+    config = SimpleNamespace(num_speculative_tokens=drafts, model_config=SimpleNamespace(max_model_len=2048))
+    config.compilation_config = SimpleNamespace(static_forward_context=layers)
+    kind = type("Builder", (attention.SparseBuilder, Stock), {})
     made = kind(spec, ["layer"], config, torch.device("cpu"))  # type: ignore[call-arg]
     support = kind.get_cudagraph_support(config, spec)
     assert support == (Support.UNIFORM_SINGLE_TOKEN_DECODE if made.graphs else Support.NEVER)
     return made
-
-
-@pytest.fixture
-def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's platform is CUDA."""
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
 
 
 @pytest.mark.usefixtures("on_gpu")
@@ -224,7 +206,7 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
         query = torch.empty(rows, 4 * heads, dim, dtype=torch.bfloat16)
         with Operators() as largest:
             scores = layer._scores(pages, sparse, query)
-    assert scores.shape == (rows, heads, blocks) and largest.bytes <= SCORED_BYTES
+    assert scores.shape == (rows, heads, blocks) and largest.bytes <= attention.SCORED_BYTES
 
 
 def test_keys_are_made_without_a_copy_of_the_weight_per_row() -> None:
@@ -285,7 +267,7 @@ def test_a_recorded_step_replayed_is_an_eager_step(page: int, shared: bool, monk
 
     def step(state: dict[str, Any]) -> list[Tensor]:
         metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
-        counts = Counts(*torch.zeros(2, dtype=torch.long))  # of both layers: under a budget they read as much
+        counts = attention.Counts(*torch.zeros(2, dtype=torch.long))  # of both layers, which read as much
         for i, layer in enumerate(layers):
             layer.counts, query, cache = counts, state["queries"][i], cache_in(state["memory"][i], page, E)
             layer.forward(None, query, query, query, cache, metadata, state["outputs"][i])
@@ -328,7 +310,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     state = decode_state(1, 5, 6, 32, 32)
     layers = [gated_layer(QUEST, gate_scores(gate(32), Rotary(192))) for _ in range(4)]
     layers[3].anchor = layers[2]
-    counts, launches = Counts(*torch.zeros(2, dtype=torch.long)), []
+    counts, launches = attention.Counts(*torch.zeros(2, dtype=torch.long)), []
     metadata = SimpleNamespace(plan=None, seq_lens=state["lengths"], block_table=state["table"])
     for layer in layers:
         layer.counts, query, cache = counts, state["queries"][0], cache_in(state["memory"][0], 32, E)
@@ -342,7 +324,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
     assert launches[0].count("schedule") == 1 and set(kernels) < set(launches[0]) and len(launches[0]) <= 20
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", attention.LAYOUTS)
 def test_pages_in_each_layout_of_vllms_cache(layout: str) -> None:
     """vLLM's views with room for summaries. What attention reads in each layout is compared in test_flash.py."""
     layers, pages, size, width = 3, 7, 16, 24
@@ -374,4 +356,4 @@ def test_vllm_is_asked_for_layouts_and_splits(monkeypatch: pytest.MonkeyPatch) -
     assert splits() == 1
     layouts = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
     assert [layout.name for layout in layouts] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
-    assert sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
+    assert attention.sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.serving.vllm.conftest import answers, engine
+from tests.support.pairs import free_port
 from tests.support.reasoner import GATES, REASONER, questions
 
 GATE = {"gates": GATES, "token_budget": 256}
@@ -79,9 +79,7 @@ def test_a_server_asked_by_the_openai_client_killed_and_restarted(expected: list
     tokenizer = AutoTokenizer.from_pretrained(REASONER)
     prompts = questions(12, 20, 16, 14)
     texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for tokens in expected]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120)
 
     def completion(ids: list[int], **options: Any) -> Any:

@@ -31,8 +31,8 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
     kind = type(gated_layers(llm)[0].impl.method)
     plain = kind.choose
 
-    def choose(self: Any, scores: torch.Tensor, lengths: torch.Tensor) -> Any:
-        selection = plain(self, scores, lengths)
+    def choose(*arguments: Any) -> Any:
+        selection = plain(*arguments)
         chosen.append(selection.indices)
         return selection
 
@@ -49,16 +49,14 @@ def test_blocks_and_tokens_are_those_of_transformers(llm: Any, monkeypatch: pyte
         assert all(torch.equal(a, b) for a, b in zip(blocks, chosen, strict=True))
 
 
-def test_gates_follow_the_model_to_its_device(llm: Any) -> None:
+def test_gates_follow_the_model_to_its_device() -> None:
     part = rank_gate(GateBank.from_pretrained(GATES).gate(0), 2, torch.device("meta"), torch.bfloat16)
     assert {tensor.device.type for tensor in (*part.parameters(), *part.buffers())} == {"meta"}
     assert {tensor.dtype for tensor in part.parameters()} == {torch.bfloat16}  # that of the cache
 
 
-def test_graphs_hold_what_a_budget_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+@pytest.mark.usefixtures("on_gpu")
+def test_graphs_hold_what_a_budget_alone_decides() -> None:
     config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=16384 * 16))
     for rule in ({"token_budget": 64}, {"budget_share": 0.1, "budget_max": 2048}):
         assert fits_graphs(make_method("quest", block_size=16, **rule), config)
@@ -76,24 +74,19 @@ def test_statistics_are_counts_of_tokens(llm: Any) -> None:
     # of the rows that decode; the first token is read off
     lengths = [len(ids) + step for step in range(1, len(tokens))]
     for layer in range(4):
-        tokens_held, read = (
-            after["layers"][layer][n] - before["layers"][layer][n] for n in ("tokens_held", "tokens_read")
+        old, new = before["layers"][layer], after["layers"][layer]
+        assert new["tokens_held"] - old["tokens_held"] == 2 * sum(lengths)
+        assert new["tokens_read"] - old["tokens_read"] == 2 * sum(
+            BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths
         )
-        assert tokens_held == 2 * sum(lengths)
-        assert read == 2 * sum(BUDGET - 32 + (length - 1) % 32 + 1 for length in lengths)
     pages = len(gated_layers(llm)[0].kv_cache)
     assert after["summary_bytes"] == 4 * pages * 2 * 128 * 4
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        {"budget_share": 0.3, "budget_min": 96},
-        {"token_budget": 160, "anchors": (0, 2)},
-        {"threshold": 0.02, "anchors": (0,)},
-    ],
-    ids=["a share", "two anchors", "one anchor"],
-)
+SHARE, ANCHORS = {"budget_share": 0.3, "budget_min": 96}, {"token_budget": 160, "anchors": (0, 2)}
+
+
+@pytest.mark.parametrize("rule", [SHARE, ANCHORS, {"threshold": 0.02, "anchors": (0,)}], ids=str)
 def test_rules_are_those_of_transformers(rule: dict[str, Any]) -> None:
     """Rows of different lengths in one batch, each with its own share; layers that read what others chose."""
     prompts = questions(20, 8, 24)
