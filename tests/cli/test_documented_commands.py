@@ -107,8 +107,7 @@ def files(root: Path) -> dict[Path, tuple[int, bytes]]:
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "block",
-    [block if block.startswith("README") else pytest.param(block, marks=pytest.mark.soak) for block in BLOCKS],
+    "block", [block if block.startswith("README") else pytest.param(block, marks=pytest.mark.soak) for block in BLOCKS]
 )
 def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in BLOCKS[block]:

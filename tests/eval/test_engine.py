@@ -12,15 +12,7 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.eval.generation import engine
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import (
-    Batch,
-    Generation,
-    Limit,
-    Request,
-    common_prefix,
-    shares_prefix,
-    text_of,
-)
+from seergate.eval.generation.engine import Batch, Generation, Limit, Request, common_prefix, shares_prefix, text_of
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem

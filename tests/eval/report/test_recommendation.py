@@ -59,9 +59,7 @@ def test_no_loss_at_any_budget(tmp_path):
 def test_no_loss_at_some_budgets(tmp_path):
     """The budget is the larger one of the two that answers and texts ask for."""
     first, second, third = sentences_of(
-        tmp_path,
-        {"dense": 18, "b32": 2, "b64": 18, "b96": 18},
-        {"b32": 0.3, "b64": 0.05, "b96": 0.0},
+        tmp_path, {"dense": 18, "b32": 2, "b64": 18, "b96": 18}, {"b32": 0.3, "b64": 0.05, "b96": 0.0}
     )
     assert "2 at 32 tokens" in first and "no measurable loss from 64 tokens on, but" in first
     assert "+35.0 % at 32 tokens" in second and "no measurable loss from 96 tokens on, but" in second
