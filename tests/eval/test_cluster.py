@@ -18,6 +18,7 @@ from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sw
 from seergate.models.gate_bank import GateBank
 from tests.support import evaluation as support
 from tests.support.killed_run import compared
+from tests.support.running import refused
 
 OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
 SPECS = [MethodSpec("dense"), *(MethodSpec("gate", 32, size, named_block_size=True) for size in (8, 16))]
@@ -115,15 +116,13 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
 
 @pytest.mark.soak
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
-    with pytest.raises(SeergateError, match="there is no model here"):
-        run(tmp_path, saved, loader=load_nothing, workers=1)
+    refused("there is no model here", run, tmp_path, saved, loader=load_nothing, workers=1)
 
 
 def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):
     task = make_task("chain_sum", problems=2, variables=6)
     arguments = (support.model(), support.tokenizer(), task, SPECS[:1], tmp_path, OPTIONS)
-    with pytest.raises(SeergateError, match="need a loader"):
-        sweep(*arguments, workers=1)
+    refused("need a loader", sweep, *arguments, workers=1)
     with pytest.raises(ValueError, match="workers is -1"):
         sweep(*arguments, workers=-1)
     monkeypatch.setitem(sys.modules, "ray", None)

@@ -8,11 +8,11 @@ import time
 import psutil
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval.grading import judge as judge_module
 from seergate.eval.grading.graders import GRADERS, check_gold, check_grader, grade, last_boxed
 from seergate.eval.grading.judge import GradingPool, _Judge
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +265,7 @@ def test_a_judge_that_is_killed_gives_no_verdict():
     """The run is stopped, and the answer is left without a grade."""
     with GradingPool(seconds=60) as pool:
         kill_when_busy(pool._judges[0], signal.SIGKILL)
-        with pytest.raises(SeergateError, match="was killed from outside"):
-            pool.grade("math", ENDLESS, "7")
+        refused("was killed from outside", pool.grade, "math", ENDLESS, "7")
         assert pool.grade("math", r"\boxed{14/2}", "7").correct
 
 
@@ -375,17 +374,10 @@ def test_nothing_is_right_where_there_is_no_gold_answer(grader):
     assert not graded(grader, r"\boxed{}", "").correct
 
 
-@pytest.mark.parametrize(
-    ("grader", "gold"),
-    [
-        *(("letter", gold) for gold in ("b", "(B)", "B.", "1", "")),
-        *(("math", " "), ("digit", ""), ("number", "seven")),
-    ],
-)
-def test_gold_answers_that_nothing_can_equal_are_refused(grader, gold):
-    with pytest.raises(SeergateError, match="the answer .* must"):
-        check_gold(grader, gold)
+def test_gold_answers_that_nothing_can_equal_are_refused():
+    impossible = [*(("letter", gold) for gold in ("b", "(B)", "B.", "1", ""))]
+    for grader, gold in [*impossible, ("math", " "), ("digit", ""), ("number", "seven")]:
+        refused("the answer .* must", check_gold, grader, gold)
     check_gold("letter", "B")
     check_gold("exact", "")
-    with pytest.raises(SeergateError, match="known are digit, math, exact, letter"):
-        check_grader("mth")
+    refused("known are digit, math, exact, letter", check_grader, "mth")

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval import make_task
 from seergate.eval.grading.graders import grade
 from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
 from seergate.eval.tasks.retrieval import sentences, text_of
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 TEXT = " ".join(f"Sentence {i} says what number {i} has to say." for i in range(300))
 
@@ -128,14 +128,11 @@ def test_texts_are_rows_or_pieces(tmp_path, data) -> None:
         rows.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding=codec)
         assert made("perplexity:length=200:scored=50", data=str(rows))[0].prompt == text
     rows.write_text("[" * 100_000)
-    with pytest.raises(SeergateError, match="line 1 is not JSON"):
-        made("perplexity:length=200:scored=50", data=str(rows))
+    refused("line 1 is not JSON", made, "perplexity:length=200:scored=50", data=str(rows))
     rows.write_text('{"text": "a"}\n{"txt": "b"}')
-    with pytest.raises(SeergateError, match="line 2 has no 'text'"):
-        made("perplexity:length=200:scored=50", data=str(rows))
+    refused("line 2 has no 'text'", made, "perplexity:length=200:scored=50", data=str(rows))
     rows.write_text('{"text": "a"}')
-    with pytest.raises(SeergateError, match="length is 200; no text of"):
-        made("perplexity:length=200:scored=50", data=str(rows))
+    refused("length is 200; no text of", made, "perplexity:length=200:scored=50", data=str(rows))
 
 
 def test_a_task_is_made_once_for_a_tokenizer() -> None:

@@ -19,6 +19,7 @@ from tests.support import killed_run
 from tests.support.evaluation import edit_samples
 from tests.support.killed_run import compared
 from tests.support.models import tiny_model
+from tests.support.running import refused
 
 FIELDS = {"task", "problem_id", "sample_idx", "seed", "prompt", "completion", "n_tokens", "finish_reason", "pred"}
 FIELDS |= {"gold", "correct", "density"}
@@ -88,8 +89,7 @@ def test_the_limits_of_a_task_and_of_the_caller(tmp_path):
     assert (metrics["mean_prompt_tokens"], metrics["mean_tokens"]) == (4, 5)
     config = yaml.safe_load((out / "config.yaml").read_text())["generation"]
     assert (config["max_new_tokens"], config["max_total_tokens"]) == (None, 9)
-    with pytest.raises(SeergateError, match="leaves no room for an answer"):
-        small(tmp_path / "x", task=task, max_new_tokens=None, max_total_tokens=4)
+    refused("leaves no room for an answer", small, tmp_path / "x", task=task, max_new_tokens=None, max_total_tokens=4)
 
 
 def test_the_limits_of_the_model(tmp_path):
@@ -106,16 +106,13 @@ def test_the_limits_of_the_model(tmp_path):
     assert limit(max_new_tokens=12) == Limit(12)
     assert limit(max_new_tokens=13, max_total_tokens=16) == Limit(13, 16)
     for options in ({"max_new_tokens": 13}, {"max_total_tokens": 17}):
-        with pytest.raises(SeergateError, match="longest prompt has 4: the model has 16 positions"):
-            limit(**options)
+        refused("longest prompt has 4: the model has 16 positions", limit, **options)
     fresh = replace(task, max_total_tokens=None, max_new_tokens=12)
     assert [RunOptions().limit_of(fresh, text, n) for n in (4, 5)] == [Limit(12), Limit(12, 16)]
     path.write_text(json.dumps({"prompt": "a1 " * 17, "answer": "3"}))
-    with pytest.raises(SeergateError, match="the prompt of problem 1 has 17 tokens; the model has 16 positions"):
-        limit()
+    refused("the prompt of problem 1 has 17 tokens; the model has 16 positions", limit)
     text.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    with pytest.raises(SeergateError, match="has 17 tokens; the model's dynamic RoPE has other frequencies beyond 16"):
-        limit()
+    refused("has 17 tokens; the model's dynamic RoPE has other frequencies beyond 16", limit)
 
 
 def test_regrading_changes_grades_only(tmp_path):
@@ -137,16 +134,14 @@ def test_regrading_changes_grades_only(tmp_path):
         ("program", "is for humaneval only; .* is of chain_sum"),
         ("letter", "the answer '5' must be one capital letter for the grader 'letter'"),
     ):
-        with pytest.raises(SeergateError, match=message):
-            regrade(tmp_path, grader=grader)
+        refused(message, regrade, tmp_path, grader=grader)
     for name, old, new, message in (
         ("samples.jsonl", '"gold"', '"glod"', "a sample without 'gold'"),
         ("config.yaml", "grader:", "grad:", "has no task.grader"),
     ):
         whole = (tmp_path / name).read_text()
         (tmp_path / name).write_text(whole.replace(old, new))
-        with pytest.raises(SeergateError, match=message):
-            regrade(tmp_path)
+        refused(message, regrade, tmp_path)
         (tmp_path / name).write_text(whole)
 
 
@@ -171,8 +166,7 @@ def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp
     regrade(tmp_path, grader="letter", dry_run=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
     assert regrade(tmp_path, grader="letter").changed == []  # and yet the next sample would be graded otherwise
-    with pytest.raises(SeergateError, match=r"other settings: task\.grader was 'letter' and is 'digit'"):
-        small(tmp_path)
+    refused(r"other settings: task\.grader was 'letter' and is 'digit'", small, tmp_path)
     regrade(tmp_path)
     assert yaml.safe_load((tmp_path / "config.yaml").read_text())["task"]["grader"] == "letter", "its own by now"
     regrade(tmp_path, grader="math")
@@ -218,8 +212,7 @@ def test_damage_is_told(tmp_path):
         (lines[1].replace('"seconds"', '"s"'), lines[2], "'seconds'"),
     ):
         path.write_text(lines[0] + second + third)
-        with pytest.raises(SeergateError, match=message):
-            small(tmp_path)
+        refused(message, small, tmp_path)
 
 
 def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):

@@ -23,6 +23,7 @@ from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.attach import attached
 from seergate.serving.common.settings import Settings
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,7 @@ def test_methods_as_text(text, expected):
     ],
 )
 def test_text_that_is_no_method(text, said):
-    with pytest.raises(SeergateError, match=said):
-        read_method(text)
+    refused(said, read_method, text)
 
 
 def test_a_grid_with_options():
@@ -110,8 +110,7 @@ def test_methods_that_take_no_threshold_run_with_budgets_only():
     ]
     with pytest.raises(ValueError, match="it has no other rule"):
         grid(["resa:threshold=0.1"], [64], 8)[0].method(None)
-    with pytest.raises(SeergateError, match="'resa' needs a token budget"):
-        grid(["resa"], [], 8, thresholds=[0.1])
+    refused("'resa' needs a token budget", grid, ["resa"], [], 8, thresholds=[0.1])
 
 
 def test_what_a_method_is_given_is_said_in_words():
@@ -263,10 +262,8 @@ def test_auto_finds_shares_and_thresholds_where_bytes_are_made_equal():
     for text in ("gate:budget_share=auto", "quest:threshold=auto"):
         specs = grid([text], [64], 8)
         check_auto(specs, matched=True)
-        with pytest.raises(SeergateError, match="is 'auto', which finds a value of equal bytes; add --match read"):
-            check_auto(specs)
-    with pytest.raises(SeergateError, match="only these can be"):
-        check_auto(grid(["gate:top_p=auto"], [64], 8), matched=True)
+        refused("is 'auto', which finds a value of equal bytes; add --match read", check_auto, specs)
+    refused("only these can be", check_auto, grid(["gate:top_p=auto"], [64], 8), matched=True)
 
 
 def test_a_share_runs_once_whatever_the_budgets():

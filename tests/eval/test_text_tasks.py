@@ -24,7 +24,7 @@ from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan
 from seergate.eval.tasks.prompts import encode
 from tests.support import evaluation as support
-from tests.support.running import run_seergate
+from tests.support.running import refused, run_seergate
 
 
 @pytest.fixture
@@ -65,8 +65,7 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
     (now,) = seen
     assert (now.done, now.made, now.tokens) == (4, 1, 24), "three texts were there: they say nothing about the pace"
     kept.write_text(whole.replace('"dense_loss"', '"densloss"', 1))
-    with pytest.raises(SeergateError, match="line 1 has a sample without 'dense_loss'"):
-        load_sweeps(tmp_path / "runs")
+    refused("line 1 has a sample without 'dense_loss'", load_sweeps, tmp_path / "runs")
     kept.write_text(whole)  # with the seconds that the metrics have
 
     def never(*_):
@@ -217,8 +216,7 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     for file in files:
         file.touch()
     same = f"{files[0]},{files[1]}"
-    with pytest.raises(SeergateError, match="of which two would be in one directory"):
-        each_task(SweepPlan(model=model, task=same))
+    refused("of which two would be in one directory", each_task, SweepPlan(model=model, task=same))
     names = [directory_of(task) for task in (str(files[1]), f"needle:data={files[1]}")]
     assert names == ["a", f"needle-data={str(files[1]).replace('/', '-')}"]
 

@@ -21,6 +21,7 @@ from tests.decode.test_decode import BLOCK, gates
 from tests.support.evaluation import tokenizer
 from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.reference_decoder import ReferenceRow, Rule
+from tests.support.running import refused
 
 PROMPT, NEW, CELLS = 45, 20, [[0, 0], [0, 1], [1, 0], [1, 1]]
 
@@ -105,8 +106,7 @@ def test_rows_of_a_batch_and_layers_that_read_everything(reduction, tmp_path):
         planes = zlib.decompress(base64.b64decode(data["steps"][length + 5]))
         read = np.frombuffer(planes, np.uint8).reshape(3, 4, -1)[0]
         assert read[:2].all() and set(read[2:].sum(1)) <= ({2} if reduction == "max" else {2, 3})
-    with pytest.raises(SeergateError, match="no attention of row 2"):
-        page_data(tmp_path / "both", 2)
+    refused("no attention of row 2", page_data, tmp_path / "both", 2)
 
 
 def test_drafts_that_were_dropped_leave_nothing(tmp_path):
@@ -132,8 +132,7 @@ def test_what_makes_no_page(tmp_path):
         for path, new in ((tmp_path / "plain", 3), (tmp_path / "empty", 1)):
             with handle.traced(path):
                 model.generate(input_ids=prompt(45), max_new_tokens=new)
-            with pytest.raises(SeergateError, match="has no attention of row 0; write it with attention=True"):
-                page_data(path)
+            refused("has no attention of row 0; write it with attention=True", page_data, path)
     answer = answered(model, tmp_path / "trace", gates(model), {"input_ids": prompt(45)}, 6)[0].tolist()
     with pytest.raises(SeergateError, match="nowhere/page.html cannot be written"):
         write_explorer(tmp_path / "trace", tokenizer(), answer, tmp_path / "nowhere" / "page.html")

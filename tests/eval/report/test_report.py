@@ -15,6 +15,7 @@ from seergate.eval.report.plots import pareto
 from seergate.eval.report.tables import markdown
 from seergate.methods.registry import RETIRED_OPTIONS, option_names
 from tests.support.made_reports import cells, reconfigure, write_run
+from tests.support.running import refused
 
 
 def test_tables_hold_the_numbers(report):
@@ -116,8 +117,7 @@ def test_other_models_are_not_compared(runs, monkeypatch):
 
 def test_nothing_to_report_is_told(tmp_path):
     def check_refusal(message, place=tmp_path):
-        with pytest.raises(SeergateError, match=message):
-            write_report(place)
+        refused(message, write_report, place)
 
     check_refusal("holds no runs")
     check_refusal("does not exist", tmp_path / "nowhere")
@@ -215,8 +215,7 @@ def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     assert report.html.parent == tmp_path / "out"
     assert "gate at 64 tokens" in report.findings[1]
     write_run(tmp_path / "c", "gate", 64, lambda i: i < 9)
-    with pytest.raises(SeergateError, match="are runs of the same setting"):
-        write_report(tmp_path / "b", tmp_path / "out", tmp_path / "c")
+    refused("are runs of the same setting", write_report, tmp_path / "b", tmp_path / "out", tmp_path / "c")
     write_run(tmp_path / "c", "dense", None, lambda i: i < 18)
     with pytest.raises(SeergateError, match="gate-64 are runs of the same setting"):
         write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b", tmp_path / "c")
@@ -229,8 +228,7 @@ def test_an_option_that_is_retired_tells_settings_apart_unless_it_had_its_defaul
     for name in (method, f"{method}+gate"):
         now, earlier = (write_run(tmp_path / name / when, name, 64, lambda i: i < 9) for when in ("now", "earlier"))
         reconfigure(earlier, method=RETIRED_OPTIONS[method])
-        with pytest.raises(SeergateError, match="are runs of the same setting"):
-            load_sweeps(now, earlier)
+        refused("are runs of the same setting", load_sweeps, now, earlier)
         for option in RETIRED_OPTIONS[method]:
             reconfigure(earlier, method=RETIRED_OPTIONS[method] | {option: "other"})
             (sweep,) = load_sweeps(now, earlier)
