@@ -165,10 +165,12 @@ def test_the_peak_of_a_sample_counts_its_prompt():
     for length, budget in ((400, 24), (400, 4096), (12, 24)):
         prompt = " ".join(f"a{1 + i % 60}" for i in range(length))
         with attached(model, methods.H2O(token_budget=budget, interval=4)) as handle:
-            generations = []
-            support.engine(handle, generations.append, limit=Limit(40)).run(requests_for([prompt]))
-            peaks.append(generations[0].costs["own_bytes_peak"])
-            assert peaks[-1] <= handle.stats()["resident_bytes_peak"]
+
+            def keep(generation, handle=handle):
+                peaks.append(generation.costs["own_bytes_peak"])
+                assert peaks[-1] <= handle.stats()["resident_bytes_peak"]
+
+            support.engine(handle, keep, limit=Limit(40)).run(requests_for([prompt]))
     token = 2 * (2 * 2 * 16 * 4 + 2 * 4)  # two layers: two heads of keys and values in float32, and the mass received
     assert peaks == [400 * token, (400 + 39) * token, 28 * token]
 
