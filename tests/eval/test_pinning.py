@@ -18,7 +18,6 @@ def test_samples_without_their_settings_are_refused(tmp_path):
 
 
 def with_yarn(model):
-    """Another model, though every weight is the same."""
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
     return model
 
@@ -90,12 +89,11 @@ def test_batch_size_may_differ_on_resume_but_versions_may_not(tmp_path):
 
 def test_several_greedy_samples_are_refused(tmp_path):
     """They would be the same answer, at as many times the cost; also where the model's configuration is greedy."""
-    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
-        small(tmp_path, samples=2)
-    path = tmp_path / "mine.jsonl"
+    path, out = tmp_path / "mine.jsonl", tmp_path / "out"
     path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
     task = make_task(str(path), grader="exact")
     RunOptions(samples=2).check(task)
-    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
-        small(tmp_path / "out", task=task, samples=2, max_new_tokens=4)
-    assert not (tmp_path / "out").exists()
+    for options in ({}, {"task": task, "max_new_tokens": 4}):
+        with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
+            small(out, samples=2, **options)
+        assert not out.exists()
