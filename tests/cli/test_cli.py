@@ -27,17 +27,6 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"
 GATES = str(ROOT / "checkpoints" / "tiny-reasoner" / "gates")
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return str(support.save(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def weightless(saved, tmp_path):
-    """A copy of the model that cannot be loaded: what is told of it is told before."""
-    return shutil.copytree(saved, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-
-
 def test_help_names_every_command():
     output = output_of("--help")
     assert run_seergate().stdout == output
@@ -171,7 +160,6 @@ def test_without_matplotlib_a_report_is_refused_before_the_model_is_loaded(weigh
 
 
 def started(*arguments, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=None):
-    """The command as a process of its own."""
     command, streams = [sys.executable, "-m", "seergate", *arguments], {"stdout": stdout, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, text=True, preexec_fn=preexec_fn, **streams)
 
@@ -201,7 +189,6 @@ def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
     ],
 )
 def test_doctor(saved, tmp_path, model, said):
-    """Without a network for presets."""
     output = output_of("doctor", "--model", model or saved)
     assert all(word in output for word in said) and "SEERGATE_BACKEND" not in output
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')

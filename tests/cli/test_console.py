@@ -37,7 +37,6 @@ def _no_work(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that the console reads, to be set."""
     now = [1000.0]
     monkeypatch.setattr(eval_progress.time, "monotonic", lambda: now[0])
     return now

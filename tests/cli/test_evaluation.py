@@ -26,7 +26,6 @@ def error(*arguments):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A sweep over block sizes and dense layers, of a random model."""
     root = tmp_path_factory.mktemp("sweep")
     support.save(root / "model")
     file = root / "sweep.yaml"

@@ -15,22 +15,7 @@ from seergate.methods import METHODS, SelectingMethod
 from seergate.models.names import bank_for
 from seergate.paths import shipped
 from tests.eval.report.test_explorer import page_of
-from tests.support import evaluation as support
 from tests.support.running import output_of, refusal, run_seergate
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return support.save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def without_weights(model, tmp_path_factory):
-    """A model's directory whose weights are gone: whatever reads them fails."""
-    bare = tmp_path_factory.mktemp("bare") / "model"
-    shutil.copytree(model, bare)
-    (bare / "model.safetensors").unlink()
-    return bare
 
 
 def test_the_tiny_reasoner_answers_and_shows_what_it_read(tmp_path):
@@ -57,12 +42,12 @@ def test_the_default_budget_fits_every_method_that_selects():
 
 
 @pytest.mark.filterwarnings("always:h2o. a prompt has:UserWarning")
-def test_a_prompt_a_method_and_a_file(model, tmp_path):
+def test_a_prompt_a_method_and_a_file(saved, tmp_path):
     (tmp_path / "prompt.txt").write_text("a1 is the sum of a2 plus a3 .")
     outputs = []
     options = ["--method", "h2o:interval=2", "--budget", "4", "--max-new-tokens", "9", "--temperature", "1"]
     for given in (["--prompt", "a1 is the sum of a2 plus a3 ."], ["--prompt-file", str(tmp_path / "prompt.txt")]):
-        done = run_seergate("generate", "--model", str(model), *given, *options)
+        done = run_seergate("generate", "--model", saved, *given, *options)
         assert done.returncode == 0 and "9 tokens in" in done.stderr, done.stderr
         assert done.stderr.startswith("note: h2o: a prompt has"), "a warning is a line of its own"
         outputs.append(done.stdout)
@@ -95,18 +80,18 @@ def test_a_prompt_a_method_and_a_file(model, tmp_path):
         (["--prompt", "a1"], "could not be loaded"),
     ],
 )
-def test_what_is_refused_before_weights_are_read(arguments, message, without_weights, tmp_path, monkeypatch):
+def test_what_is_refused_before_weights_are_read(arguments, message, weightless, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.txt").write_text("mine")
     method = [] if "--method" in arguments else ["--method", "quest"]
-    assert message in refusal(run_seergate("generate", "--model", str(without_weights), *method, *arguments))
+    assert message in refusal(run_seergate("generate", "--model", str(weightless), *method, *arguments))
     assert not (tmp_path / "x.html").exists() and (tmp_path / "own.txt").read_text() == "mine"
 
 
-def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):
+def test_a_long_prompt_is_announced_and_threads_are_set(saved, monkeypatch):
     threads = []
     monkeypatch.setattr("torch.set_num_threads", threads.append)
-    command = ["generate", "--model", str(model), "--method", "quest", "--budget", "128", "--max-new-tokens", "2"]
+    command = ["generate", "--model", saved, "--method", "quest", "--budget", "128", "--max-new-tokens", "2"]
     done = run_seergate(*command, "--prompt", "a1 " * 1200, "--threads", "3")
     assert done.returncode == 0 and done.stderr.startswith("reading the prompt of 1,20"), done.stderr
     assert 3 in threads
@@ -114,10 +99,10 @@ def test_a_long_prompt_is_announced_and_threads_are_set(model, monkeypatch):
     assert done.returncode == 0 and "reading the prompt" not in done.stderr
 
 
-def test_an_answer_of_one_token_has_no_page_and_says_so(model, tmp_path):
+def test_an_answer_of_one_token_has_no_page_and_says_so(saved, tmp_path):
     """As the prompt leaves room for one only."""
-    config, tokenizer = json.loads((model / "config.json").read_text()), AutoTokenizer.from_pretrained(model)
-    short = shutil.copytree(model, tmp_path / "short")
+    tokenizer, short = AutoTokenizer.from_pretrained(saved), shutil.copytree(saved, tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
     (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 40}))
     word = next(word for word in tokenizer.get_vocab() if word.startswith("a"))
     problem = Problem("prompt", "", messages=({"role": "user", "content": word},))

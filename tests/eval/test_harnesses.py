@@ -108,7 +108,6 @@ def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch):
 
 
 def scored_task(folder, name, kind, **more):
-    """A task of lm-eval on four documents of the tiny model's words."""
     words = support.tokenizer().convert_ids_to_tokens(list(range(10, 40)))
     rows = [{"text": " ".join(words[i:] * 4), "choices": [words[i], words[i + 1]], "label": 1} for i in range(4)]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

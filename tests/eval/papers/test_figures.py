@@ -42,7 +42,6 @@ OF_OTHERS = [name for name in FIGURES if name not in OF_SEER]
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", support.mostly_soak(OF_OTHERS, "rpc8"))
 def test_figures_of_the_other_papers(name, tmp_path):
-    """With their own settings for the tiny reasoner, on two small problems."""
     output("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path)
     (page,) = tmp_path.glob(f"*{name}.md")
     text, look = page.read_text(), STYLES[FIGURES[name].style]

@@ -135,7 +135,6 @@ def test_what_makes_no_page(tmp_path):
 
 
 def bytes_tokenizer():
-    """Each byte is a token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
