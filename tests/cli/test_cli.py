@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,55 +17,36 @@ import pytest
 from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
-from seergate.errors import SeergateError, sentence
 from seergate.eval.report.write import Report
 from seergate.methods import METHODS
 from seergate.models.names import gates_for, load_model
 from tests.support import evaluation as support
-from tests.support.running import ROOT, Done, refusal, run_seergate
+from tests.support.running import ROOT, output_of, refusal, refused, run_seergate
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+GATES = str(ROOT / "checkpoints" / "tiny-reasoner" / "gates")
 
 
-@pytest.fixture
-def seergate(monkeypatch) -> Callable[..., Done]:
-    """The same without the seconds that a process takes to import torch."""
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    return run_seergate
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return str(support.save(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def weightless(saved, tmp_path):
-    """A copy of the model that cannot be loaded: what is told of it is told before."""
-    return shutil.copytree(saved, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-
-
-def test_help_names_every_command(seergate):
-    done = seergate("--help")
-    assert done.returncode == 0 and seergate().stdout == done.stdout
+def test_help_names_every_command():
+    output = output_of("--help")
+    assert run_seergate().stdout == output
     assert set(COMMANDS) >= {"demo", "plan", "train", "eval", "report", "sweep", "doctor"}
     for command, module in COMMANDS.items():
-        assert re.search(rf"^    {command}\s+{re.escape(module.HELP[0][:20])}", done.stdout, re.M), command
+        assert re.search(rf"^    {command}\s+{re.escape(module.HELP[0][:20])}", output, re.M), command
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "eval show"])
-def test_help_of_everything(seergate, monkeypatch, command):
+def test_help_of_everything(monkeypatch, command):
     """What it does, its options, and examples that its own parser understands."""
     monkeypatch.setenv("COLUMNS", "200")
-    done = seergate(*command.split(), "--help")
-    assert done.returncode == 0, done.stderr
-    assert f"usage: seergate {command}" in done.stdout and "options:" in done.stdout
-    _, _, examples = done.stdout.partition("examples:\n")
+    output = output_of(*command.split(), "--help")
+    assert f"usage: seergate {command}" in output and "options:" in output
+    _, _, examples = output.partition("examples:\n")
     lines = [line.strip() for line in examples.split("\n\n")[0].splitlines()]
     own = [line for line in lines if line.startswith(f"seergate {command}")]
     assert own and len(own) + sum(line.startswith(("deepspeed ", "torchrun ")) for line in lines) == len(lines)
     for option in {word for line in own for word in line.split() if word.startswith("--")}:
-        assert re.search(rf"{option}\b", done.stdout.replace(examples, "")), option
+        assert re.search(rf"{option}\b", output.replace(examples, "")), option
 
 
 TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
@@ -95,10 +75,7 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["train", "--threads", "2"], "'--threads' is not an option (see seergate train --help)"),
         (["report"], "the following arguments are required: RUN_DIR (see seergate report --help)"),
         (["train", "--max-stepz", "3"], "is not an option; did you mean '--max-steps'? (see seergate train --help)"),
-        (
-            ["eval", "--method", "quest:blocksize=3"],
-            "the method 'quest' has no option 'blocksize'; did you mean 'bloc",
-        ),
+        (["eval", "--method", "quest:blocksize=3"], "method 'quest' has no option 'blocksize'; did you mean 'block_s"),
         (["eval", "--gates", "runs/none"], "there is no directory runs/none, and"),
         (["figure", "6"], "there is no figure '6'; there are 4, 5, 7,"),
         (["figure", "raas-5"], "did you mean 'raas5'? (docs/reproduce.md says what is not reproduced, and why)"),
@@ -110,15 +87,14 @@ TRACES = ["traces", "--prompts", "chain_sum", "--out", "rows.jsonl"]
         (["ablate"], "the following arguments are required: STUDY (see seergate ablate --help)"),
     ],
 )
-def test_mistakes_are_one_sentence(seergate, arguments, said, tmp_path):
+def test_mistakes_are_one_sentence(arguments, said, tmp_path):
     extra = ["--out", str(tmp_path / "out")] if arguments[0] in ("eval", "demo") else []
-    assert said in refusal(seergate(*arguments, *extra))
+    assert said in refusal(run_seergate(*arguments, *extra))
     assert not (tmp_path / "out").exists()
 
 
 def test_a_device_that_is_missing_is_told_with_those_that_are_there():
-    with pytest.raises(SeergateError, match="device is 'cuda:77'; this machine has cpu"):
-        load_model("checkpoints/tiny-reasoner", device="cuda:77")
+    refused("device is 'cuda:77'; this machine has cpu", load_model, "checkpoints/tiny-reasoner", device="cuda:77")
 
 
 def test_gates_of_a_model_are_found_beside_it(tmp_path):
@@ -144,73 +120,65 @@ def test_gates_of_a_model_are_found_beside_it(tmp_path):
         (["--task", "TASK", "--grader", "foo"], "there is no grader 'foo'"),
         (["--method", "gate"], "with --gates; `seergate train` makes"),
         (["--method", "gate", "--gates", "."], "gate_config.json"),
+        (["--method", "gate", "--gates", GATES], "num_layers is 2 in the model and 4 in the gates"),
         (["--out", __file__], "is a file"),
     ],
 )
-def test_what_cannot_be_run_is_told_before_the_model_is_loaded(seergate, weightless, tmp_path, arguments, said):
+def test_what_cannot_be_run_is_told_before_the_model_is_loaded(weightless, tmp_path, arguments, said):
     task, out = tmp_path / "task.jsonl", tmp_path / "out"
     task.write_text('{"question": "1 + 1?", "answer": "2"}\n')
     given = [str(task) if word == "TASK" else word for word in arguments]
     common = ["eval", "--task", "chain_sum", "--model", str(weightless), "--budget", "128", "--out", str(out)]
-    assert said in refusal(seergate(*common, "--method", "dense,oracle", *given))
+    assert said in refusal(run_seergate(*common, "--method", "dense,oracle", *given))
     assert not out.exists()
-    assert "could not be loaded" in refusal(seergate(*common, "--method", "dense,oracle"))
+    assert "could not be loaded" in refusal(run_seergate(*common, "--method", "dense,oracle"))
 
 
-def test_gates_and_families_are_checked_before_the_model_is_loaded(seergate, weightless, tmp_path):
-    """Before dense attention has answered everything, too."""
-    gates, out = ROOT / "checkpoints" / "tiny-reasoner" / "gates", tmp_path / "out"
-    common = ["eval", "--task", "chain_sum", "--model", str(weightless), "--budget", "128", "--out", str(out)]
-    message = refusal(seergate(*common, "--gates", str(gates), "--method", "dense,gate"))
-    assert "these gates are for another model" in message and "layers" in message
+def test_families_are_checked_before_the_model_is_loaded(weightless, tmp_path):
     config = json.loads((weightless / "config.json").read_text())
     config |= {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (weightless / "config.json").write_text(json.dumps(config))
-    assert "gpt2" in refusal(seergate(*common, "--method", "dense"))
-    assert not out.exists()
+    command = ["eval", "--task", "chain_sum", "--model", str(weightless), "--method", "dense"]
+    assert "gpt2" in refusal(run_seergate(*command, "--out", str(tmp_path / "out")))
+    assert not (tmp_path / "out").exists()
 
 
-def test_a_report_that_could_not_be_drawn_is_told_before_the_model_is_loaded(
-    seergate, weightless, tmp_path, monkeypatch
-):
-    """As in an environment without matplotlib."""
+def test_without_matplotlib_a_report_is_refused_before_the_model_is_loaded(weightless, tmp_path, monkeypatch):
     sweep, out = tmp_path / "sweep.yaml", tmp_path / "out"
     sweep.write_text(f"model: {weightless}\ntask: chain_sum\nmethod: [dense]\nout: {out}\n")
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
     evaluation = ("eval", "--task", "chain_sum", "--model", str(weightless), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
-        message = refusal(seergate(*arguments))
+        message = refusal(run_seergate(*arguments))
         assert 'plots need matplotlib; run: pip install "seergate[eval]"' in message and "--no-report" in message
         assert not out.exists()
-        assert "could not be loaded" in refusal(seergate(*arguments, "--no-report"))
+        assert "could not be loaded" in refusal(run_seergate(*arguments, "--no-report"))
         out.rmdir()
     for arguments in (("figure", "5"), ("demo",)):
-        message = refusal(seergate(*arguments, "--out", str(out)))
+        message = refusal(run_seergate(*arguments, "--out", str(out)))
         assert "plots need matplotlib" in message and "--no-report" not in message and not out.exists()
 
 
+def started(*arguments, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=None):
+    command, streams = [sys.executable, "-m", "seergate", *arguments], {"stdout": stdout, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, text=True, preexec_fn=preexec_fn, **streams)
+
+
 def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
-    command = ["eval", "--task", "chain_sum", "--model", saved, "--method", "dense", "--problems", "400"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "seergate", *command, "--batch-size", "1", "--variables", "5", "--out", str(tmp_path)],
-        cwd=ROOT,
-        env=ENVIRONMENT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = started(
+        *("eval", "--task", "chain_sum", "--model", saved, "--method", "dense", "--problems", "400"),
+        *("--batch-size", "1", "--variables", "5", "--out", str(tmp_path)),
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a background shell ignores it
     )
     path = tmp_path / "dense" / "samples.jsonl"
     deadline = time.monotonic() + 120
     while not path.exists() or not path.read_bytes():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
+        assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "interrupted" in stderr
-    assert "Traceback" not in stderr
+    assert "interrupted" in stderr and "Traceback" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -220,17 +188,14 @@ def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
         ("qwen3-8b", ["36 of 36 layers can be gated"]),
     ],
 )
-def test_doctor(seergate, saved, tmp_path, model, said):
-    """Without a network for presets."""
-    done = seergate("doctor", "--model", model or saved)
-    assert done.returncode == 0 and all(word in done.stdout for word in said), done.stderr
-    assert "SEERGATE_BACKEND" not in done.stdout
+def test_doctor(saved, tmp_path, model, said):
+    output = output_of("doctor", "--model", model or saved)
+    assert all(word in output for word in said) and "SEERGATE_BACKEND" not in output
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
-    done = seergate("doctor", "--model", str(tmp_path))
-    assert done.returncode == 2 and "multi-head latent attention" in done.stderr and "Traceback" not in done.stderr
+    assert "multi-head latent attention" in refusal(run_seergate("doctor", "--model", str(tmp_path)))
 
 
-def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
+def test_an_output_that_cannot_be_made_is_told(saved, tmp_path):
     """Below a file nobody can make a directory, not even an administrator."""
     (tmp_path / "file").write_text("")
     out = str(tmp_path / "file" / "deeper" / "out")
@@ -239,28 +204,20 @@ def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
         ["calibrate", "lazy_eviction", "--model", saved],
         ["demo"],
     ):
-        message = refusal(seergate(*arguments, "--out", out))
+        message = refusal(run_seergate(*arguments, "--out", out))
         assert "cannot be made: " in message and "not a directory" in message and "Errno" not in message
-
-
-def test_the_systems_errors_about_files_are_sentences():
-    error = PermissionError(13, "Permission denied", "/there")
-    assert sentence(error) == "/there cannot be used: permission denied"
-    assert sentence(FileNotFoundError("no such\n  preset")) == "no such preset"
 
 
 def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
     read, write = os.pipe()
     os.close(read)
     command = ["eval", "--model", saved, "--task", "chain_sum", "--method", "dense", "--problems", "2"]
-    done = subprocess.run(
-        [sys.executable, "-m", "seergate", *command, "--variables", "5", "--out", str(tmp_path)],
-        cwd=ROOT, env=ENVIRONMENT, stdout=write, stderr=subprocess.PIPE, text=True, timeout=200, check=False,
-    )  # fmt: skip
+    process = started(*command, "--variables", "5", "--out", str(tmp_path), stdout=write)
     os.close(write)
-    assert done.returncode == 128 + signal.SIGPIPE == 141
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 128 + signal.SIGPIPE == 141
     message = "stopped, as nothing reads the output any more (broken pipe); what was finished is kept\n"
-    assert done.stderr.endswith(message) and "Traceback" not in done.stderr
+    assert stderr.endswith(message) and "Traceback" not in stderr
 
 
 SHORT = ["--max-steps", "20", "--max-length", "512", "--packs-per-step", "1", "--eval-packs", "0"]
@@ -284,70 +241,66 @@ def test_a_full_disk_is_told(arguments, limit, said, tmp_path):
         assert run_seergate("prepare", "--model", "tiny-reasoner", *ROWS, *data).returncode == 0
     model = [] if arguments == ["methods"] else ["--model", "tiny-reasoner"]
     with open("/dev/full" if limit is None else os.devnull, "w") as out:
-        done = subprocess.run(
-            [sys.executable, "-m", "seergate", *arguments, *model],
-            cwd=tmp_path, env=ENVIRONMENT, stdout=out, stderr=subprocess.PIPE, text=True, timeout=200, check=False,
-            preexec_fn=limit and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))),
-        )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert said in done.stderr and "what was finished before is kept" in done.stderr
+        few_bytes = limit and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        process = started(*arguments, *model, stdout=out, cwd=tmp_path, preexec_fn=few_bytes)
+        _, stderr = process.communicate(timeout=200)
+    assert process.returncode == 2 and "Traceback" not in stderr, stderr
+    assert said in stderr and "what was finished before is kept" in stderr
 
 
-def test_methods_are_listed_with_their_options(seergate):
-    done = seergate("methods")
-    assert done.returncode == 0, done.stderr
-    assert [line.split(":")[0] for line in done.stdout.splitlines() if line[0] != " "] == list(METHODS)
-    assert "block_size=16" in (output := seergate("methods", "quest").stdout) and "dense_layers=0+1" in output
+def test_methods_are_listed_with_their_options():
+    assert [line.split(":")[0] for line in output_of("methods").splitlines() if line[0] != " "] == list(METHODS)
+    output = output_of("methods", "quest")
+    assert "block_size=16" in output and "dense_layers=0+1" in output
     assert output.startswith("quest: Score a page by") and "h2o" not in output
-    assert "did you mean 'quest'" in refusal(seergate("methods", "qest"))
-    both = seergate("methods", "snapkv+gate").stdout
+    assert "did you mean 'quest'" in refusal(run_seergate("methods", "qest"))
+    both = run_seergate("methods", "snapkv+gate").stdout
     assert "window=32" in both and "read_budget=" in both
 
 
-def test_shipped_files_are_found_from_anywhere(seergate, tmp_path, monkeypatch):
+def test_shipped_files_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep = ["sweep", "configs/sweeps/methods.yaml"]
-    assert "problems is 0" in refusal(seergate(*sweep, "--problems", "0")), "the file is read"
-    done = seergate("push", "checkpoints/tiny-reasoner/gates", "me/gates", "--dry-run")
-    assert done.returncode == 0 and "not uploaded: README.md" in done.stdout, done.stderr
-    assert "the configuration file configs/none.yaml does not exist" in refusal(seergate("sweep", "configs/none.yaml"))
+    assert "problems is 0" in refusal(run_seergate(*sweep, "--problems", "0")), "the file is read"
+    listed = output_of("push", "checkpoints/tiny-reasoner/gates", "me/gates", "--dry-run")
+    assert "not uploaded: README.md" in listed
+    assert "the configuration file configs/none.yaml does not exist" in refusal(
+        run_seergate("sweep", "configs/none.yaml")
+    )
 
 
 @pytest.mark.parametrize("name", ["README.md", "gate_config.json"])
-def test_push_follows_no_link(seergate, tmp_path, name):
-    shutil.copytree(ROOT / "checkpoints" / "tiny-reasoner" / "gates", gates := tmp_path / "gates")
+def test_push_follows_no_link(tmp_path, name):
+    shutil.copytree(GATES, gates := tmp_path / "gates")
     (gates / name).rename(tmp_path / "private")
     (gates / name).symlink_to(tmp_path / "private")
     for dry in ([], ["--dry-run"]):
-        assert f"{gates / name} is a link" in refusal(seergate("push", str(gates), "me/gates", *dry))
+        assert f"{gates / name} is a link" in refusal(run_seergate("push", str(gates), "me/gates", *dry))
     if name == "README.md":
         (tmp_path / "private").write_text("my secret")
         GateBank.from_pretrained(gates).save_pretrained(gates)
         assert "my secret" not in (gates / name).read_text() and (tmp_path / "private").read_text() == "my secret"
 
 
-def test_a_cache_that_cannot_be_made_is_named(seergate, tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file, below which not even an administrator makes a directory")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    error = refusal(seergate("prepare", "--model", "tiny-reasoner", "--output-dir", str(tmp_path / "out")))
+    error = refusal(run_seergate("prepare", "--model", "tiny-reasoner", "--output-dir", str(tmp_path / "out")))
     assert f"the output {tmp_path}/home/.cache/seergate/tokens cannot be made" in error
 
 
-def test_training_names_the_command_that_evaluates_its_gates(seergate, tmp_path):
+def test_training_names_the_command_that_evaluates_its_gates(tmp_path):
     out = tmp_path / "my gates"
     small = ["--max-steps", "1", "--packs-per-step", "1", "--max-length", "512", "--eval-packs", "0"]
     given = [*small, "--token-cache", str(tmp_path / "tokens"), "--output-dir", str(out)]
-    done = seergate("train", "--model", "tiny-reasoner", *given)
-    assert done.returncode == 0, done.stderr
-    program, *command = shlex.split(done.stdout.splitlines()[-1].removeprefix("next: "))
+    output = output_of("train", "--model", "tiny-reasoner", *given)
+    program, *command = shlex.split(output.splitlines()[-1].removeprefix("next: "))
     assert program == "seergate"
-    less = ["--problems", "1", "--variables", "4", "--budget", "64", "--out", str(tmp_path / "runs"), "--no-report"]
-    done = seergate(*command, *less)
-    assert done.returncode == 0 and f"gates: {out}\n" in done.stdout, done.stderr
-    done = seergate("eval", "--model", "tiny-reasoner", *less[:-3], "--out", str(tmp_path / "shipped"), "--no-report")
-    shipped = ROOT / "checkpoints" / "tiny-reasoner" / "gates"
-    assert f"gates: {shipped}, beside the model (others: --gates)\n" in done.stdout, done.stderr
+    less = ["--problems", "1", "--variables", "4", "--budget", "64", "--no-report", "--out"]
+    assert f"gates: {out}\n" in output_of(*command, *less, str(tmp_path / "runs"))
+    output = output_of("eval", "--model", "tiny-reasoner", *less, str(tmp_path / "shipped"))
+    assert f"gates: {GATES}, beside the model (others: --gates)\n" in output
 
 
 def test_a_report_without_findings_says_so(capsys):
@@ -356,6 +309,6 @@ def test_a_report_without_findings_says_so(capsys):
     assert "no dense run" in output and "What the report shows" not in output
 
 
-def test_only_train_lists_its_many_options_unless_asked(seergate):
-    listed = {name: "--learning-rate" in seergate(name, "--help").stdout for name in ("train", "plan", "prepare")}
+def test_only_train_lists_its_many_options_unless_asked():
+    listed = {name: "--learning-rate" in run_seergate(name, "--help").stdout for name in ("train", "plan", "prepare")}
     assert listed == {"train": True, "plan": False, "prepare": False}

@@ -11,6 +11,8 @@ import warnings
 from functools import partial
 
 import pytest
+from tqdm.auto import tqdm
+from transformers.utils import logging
 
 from seergate import progress
 from seergate.cli.console import guarded
@@ -24,9 +26,7 @@ def at(done, *, total=40, label="gate-128", seconds=None, made=None):
     """A run of which a sample takes half a second and 100 tokens; three of four are right."""
     made = done if made is None else made
     seconds = 0.5 * made if seconds is None else seconds
-    return Progress(
-        label, done=done, total=total, correct=3 * done // 4, made=made, tokens=100 * made, seconds=seconds
-    )
+    return Progress(label, done, total, correct=3 * done // 4, made=made, tokens=100 * made, seconds=seconds)
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,6 @@ def _no_work(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time that the console reads, to be set."""
     now = [1000.0]
     monkeypatch.setattr(eval_progress.time, "monotonic", lambda: now[0])
     return now
@@ -49,13 +48,12 @@ def test_lines_say_what_is_done_and_how_long_the_rest_takes(capsys, clock):
         assert capsys.readouterr().out == "", "nothing is known yet"
         clock[0] += 7
         progress(at(4))
-        assert capsys.readouterr().out == ("[1/3] gate-128: 4/40 answers, 200 tokens/s, 18 s left (7 s)\n")
+        assert capsys.readouterr().out == "[1/3] gate-128: 4/40 answers, 200 tokens/s, 18 s left (7 s)\n"
         progress(at(1, label="quest-128"))
     assert progress.started == 2
 
 
 def test_a_line_comes_at_most_every_few_seconds_and_always_at_the_end(capsys, clock):
-    lines = []
     with EvalProgress(2) as progress:
         for label in ("dense", "gate"):
             for done in range(41):
@@ -160,9 +158,6 @@ def test_a_command_tells_its_last_progress(monkeypatch, capsys):
 
 
 def test_bars_of_libraries_are_for_terminals(capsys):
-    from tqdm.auto import tqdm
-    from transformers.utils import logging
-
     def run():
         assert list(tqdm(range(3))) == list(logging.tqdm(range(3))) == [0, 1, 2]
 

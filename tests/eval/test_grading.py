@@ -8,11 +8,11 @@ import time
 import psutil
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval.grading import judge as judge_module
 from seergate.eval.grading.graders import GRADERS, check_gold, check_grader, grade, last_boxed
 from seergate.eval.grading.judge import GradingPool, _Judge
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,11 @@ def no_algebra(gold, answer):
         ("", None),
         (r"\boxed{}", ""),
         (r"\boxed{x\\}", r"x\\"),  # an escaped backslash does not escape the brace
+        *((text, None) for text in ("\\boxed{" * 3000, "{" * 10**6, "\\boxed{" + "{" * 500_000, "}" * 10**6)),
     ],
 )
 def test_last_boxed(text, answer):
     assert last_boxed(text) == answer
-
-
-@pytest.mark.parametrize("text", ["\\boxed{" * 3000, "{" * 1_000_000, "\\boxed{" + "{" * 500_000, "}" * 1_000_000])
-def test_last_boxed_does_not_hang_on_rubbish(text):
-    assert last_boxed(text) is None
 
 
 def graded(grader, completion, gold):
@@ -77,146 +73,87 @@ def test_thousands_however_they_are_separated(judges, separator):
             assert not judges.grade("math", f"\\boxed{{{written}}}", gold).correct
 
 
-@pytest.mark.parametrize(
-    ("gold", "right", "wrong"),
-    [
-        (r"6.63\times10^{-34}", ["6.63e-34"], [r"1.05\times10^{-34}", "0.0"]),
-        ("3^{-70}", [r"\frac{1}{3^{70}}"], ["3^{-71}"]),
-        ("1-2^{-60}", [r"\frac{2^{60}-1}{2^{60}}"], ["1-2^{-61}", "1"]),
-        (r"\begin{pmatrix}10^{-20}\\1\end{pmatrix}", [], [r"\begin{pmatrix}10^{-21}\\1\end{pmatrix}"]),
-        ("10^{-20}x", ["x/10^{20}"], ["10^{-21}x"]),
-        (r"1.1\times10^{30}", [r"11\times10^{29}"], [r"1.2\times10^{30}"]),
-        ("3h", [r"h\cdot 3", r"3\text{ h}"], ["3", "3m"]),
-        ("3", [r"3\text{ h}"], ["3h", "3 h"]),
-        (r"\pi r^2 h", [r"r^2 h\pi", "πr²h"], [r"\pi r^2"]),
-        (r"5\text{ m}", ["5 m", "5"], ["5 h", "5 cm"]),
-        ("60", ["60 km/h", "60 cookies", "60 red apples"], ["60 ab", "60 is wrong", "60 halves", "60 million"]),
-        ("42 apples", ["42", r"42\text{ apples}"], ["42 oranges", "43 apples"]),
-        (r"6 \text{ and } 8", ["8, 6", "6 and 8"], ["6", "6, 9"]),
-        (r"x<1 \text{ or } x>3", [r"x<1 \text{ or } x>3"], [r"x<1 \text{ and } x>3"]),
-        (r"3\pm\sqrt{2}", [r"3+\sqrt2 \text{ and } 3-\sqrt2", "3±√2"], [r"3+\sqrt2"]),
-        (r"\frac{7}{4}", ["1 3/4", "1¾"], ["1 3/5", "3/4"]),
-        ("3000000", ["3 million", r"\$3\text{ million}"], ["3", "3 billion"]),
-        ("10^5", ["10⁵"], ["105"]),
-        (r"2\pi", [r"2\,\pi", r"\,2\;\pi\,", "2~\\pi"], [r"2\,\pi\,3"]),
-        (r"3\sqrt{2}", [r"3\,\sqrt{2}", r"3~\sqrt{2}"], [r"3\,2"]),
-        *((r"20\%", [r"20\,\%"], []), ("12", [r"12\,^\circ", r"\$\,12"], []), ("5", [r"x\,=\,5"], [r"5\,,6"])),
-        *(("6+9i", [r"6\,+\,9\,i"], []), ("-5", [r"-\,5"], []), ("1,2", [r"1,\,2"], ["1"])),
-        (r"\left(3,\frac{\pi}{2}\right)", [r"\bigl( 3, \frac{\pi}{2} \bigr)"], [r"\bigl( 3, \frac{\pi}{3} \bigr)"]),
-        (
-            r"\begin{pmatrix}1&2\\3&4\end{pmatrix}",
-            [r"\left[\begin{array}{cc}1 & 2 \\ 3 & 4\end{array}\right]"],
-            [r"\left[\begin{array}{cc}1 & 2 \\ 3 & 5\end{array}\right]"],
-        ),
-        *(("77", ["€77", "77 €", "£ 77"], ["€78"]), ("€77", ["77"], ["£77", r"\$77", r"77\text{ dollars}", r"77\%"])),
-        ("2,3", [r"2\,\text{ or }\,3", r"2\ \text{or}\ 3"], [r"2\,\text{ or }\,4"]),
-        (r"x\,\text{or}\,y", [r"x \text{ or } y"], ["xy"]),
-        (r"(-\infty,2)", ["(−∞, 2)", "x<2", "2 > x"], ["(∞, 2)", r"x\le 2", "x>2", "x<3", r"x\ne 2"]),
-        *(("0.5", [r"\frac{1}{2}"], [""]), (r"\frac{1}{2}", [r"\dfrac{2}{4}"], []), ("25", ["025"], [])),
-        ("204", ["204"], ["205", "-204", r"\frac{1}{0}", r"\undefined\macro", "{{{1}}}"]),
-        *((r"\sqrt{18}", [r"3\sqrt{2}"], []), ("1+x^2", ["x^2+1"], []), ("x^2=4", ["x^2-4=0", "x^2=4"], [])),
-        *((r"10,\!080", ["10080"], []), (r"\$32,\!348", [r"\$32,348"], []), (r"90^\circ", ["90"], [])),
-        (r"\$10", [r"10\text{ dollars}", "10", r"\$10.00"], [r"10\text{ cents}", r"10\text{ apples}", r"\$11"]),
-        (r"90^\circ", [r"90\text{ degrees}", "90°"], [r"90\text{ rad}", r"90\text{ minutes}", r"91^{\circ}"]),
-        (r"\text{ellipse}", ["Ellipse", r"\text{Ellipse}"], ["circle", r"\text{no ellipse}"]),
-        ("abC", ["abC"], ["aBc", "Abc"]),
-        *((r"\text{Yes}", ["yes"], ["no"]), ("AB", ["BA"], ["ab", "Ab"]), ("abcd", [], ["ABCD"])),
-        *((r"\text{Evelyn}", ["Evelyn"], []), ("52_8", ["52_{8}"], ["52_6"]), ("[2,5)", [], ["[2,5]"])),
-        ("0", [], [r"5\,0", "5~0", "5 0", r"1.5\,000", "5 000 00", "x^2-1=0", r"\varnothing", ""]),
-        ("6", [], [r"1\,2\,3", "1 2 3", r"2\;3"]),
-        ("5000", [], [r"5\,0000", "5000, 0"]),
-        ("234", [], ["2*3*4", "*2*3*4*"]),
-        ("3", [], [r"\geq 3", r"\ge3", "> 3", "< 3", "≥ 3", r"\le 3", r"\leqslant 3", r"\neq 3", r"\not= 3", "$> 3$"]),
-        ("3", [], [r"4 \Rightarrow 3", r"4 \to 3", r"{> 3}", r"\(\neq 3\)", r"2\underline{3}"]),
-        ("2", [], ["x^2=2", r"\sqrt{x}=2", "2x=2", "x/2=2", "x-1=2", "2x=1+1=2"]),
-        ("101", ["101_{10}"], ["101_2", "101_{2}", "101_{(2)}", "$101_2$"]),
-        ("2516_8", [], ["2516", "2516_7"]),
-        (r"\{1,2,3\}", ["3,1,2", r"\{3,2,1\}"], ["(3,1,2)", r"\left(1,2,3\right)"]),
-        (
-            "(1,2)",
-            ["(x,y)=(1,2)", r"\left(1, 2\right)"],
-            [r"\{1,2\}", r"\left\{1,2\right\}", r"\lbrace 1,2\rbrace", "(2,1)"],
-        ),
-        ("(0,1)", ["0<x<1", "1>x>0"], [r"\{0,1\}", r"0\le x<1", "x<1", "0<x<2"]),
-        ("1<x<2", [], [r"\{1,2\}", r"1\le x<2"]),
-        (
-            "[-2,7]",
-            [r"-2\le x\le 7", r"-2 \leqslant x \leqslant 7"],
-            [r"-2<x\le 7", "-2<x<7", r"-3\le x\le 7", r"x\le 7"],
-        ),
-        ("[-2,7]", [], [r"\{-2,7\}"]),
-        *((r"[3,\infty)", [r"x\ge 3"], []), ("x>3", [r"(3,\infty)", "3<x"], [])),
-        ("113", ["113,", r"113\\", "113;", r"113\,", r"\textcolor{red}{113}", r"\color{red}113", r"\bf{113}"], []),
-        (
-            "113",
-            [r"{\bf 113}", r"\underline{113}", r"\boldsymbol{113}", "**113**", "`113`", r"\text{Answer: }113"],
-            [],
-        ),
-        ("113", [], [r"\textcolor{red}{114}", "**114**", "–113", "113;114", r"\text{Answer: }114"]),
-        *(("-5", ["–5", "−5"], []), (r"\emptyset", [r"\varnothing", "∅"], [r"\{0\}", "0"])),
-        *(
-            ("(1,2),(3,4)", [r"\{(1,2),(3,4)\}"], []),
-            (r"\log_2 3", [r"\log_{2} 3"], []),
-            ("(3,100)", [r"(3,\,100)"], []),
-        ),
-        (
-            "5",
-            [r"\text{Area} = 5", r"x \approx 5", r"5\text{ dollars}", r"5\text{ miles per hour}", r"5\text{ m/s}"],
-            [],
-        ),
-        ("5", [r"\$5", r"\frac{10}{2}=5", "a_{5}=5", "E_1 = 5", r"\left|-5\right|", "P(5)=5", r"5\text{}"], []),
-        ("5", [r"5\text{ ways}", "2\u200b+3"], []),
-        (r"\emptyset", [r"\text{no solution}", r"\text{No real solutions}"], []),
-        *((r"\text{no solution}", [r"\varnothing"], []), ("6-5i", [r"6-5\mathrm{i}", "-5i+6"], [])),
-        (r"4.5\times10^{33}", ["4.5e33", "4.5E+33", r"4.5\cdot 10^{33}"], []),
-        (r"5\text{ inches}^2", ["5", r"5\text{ square inches}", r"5\text{ in}^2", r"5\text{ sq. in.}", "5 in^2"], []),
-        *(("2xy", ["2yx", r"2\cdot x\cdot y"], []), (r"\text{June 20}", [r"\text{June } 20"], [])),
-        *((r"3\pi", [r"3\pi\text{ cm}"], []), (r"\pm 5", ["5, -5", r"\{5,-5\}"], []), (".0000672", ["6.72e-5"], [])),
-        ("y = 2x + 3", ["2x+3", "y=3+2x"], []),
-        (
-            "4",
-            ["x=4", "f(x)=4", r"\sin x=4", "x+y=4", "AB=4", "EF=4", "2+2=4", "x=2+2=4", r"\lim_{x\to 0} f(x)=4"],
-            [],
-        ),
-        ("5,-5", [r"x=5 \text{ or } x=-5", r"-5 \text{ and } 5", "5 or -5"], []),
-        ("3,4,5", [r"3, 4, \text{ and } 5", "3, 4 and 5"], []),
-        ("5,6", [], [r"5 \text{ or } 7", r"5 \text{ or more}, 6", "5 or 6 or 7", r"5 \text{ and not } 6", "5 nor 6"]),
-        *(("(5,6)", [], [r"5 \text{ or } 6"]), ("1,000", [], [r"1 \text{ and } 000"])),
-        *(("a=3,b=4", [], [r"a=4 \text{ or } b=3"]), ("5", [], [r"5 \text{ or } 6", r"5 \text{ and } b=3"])),
-    ],
-)
-def test_right_and_wrong_answers(judges, gold, right, wrong):
-    for answer in right:
+ANSWERS = r"""
+    6.63\times10^{-34} == 6.63e-34 != 1.05\times10^{-34} || 0.0    3^{-70} == \frac{1}{3^{70}} != 3^{-71}
+    1-2^{-60} == \frac{2^{60}-1}{2^{60}} != 1-2^{-61} || 1
+    \begin{pmatrix}10^{-20}\\1\end{pmatrix} != \begin{pmatrix}10^{-21}\\1\end{pmatrix}
+    10^{-20}x == x/10^{20} != 10^{-21}x    1.1\times10^{30} == 11\times10^{29} != 1.2\times10^{30}
+    3h == h\cdot 3 || 3\text{ h} != 3 || 3m    3 == 3\text{ h} != 3h || 3 h    \pi r^2 h == r^2 h\pi || πr²h != \pi r^2
+    5\text{ m} == 5 m || 5 != 5 h || 5 cm
+    60 == 60 km/h || 60 cookies || 60 red apples != 60 ab || 60 is wrong || 60 halves || 60 million
+    42 apples == 42 || 42\text{ apples} != 42 oranges || 43 apples    6 \text{ and } 8 == 8, 6 || 6 and 8 != 6 || 6, 9
+    x<1 \text{ or } x>3 == x<1 \text{ or } x>3 != x<1 \text{ and } x>3
+    3\pm\sqrt{2} == 3+\sqrt2 \text{ and } 3-\sqrt2 || 3±√2 != 3+\sqrt2    \frac{7}{4} == 1 3/4 || 1¾ != 1 3/5 || 3/4
+    3000000 == 3 million || \$3\text{ million} != 3 || 3 billion    10^5 == 10⁵ != 105
+    2\pi == 2\,\pi || \,2\;\pi\, || 2~\pi != 2\,\pi\,3    3\sqrt{2} == 3\,\sqrt{2} || 3~\sqrt{2} != 3\,2
+    20\% == 20\,\%    12 == 12\,^\circ || \$\,12    5 == x\,=\,5 != 5\,,6    6+9i == 6\,+\,9\,i    -5 == -\,5
+    1,2 == 1,\,2 != 1
+    \left(3,\frac{\pi}{2}\right) == \bigl( 3, \frac{\pi}{2} \bigr) != \bigl( 3, \frac{\pi}{3} \bigr)
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} == \left[\begin{array}{cc}1 & 2 \\ 3 & 4\end{array}\right]
+    \begin{pmatrix}1&2\\3&4\end{pmatrix} != \left[\begin{array}{cc}1 & 2 \\ 3 & 5\end{array}\right]
+    77 == €77 || 77 € || £ 77 != €78    €77 == 77 != £77 || \$77 || 77\text{ dollars} || 77\%
+    2,3 == 2\,\text{ or }\,3 || 2\ \text{or}\ 3 != 2\,\text{ or }\,4    x\,\text{or}\,y == x \text{ or } y != xy
+    (-\infty,2) == (−∞, 2) || x<2 || 2 > x != (∞, 2) || x\le 2 || x>2 || x<3 || x\ne 2    0.5 == \frac{1}{2}
+    \frac{1}{2} == \dfrac{2}{4}    25 == 025    204 == 204 != 205 || -204 || \frac{1}{0} || \undefined\macro || {{{1}}}
+    \sqrt{18} == 3\sqrt{2}    1+x^2 == x^2+1    x^2=4 == x^2-4=0 || x^2=4    10,\!080 == 10080
+    \$32,\!348 == \$32,348    90^\circ == 90
+    \$10 == 10\text{ dollars} || 10 || \$10.00 != 10\text{ cents} || 10\text{ apples} || \$11
+    90^\circ == 90\text{ degrees} || 90° != 90\text{ rad} || 90\text{ minutes} || 91^{\circ}
+    \text{ellipse} == Ellipse || \text{Ellipse} != circle || \text{no ellipse}    abC == abC != aBc || Abc
+    \text{Yes} == yes != no    AB == BA != ab || Ab    abcd != ABCD    \text{Evelyn} == Evelyn
+    52_8 == 52_{8} != 52_6    [2,5) != [2,5]
+    0 != 5\,0 || 5~0 || 5 0 || 1.5\,000 || 5 000 00 || x^2-1=0 || \varnothing    6 != 1\,2\,3 || 1 2 3 || 2\;3
+    5000 != 5\,0000 || 5000, 0    234 != 2*3*4 || *2*3*4*
+    3 != \geq 3 || \ge3 || > 3 || < 3 || ≥ 3 || \le 3 || \leqslant 3 || \neq 3 || \not= 3 || $> 3$
+    3 != 4 \Rightarrow 3 || 4 \to 3 || {> 3} || \(\neq 3\) || 2\underline{3}
+    2 != x^2=2 || \sqrt{x}=2 || 2x=2 || x/2=2 || x-1=2 || 2x=1+1=2
+    101 == 101_{10} != 101_2 || 101_{2} || 101_{(2)} || $101_2$    2516_8 != 2516 || 2516_7
+    \{1,2,3\} == 3,1,2 || \{3,2,1\} != (3,1,2) || \left(1,2,3\right)
+    (1,2) == (x,y)=(1,2) || \left(1, 2\right) != \{1,2\} || \left\{1,2\right\} || \lbrace 1,2\rbrace || (2,1)
+    (0,1) == 0<x<1 || 1>x>0 != \{0,1\} || 0\le x<1 || x<1 || 0<x<2    1<x<2 != \{1,2\} || 1\le x<2
+    [-2,7] == -2\le x\le 7 || -2 \leqslant x \leqslant 7 != -2<x\le 7 || -2<x<7 || -3\le x\le 7 || x\le 7
+    [-2,7] != \{-2,7\}    [3,\infty) == x\ge 3    x>3 == (3,\infty) || 3<x
+    113 == 113, || 113\\ || 113; || 113\, || \textcolor{red}{113} || \color{red}113 || \bf{113}
+    113 == {\bf 113} || \underline{113} || \boldsymbol{113} || **113** || `113` || \text{Answer: }113
+    113 != \textcolor{red}{114} || **114** || –113 || 113;114 || \text{Answer: }114    -5 == –5 || −5
+    \emptyset == \varnothing || ∅ != \{0\} || 0    (1,2),(3,4) == \{(1,2),(3,4)\}    \log_2 3 == \log_{2} 3
+    (3,100) == (3,\,100)
+    5 == \text{Area} = 5 || x \approx 5 || 5\text{ dollars} || 5\text{ miles per hour} || 5\text{ m/s}
+    5 == \$5 || \frac{10}{2}=5 || a_{5}=5 || E_1 = 5 || \left|-5\right| || P(5)=5 || 5\text{}    5 == 5\text{ ways}
+    \emptyset == \text{no solution} || \text{No real solutions}    \text{no solution} == \varnothing
+    6-5i == 6-5\mathrm{i} || -5i+6    4.5\times10^{33} == 4.5e33 || 4.5E+33 || 4.5\cdot 10^{33}
+    5\text{ inches}^2 == 5 || 5\text{ square inches} || 5\text{ in}^2 || 5\text{ sq. in.} || 5 in^2
+    2xy == 2yx || 2\cdot x\cdot y    \text{June 20} == \text{June } 20    3\pi == 3\pi\text{ cm}
+    \pm 5 == 5, -5 || \{5,-5\}    .0000672 == 6.72e-5    y = 2x + 3 == 2x+3 || y=3+2x
+    4 == x=4 || f(x)=4 || \sin x=4 || x+y=4 || AB=4 || EF=4 || 2+2=4 || x=2+2=4 || \lim_{x\to 0} f(x)=4
+    5,-5 == x=5 \text{ or } x=-5 || -5 \text{ and } 5 || 5 or -5    3,4,5 == 3, 4, \text{ and } 5 || 3, 4 and 5
+    5,6 != 5 \text{ or } 7 || 5 \text{ or more}, 6 || 5 or 6 or 7 || 5 \text{ and not } 6 || 5 nor 6
+    (5,6) != 5 \text{ or } 6    1,000 != 1 \text{ and } 000    a=3,b=4 != a=4 \text{ or } b=3
+    5 != 5 \text{ or } 6 || 5 \text{ and } b=3
+    5 != n \equiv 3 \pmod 5 || 5\bmod 7 || 5 \pmod{7} || 5 \text{ (mod } 7) || 5\mid n || \sim 5 || 5 \text{ or more}
+    5 != 5 or more || 5 \text{ at most} || at least 5 || \text{at least } 5 || 5+ || 5? || E_{1}=3, E_{2}=5 || a=3;b=5
+    5 != a=3 \text{ and } b=5 || a=3\\b=5 || a = 3 \quad b = 5 || 5\text{ or }6 || \text{no solution for } n=5
+    5 != \text{not }5 || \text{undefined at } x=5 || n\ne 5 || \neg 5 || x\not=5 || 5\text{ if }x>0 || 5, x>0
+    5 != 5 \quad (x>0) || \begin{cases}5&x>0\\6&x<0\end{cases} || 5 for x>0 || 5 \text{ when } n \text{ is even}
+    5 != \text{between }4\text{ and }5 || approximately 5 or 6 || 5 \text{ hours } 20 \text{ minutes}
+    5 != 5\text{ ft }6\text{ in} || 5\text{ hr }30\text{ min} || 5\text{ million} || 5 million || 5\text{k}
+    5 != 5\text{ dozen} || 5\text{ hundred} || 5\text{ times } 10 || 5\text{ squared} || 5\text{ factorial}
+    5 != 5\text{i} || 5\text{ j} || 5 \text{ percent of } x || 5x || 5' || 6=5 || x=6=5 || 5\vee 6 || 5\to 6
+    5 != 5\cup\{6\} || \pm 5 || 5... || 5,\ldots || 1,2,\dots,5 || f'=5    \frac{2}{3} != \frac13E_1+\frac23E_2
+    .0000672 != .0000673    5\text{ inches}^2 != 5\text{ inches}^3 || 5\text{ cm}^2 || 5\text{ inches}
+    5\text{ cm} != 5\text{ m} || 5\text{ cm}^2
+"""
+"""Gold answers == answers that are right, and != those that are wrong or of which a part would be left unread."""
+
+
+@pytest.mark.parametrize("line", [*re.split(r"\n? {4}", ANSWERS.strip()), "5 == 2\u200b+3"])
+def test_right_and_wrong_answers(judges, line):
+    others, _, wrong = line.partition(" != ")
+    gold, _, right = others.partition(" == ")
+    for answer in filter(None, right.split(" || ")):
         verdict = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
         assert verdict.correct, (answer, verdict.reason)
-    for answer in wrong:
-        assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
-
-
-HALF_READ = {
-    "5": r"""
-        n \equiv 3 \pmod 5 || 5\bmod 7 || 5 \pmod{7} || 5 \text{ (mod } 7) || 5\mid n || \sim 5 || 5 \text{ or more}
-        5 or more || 5 \text{ at most} || at least 5 || \text{at least } 5 || 5+ || 5? || E_{1}=3, E_{2}=5
-        a=3;b=5 || a=3 \text{ and } b=5 || a=3\\b=5 || a = 3 \quad b = 5 || 5\text{ or }6
-        \text{no solution for } n=5 || \text{not }5 || \text{undefined at } x=5 || n\ne 5 || \neg 5 || x\not=5
-        5\text{ if }x>0 || 5, x>0 || 5 \quad (x>0) || \begin{cases}5&x>0\\6&x<0\end{cases} || 5 for x>0
-        5 \text{ when } n \text{ is even} || \text{between }4\text{ and }5 || approximately 5 or 6
-        5 \text{ hours } 20 \text{ minutes} || 5\text{ ft }6\text{ in} || 5\text{ hr }30\text{ min}
-        5\text{ million} || 5 million || 5\text{k} || 5\text{ dozen} || 5\text{ hundred} || 5\text{ times } 10
-        5\text{ squared} || 5\text{ factorial} || 5\text{i} || 5\text{ j} || 5 \text{ percent of } x || 5x || 5'
-        6=5 || x=6=5 || 5\vee 6 || 5\to 6 || 5\cup\{6\} || \pm 5 || 5... || 5,\ldots || 1,2,\dots,5 || f'=5
-    """,
-    r"\frac{2}{3}": r"\frac13E_1+\frac23E_2",
-    ".0000672": ".0000673",
-    r"5\text{ inches}^2": r"5\text{ inches}^3 || 5\text{ cm}^2 || 5\text{ inches}",
-    r"5\text{ cm}": r"5\text{ m} || 5\text{ cm}^2",
-}
-"""Gold answer -> others."""
-
-
-@pytest.mark.parametrize("gold", HALF_READ)
-def test_no_part_of_an_answer_is_left_unread(judges, gold):
-    for answer in re.split(r" \|\| |\n +", HALF_READ[gold].strip()):
+    for answer in ["", *wrong.split(" || ")]:
         assert not judges.grade("math", f"so \\boxed{{{answer}}}", gold).correct, answer
 
 
@@ -247,8 +184,6 @@ ADVERSARIAL = {
     "spaces before a unit": "8" + " " * 1900 + r"\text{cm}",
     "Python": "__import__('os').abort()",
 }
-
-
 SHORT = "a power tower", "nested fractions", "lone surrogates", "a megabyte of LaTeX", "many words", "many brackets"
 
 
@@ -330,8 +265,7 @@ def test_a_judge_that_is_killed_gives_no_verdict():
     """The run is stopped, and the answer is left without a grade."""
     with GradingPool(seconds=60) as pool:
         kill_when_busy(pool._judges[0], signal.SIGKILL)
-        with pytest.raises(SeergateError, match="was killed from outside"):
-            pool.grade("math", ENDLESS, "7")
+        refused("was killed from outside", pool.grade, "math", ENDLESS, "7")
         assert pool.grade("math", r"\boxed{14/2}", "7").correct
 
 
@@ -388,6 +322,10 @@ def test_many_are_graded_in_their_order():
         assert [g.correct for g in pool.grade_all(items)] == [i == i % 5 for i in range(12)]
 
 
+CONTAINED = {"答案是北京市": "北京", "番号は77013です": "77013", "수도는 서울입니다": "서울"}
+CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"}
+
+
 @pytest.mark.parametrize(
     ("grader", "completion", "gold", "pred", "correct"),
     [
@@ -414,25 +352,15 @@ def test_many_are_graded_in_their_order():
         ("number", "x2 and 7b", "7", None, False),
         ("number", r"\boxed{12 cm}", "12", "12 cm", True),
         *((grader, " \n", "7", None, False) for grader in ("exact", "contains", "number")),
-        *(
-            ("number", text, "9500", "9500", True)
-            for text in ("$9{,}500$", r"9\,500", "9\u202f500", "9500km", "９５００個")
-        ),
+        *(("number", text, "9500", "9500", True) for text in ("$9{,}500$", r"9\,500", "9\u202f500", "9500km")),
+        ("number", "９５００個", "9500", "9500", True),
         *(("number", text, "0.5", "1/2", True) for text in ("1/2", r"\frac12", "½")),
         *(("number", text, "1.75", "7/4", True) for text in ("1 3/4", r"1\frac{3}{4}", "1¾")),
         *(("number", text, "3000000", "3000000", True) for text in ("3 million", r"3\times 10^6", "3e6")),
         ("number", "x = −5", "-5", "-5", True),
         ("number", "-$.50.", "-0.5", "-.50", True),
         *(("number", text, "2", None, False) for text in ("x²", r"2\pi", r"\frac{x}{2}", "√2", "1/0")),
-        *(
-            ("contains", text, gold, text, True)
-            for text, gold in (("答案是北京市", "北京"), ("番号は77013です", "77013"))
-        ),
-        *(("contains", text, gold, text, True) for text, gold in (("I don’t", "don't"), ("a cafe\u0301.", "café"))),
-        *(
-            ("contains", text, gold, text, True)
-            for text, gold in (("_Paris_", "Paris"), ("수도는 서울입니다", "서울"))
-        ),
+        *(("contains", text, gold, text, True) for text, gold in CONTAINED.items()),
         ("contains", "Parisian", "Paris", "Parisian", False),
     ],
 )
@@ -446,17 +374,10 @@ def test_nothing_is_right_where_there_is_no_gold_answer(grader):
     assert not graded(grader, r"\boxed{}", "").correct
 
 
-@pytest.mark.parametrize(
-    ("grader", "gold"),
-    [
-        *(("letter", gold) for gold in ("b", "(B)", "B.", "1", "")),
-        *(("math", " "), ("digit", ""), ("number", "seven")),
-    ],
-)
-def test_gold_answers_that_nothing_can_equal_are_refused(grader, gold):
-    with pytest.raises(SeergateError, match="the answer .* must"):
-        check_gold(grader, gold)
+def test_gold_answers_that_nothing_can_equal_are_refused():
+    impossible = [*(("letter", gold) for gold in ("b", "(B)", "B.", "1", ""))]
+    for grader, gold in [*impossible, ("math", " "), ("digit", ""), ("number", "seven")]:
+        refused("the answer .* must", check_gold, grader, gold)
     check_gold("letter", "B")
     check_gold("exact", "")
-    with pytest.raises(SeergateError, match="known are digit, math, exact, letter"):
-        check_grader("mth")
+    refused("known are digit, math, exact, letter", check_grader, "mth")

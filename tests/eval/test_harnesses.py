@@ -1,31 +1,26 @@
 """The adapter to lm-eval and its example task; where lm-eval is installed, it runs."""
 
-import importlib.util
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
 import seergate
-from seergate.errors import SeergateError
 from seergate.eval import make_task
 from seergate.eval.harness import likelihoods
 from seergate.eval.settings import method_spec
 from seergate.methods import H2O
 from tests.support import evaluation as support
+from tests.support.running import ROOT, refused
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
 
 
 def test_a_method_is_given_as_to_seergate_eval():
-    method = method_spec("h2o:interval=16", 64).method(None)
-    assert isinstance(method, H2O)
-    assert (method.token_budget, method.interval) == (64, 16)
+    assert method_spec("h2o:interval=16", 64).method(None) == H2O(token_budget=64, interval=16)
     spec = method_spec("quest:token_budget=96:dense_layers=0+1", block_size=8)
     assert (spec.token_budget, spec.method(None).block_size, spec.method(None).dense_layers) == (96, 8, (0, 1))
     assert spec.label != method_spec("quest", 96).label
@@ -36,8 +31,7 @@ def test_a_method_is_given_as_to_seergate_eval():
         (("quest:budget_share=0.1", 128), "budget is 128; 'quest:budget_share=0.1' already sets how much is read"),
         (("raas", 128, 32), "block_size is 32; write raas:block_size=32"),
     ):
-        with pytest.raises(SeergateError, match=message):
-            method_spec(*given)
+        refused(message, method_spec, *given)
 
 
 def test_the_documented_command_names_files_that_exist():
@@ -56,12 +50,9 @@ def test_the_examples_have_true_answers():
 
 
 def test_the_example_of_lm_eval_grades_the_last_box():
-    path = EXAMPLES / "lm_eval" / "grading.py"
-    module_spec = importlib.util.spec_from_file_location("example_grading", path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
+    process_results = runpy.run_path(str(EXAMPLES / "lm_eval" / "grading.py"))["process_results"]
     for text, right in ((r"\boxed{ 3 }", 1.0), (r"\boxed{ 3 } \boxed{ 4 }", 0.0), ("3", 0.0)):
-        assert module.process_results({"answer": "3"}, [text]) == {"accuracy": right}
+        assert process_results({"answer": "3"}, [text]) == {"accuracy": right}
 
 
 PAIRS = [
@@ -103,27 +94,20 @@ def test_a_continuation_that_is_the_most_probable_one_is_told():
     assert [greedy for _, _, greedy in sorted(answers)] == [True, False]
 
 
-def run_lm_eval(monkeypatch, capsys, model, *arguments):
+def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch):
     pytest.importorskip("lm_eval")
     monkeypatch.chdir(ROOT)
-    given = f"pretrained={model},method=h2o:interval=16,budget=64"
-    command = ["lm-eval", "run", "--model", "seergate", "--model_args", given, "--limit", "2", "--tasks"]
-    command += ["seergate_chain_sum", "--include_path", "docs/examples/lm_eval"]
-    monkeypatch.setattr(sys, "argv", [*command, *arguments])
+    given = f"pretrained={support.save(tmp_path / 'model')},method=h2o:interval=16,budget=64"
+    command = ["lm-eval", "run", "--model", "seergate", "--model_args", given, "--limit", "2", "--apply_chat_template"]
+    command += ["--tasks", "seergate_chain_sum", "--include_path", "docs/examples/lm_eval"]
+    monkeypatch.setattr(sys, "argv", [*command, "--output_path", str(tmp_path / "out")])
     runpy.run_module("seergate.eval.lm_eval_adapter", run_name="__main__")
-    return capsys.readouterr().out
-
-
-def test_the_example_of_lm_eval_runs(tmp_path, monkeypatch, capsys):
-    model, out = support.save(tmp_path / "model"), tmp_path / "out"
-    run_lm_eval(monkeypatch, capsys, model, "--output_path", str(out), "--apply_chat_template")
-    (kept,) = out.rglob("results_*.json")
+    (kept,) = (tmp_path / "out").rglob("results_*.json")
     metrics = json.loads(kept.read_text())["results"]["seergate_chain_sum"]
     assert metrics["accuracy,none"] == 0.0 and metrics["sample_len"] == 2  # random weights
 
 
 def scored_task(folder, name, kind, **more):
-    """A task of lm-eval on four documents of the tiny model's words."""
     words = support.tokenizer().convert_ids_to_tokens(list(range(10, 40)))
     rows = [{"text": " ".join(words[i:] * 4), "choices": [words[i], words[i + 1]], "label": 1} for i in range(4)]
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

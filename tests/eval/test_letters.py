@@ -34,21 +34,14 @@ def test_two_letters_however_they_are_joined(joint, second):
     assert not letter(f"C{joint}{second}").correct
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        *(
-            "C. 4 eV or D. 5 eV",
-            "C) 4 eV and D) 5 eV",
-            "C - 4 eV or D - 5 eV",
-            "(C) 4 eV or (D) 5 eV",
-            "C. 4 eV\nD. 5 eV",
-            "C. 4 eV or D",
-        ),
-        *("C or possibly D", "C (or D)", "C. A and B", "C is wrong, D is right", "C. is wrong", "not C", "[C, D]"),
-        *("4 eV", "Carbon", "", r"\boxed{}", "C = 4", "C - 4", "C'", r"\{C\}"),
-    ],
-)
+NONE = r"""
+    C. 4 eV or D. 5 eV || C) 4 eV and D) 5 eV || C - 4 eV or D - 5 eV || (C) 4 eV or (D) 5 eV || C. 4 eV or D || [C, D]
+    C or possibly D || C (or D) || C. A and B || C is wrong, D is right || C. is wrong || not C || C = 4 || C - 4
+    4 eV || Carbon || \boxed{} || C' || \{C\}
+"""
+
+
+@pytest.mark.parametrize("answer", [*re.split(r" \|\| |\n +", NONE.strip()), "", "C. 4 eV\nD. 5 eV"])
 def test_what_is_no_letter_or_more_than_one(answer):
     verdict = letter(answer)
     assert not verdict.correct and "does not hold one letter" in verdict.reason

@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import accumulate
 
 import pytest
 import torch
@@ -9,46 +10,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seergate import GateBank, GateConfig
-from seergate.cli.main import main
 from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.calibration import matching
-from seergate.eval.calibration.matching import (
-    CLOSE,
-    EVERYTHING,
-    FAR,
-    MEASURES,
-    Replay,
-    budget_option_of,
-    distinct,
-    match,
-    nearest,
-    replayed,
-)
+from seergate.eval.calibration.matching import CLOSE, FAR, MEASURES, Replay, budget_option_of, distinct
 from seergate.eval.report import load_sweeps
 from seergate.eval.report.tables import equal_bytes
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan
 from tests.support import evaluation as support
+from tests.support.running import output_of, run_seergate
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1200), st.booleans())
 @settings(max_examples=200, deadline=None)
 def test_the_nearest_is_found_with_few_measurements(steps, target, straight):
-    measures, measured_values = [100.0], []
-    for step in steps:
-        measures.append(measures[-1] + (7 if straight else step))
+    measures = list(accumulate([100.0, *([7] * len(steps) if straight else steps)]))
+    measured_values = []
 
     def measure(value):
         measured_values.append(value)
         return measures[value]
 
-    nearest_value = nearest(range(len(measures)), measure, target)
+    nearest_value = matching.nearest(range(len(measures)), measure, target)
     best = min(abs(m - target) for m in measures)
     assert abs(measures[nearest_value] - target) <= max(best, CLOSE * target)
-    if straight:
-        assert len(measured_values) <= 5
+    assert len(measured_values) <= 5 or not straight
 
 
 TOKENS = 2 * 2 * 2 * 16 * 4
@@ -66,14 +54,14 @@ def run(tmp_path, measure, texts, budgets, scorer="attn_gate"):
     replay = Replay(model, tokenizer, read_samples(tmp_path / "dense"), MEASURES[measure])
     assert replay.bytes_per_token() == TOKENS
     lines = []
-    chosen, records = match(replay, specs, budgets, prepare=lambda s: s, banks=bank, say=lines.append)
+    chosen, records = matching.match(replay, specs, budgets, prepare=lambda s: s, banks=bank, say=lines.append)
     assert len(lines) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
     return sweep(*arguments, chosen, tmp_path, options, gates=bank), chosen, records
 
 
 def bytes_of(directory):
     """By the answer to the problem whose dense answer is replayed."""
-    problem = replayed(read_samples(directory.parent / "dense"))["problem_id"]
+    problem = matching.replayed(read_samples(directory.parent / "dense"))["problem_id"]
     (sample,) = (s for s in read_samples(directory) if s["problem_id"] == problem)
     return sample[MEASURES["resident"]]
 
@@ -133,33 +121,30 @@ def test_shares_and_thresholds_are_found_at_equal_bytes(tmp_path):
 
 @pytest.fixture
 def command(tmp_path):
-    """A matched evaluation but for what it compares."""
     model = str(support.save(tmp_path / "model"))
     small = ["--problems", "2", "--variables", "8", "--max-new-tokens", "60", "--out", str(tmp_path / "runs")]
     return ["eval", "--task", "chain_sum", "--model", model, *small]
 
 
-def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, capsys, monkeypatch):
+def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, monkeypatch):
     """Nothing is measured again; for another budget, or blocks of another size, only what is new."""
-    command += ["--match", "resident", "--method"]
-    command += ["dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04", "--budget"]
-    assert main([*command, "48"]) == 0
-    output = capsys.readouterr().out
-    assert "streaming_llm, token_budget for 48 tokens: 4" in output
+    methods = "dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04"
+    command += ["--match", "resident", "--method", methods, "--budget"]
+    assert "streaming_llm, token_budget for 48 tokens: 4" in output_of(*command, "48")
     assert "## At equal resident bytes" in (tmp_path / "runs" / "report.md").read_text()
     before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")}
     assert len(before) == 3
     with monkeypatch.context() as patch:
         patch.setattr(matching, "Batch", None)
-        assert main([*command, "48"]) == 0
+        output_of(*command, "48")
     assert {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")} == before
     kept = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())["bytes"]
-    assert main([*command, "64"]) == 0
+    output_of(*command, "64")
     more = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())["bytes"]
     assert kept.items() < more.items()
 
 
-def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path, capsys):
+def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path):
     """The setting may have the name of an existing one, and is refused then."""
     keys, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
     for more, what in (
@@ -167,8 +152,8 @@ def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tm
         (["16"], "dense_layers=(), anchors=(), dense_below=0, block_size=16"),
         (["16", "--dense-layers", "0"], "dense_layers=(0,), anchors=(), dense_below=0, block_size=16"),
     ):
-        code = main([*command, *more])
-        assert code == 0 or "with other settings: method.block_size was 8 and is 16" in capsys.readouterr().err
+        done = run_seergate(*command, *more)
+        assert done.returncode == 0 or "with other settings: method.block_size was 8 and is 16" in done.stderr
         matched = json.loads((tmp_path / "runs" / "matching-read.json").read_text())
         new = matched["bytes"].keys() - keys
         keys |= new
@@ -200,7 +185,7 @@ def test_a_budget_that_is_given_with_a_method_is_its_own():
         ("quest-56", None),
         ("gate-threshold=0.01", None),
         ("h2o-24-interval=4", None),
-        (f"quest-{EVERYTHING}", "token_budget"),
+        (f"quest-{matching.EVERYTHING}", "token_budget"),
         ("rpc-ratio=3", None),
     ]
     assert budget_option_of(grid(["rpc"], [64], 8)[0]) == "ratio"

@@ -2,24 +2,22 @@
 
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task
 from tests.eval.test_runner import small
 from tests.support import evaluation as support
 from tests.support.evaluation import edit_samples
+from tests.support.running import refused
 
 
 def test_samples_without_their_settings_are_refused(tmp_path):
     small(tmp_path)
     (tmp_path / "config.yaml").unlink()
     before = (tmp_path / "samples.jsonl").read_bytes()
-    with pytest.raises(SeergateError, match=r"samples\.jsonl is there without config\.yaml, so the settings"):
-        small(tmp_path, seed=1)
+    refused(r"samples\.jsonl is there without config\.yaml, so the settings", small, tmp_path, seed=1)
     assert (tmp_path / "samples.jsonl").read_bytes() == before and not (tmp_path / "config.yaml").exists()
 
 
 def with_yarn(model):
-    """Another model, though every weight is the same."""
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
     return model
 
@@ -37,8 +35,7 @@ def with_other_template(tokenizer):
 def test_other_settings_are_refused(tmp_path):
     """Those of an option, and those of a model and a tokenizer that no weight or problem shows."""
     small(tmp_path)
-    with pytest.raises(SeergateError, match="generation.seed was 0 and is 1"):
-        small(tmp_path, seed=1)
+    refused("generation.seed was 0 and is 1", small, tmp_path, seed=1)
     edit_samples(tmp_path, lambda rows: rows[:2])  # and of an unfinished run
     for change, field in (
         ({"max_new_tokens": 35}, "generation.max_new_tokens was 36 and is 35"),
@@ -51,8 +48,7 @@ def test_other_settings_are_refused(tmp_path):
         ({"model": support.model(eos=7)}, r"generation\.ends was \[2\] and is \[2, 7\]"),
         ({"model": with_another_weight(support.model())}, r"model\.fingerprint"),
     ):
-        with pytest.raises(SeergateError, match=f"holds a run with other settings: {field}"):
-            small(tmp_path, **change)
+        refused(f"holds a run with other settings: {field}", small, tmp_path, **change)
 
 
 def test_a_retired_option_is_no_other_setting_if_it_had_its_default(tmp_path):
@@ -62,8 +58,7 @@ def test_a_retired_option_is_no_other_setting_if_it_had_its_default(tmp_path):
     config.write_text(now.replace("  recent_tokens:", "  normalise: sum\n  recent_tokens:"))
     assert small(tmp_path, spec=spec)["n_samples"] == 4 and config.read_text() != now
     config.write_text(config.read_text().replace("normalise: sum", "normalise: mean"))
-    with pytest.raises(SeergateError, match="method.normalise was 'mean' and is None"):
-        small(tmp_path, spec=spec)
+    refused("method.normalise was 'mean' and is None", small, tmp_path, spec=spec)
 
 
 def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, monkeypatch):
@@ -78,8 +73,7 @@ def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, m
         edit_samples(tmp_path / grader, lambda rows: rows[:1])
     installed = environment.version_of
     monkeypatch.setattr(environment, "version_of", lambda name: "0" if name == "math-verify" else installed(name))
-    with pytest.raises(SeergateError, match=r"other settings: environment\.math-verify was '[\d.]+' and is '0'; use"):
-        run("math")
+    refused(r"other settings: environment\.math-verify was '[\d.]+' and is '0'; use", run, "math")
     run("exact")  # compares by itself
 
 
@@ -90,18 +84,16 @@ def test_batch_size_may_differ_on_resume_but_versions_may_not(tmp_path):
     edit_samples(tmp_path, lambda rows: rows[:2])
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace("transformers: ", "transformers: 0."))
-    with pytest.raises(SeergateError, match=r"environment\.transformers"):
-        small(tmp_path)
+    refused(r"environment\.transformers", small, tmp_path)
 
 
 def test_several_greedy_samples_are_refused(tmp_path):
     """They would be the same answer, at as many times the cost; also where the model's configuration is greedy."""
-    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
-        small(tmp_path, samples=2)
-    path = tmp_path / "mine.jsonl"
+    path, out = tmp_path / "mine.jsonl", tmp_path / "out"
     path.write_text('{"prompt": "a1 1 a2 2", "answer": "3"}\n')
     task = make_task(str(path), grader="exact")
     RunOptions(samples=2).check(task)
-    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
-        small(tmp_path / "out", task=task, samples=2, max_new_tokens=4)
-    assert not (tmp_path / "out").exists()
+    for options in ({}, {"task": task, "max_new_tokens": 4}):
+        with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
+            small(out, samples=2, **options)
+        assert not out.exists()

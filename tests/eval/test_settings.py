@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from seergate import GateBank, GateConfig, methods
 from seergate.config import Rectify
-from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, other_problems
 from seergate.eval.generation.engine import Job, Limit
@@ -23,6 +22,7 @@ from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.attach import attached
 from seergate.serving.common.settings import Settings
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,7 @@ def test_methods_as_text(text, expected):
     ],
 )
 def test_text_that_is_no_method(text, said):
-    with pytest.raises(SeergateError, match=said):
-        read_method(text)
+    refused(said, read_method, text)
 
 
 def test_a_grid_with_options():
@@ -103,15 +102,11 @@ def test_methods_that_take_no_threshold_run_with_budgets_only():
     made = [spec.method(bank) for spec in specs]
     assert made[0] == methods.ReSA(token_budget=64, block_size=8) and made[2].threshold == 0.01
     without = [spec.label for spec in SweepPlan(method=texts[:3], threshold=[0.01]).specs(task, [8])]
-    assert without == [
-        *(f"resa-{budget}" for budget in task.budgets),
-        "gate-threshold=0.01",
-        *(f"streaming_llm-{budget}" for budget in task.budgets),
-    ]
+    resa, window = ([f"{name}-{budget}" for budget in task.budgets] for name in ("resa", "streaming_llm"))
+    assert without == [*resa, "gate-threshold=0.01", *window]
     with pytest.raises(ValueError, match="it has no other rule"):
         grid(["resa:threshold=0.1"], [64], 8)[0].method(None)
-    with pytest.raises(SeergateError, match="'resa' needs a token budget"):
-        grid(["resa"], [], 8, thresholds=[0.1])
+    refused("'resa' needs a token budget", grid, ["resa"], [], 8, thresholds=[0.1])
 
 
 def test_what_a_method_is_given_is_said_in_words():
@@ -152,13 +147,13 @@ def test_methods_that_select_no_blocks_have_pages_of_their_own_size():
         method = spec.method(bank)
         method.tokenizer = support.tokenizer()
         with attached(support.model(), method) as handle:
-            handle.model(
-                torch.tensor([[3, 4, 5]]), past_key_values=(cache := DynamicCache(config=handle.model.config))
-            )
+            cache = DynamicCache(config=handle.model.config)
+            handle.model(torch.tensor([[3, 4, 5]]), past_key_values=cache)
             assert cache.layers[0].storage.pages.block_size == size
     assert descriptions[3]["gate.block_size"] == 8
-    (several, other) = grid(["raas+gate:read_budget=32"], [64], 8) + grid(["raas+gate:read_budget=32"], [64], 16)
-    assert (several.block_size, other.block_size) == (8, 16), "by which a sweep over sizes finds its gates"
+    for size in (8, 16):
+        (spec,) = grid(["raas+gate:read_budget=32"], [64], size)
+        assert spec.block_size == size, "by which a sweep over sizes finds its gates"
 
 
 def test_gates_are_evaluated_as_they_ask_to_be():
@@ -213,15 +208,13 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert windows[0] <= 6, "a window must leave room in its budget"
     assert windows[1] > 1
     (centres,) = {spec.method(None).found.fingerprint for spec in calibrated_specs if spec.name == "tri_attention"}
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     for name in ("measure_recurrence", "query_centres"):  # what is kept is not measured again
         monkeypatch.setattr(f"seergate.eval.calibration.recurrence.{name}", None)
     again = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
     assert again == calibrated_specs
-    assert sorted(before) == ["lazy_eviction-0.04.json", "tri_attention.safetensors"]
-    assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {
-        f"{centres}, from {calibrated_specs[-1].method(None).found.tokens} tokens"
-    }
+    assert {path.name for path in tmp_path.iterdir()} == {"lazy_eviction-0.04.json", "tri_attention.safetensors"}
+    described = f"{centres}, from {calibrated_specs[-1].method(None).found.tokens} tokens"
+    assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {described}
 
 
 def test_what_was_measured_on_something_else_is_measured_anew(tmp_path):
@@ -252,21 +245,18 @@ def test_what_was_measured_on_something_else_is_measured_anew(tmp_path):
         assert other[1] != first[1] and all(a > b for a, b in zip(other[2], first[2], strict=True))
 
 
-@pytest.mark.parametrize("text", ["h2o:interval=auto", "lazy_eviction:alpha=auto", "snapkv:window=auto"])
-def test_what_cannot_be_measured_is_refused(text):
-    plan = SweepPlan(method=[text], budget=[64])
-    with pytest.raises(SeergateError, match="only these can be: lazy_eviction:window, tri_attention:centres"):
-        check_auto(plan.specs(plan.make_task(), []))
+def test_what_cannot_be_measured_is_refused():
+    for text in ("h2o:interval=auto", "lazy_eviction:alpha=auto", "snapkv:window=auto"):
+        specs = grid([text], [64], 8)
+        refused("only these can be: lazy_eviction:window, tri_attention:centres", check_auto, specs)
 
 
 def test_auto_finds_shares_and_thresholds_where_bytes_are_made_equal():
     for text in ("gate:budget_share=auto", "quest:threshold=auto"):
         specs = grid([text], [64], 8)
         check_auto(specs, matched=True)
-        with pytest.raises(SeergateError, match="is 'auto', which finds a value of equal bytes; add --match read"):
-            check_auto(specs)
-    with pytest.raises(SeergateError, match="only these can be"):
-        check_auto(grid(["gate:top_p=auto"], [64], 8), matched=True)
+        refused("is 'auto', which finds a value of equal bytes; add --match read", check_auto, specs)
+    refused("only these can be", check_auto, grid(["gate:top_p=auto"], [64], 8), matched=True)
 
 
 def test_a_share_runs_once_whatever_the_budgets():
@@ -290,13 +280,13 @@ def test_a_server_reads_no_other_gates_than_these(tmp_path):
     assert part.source == str(tmp_path / "run")
     next(loaded.parameters()).data += 1
     job = Job(MethodSpec("gate", 64), 1, (3,), 8, Limit(4), Sampling())
+    message = "would get others than these; save these with save_pretrained"
     for other in (bank, part, loaded):
-        with pytest.raises(SeergateError, match="would get others than these; save these with save_pretrained"):
-            generate_by_server("sglang", support.model(), support.tokenizer(), [], job, other, print)
+        arguments = "sglang", support.model(), support.tokenizer(), [], job, other, print
+        refused(message, generate_by_server, *arguments)
 
 
 def test_rectification_is_an_option_of_the_text():
-    """It has a name of its own there, and tells runs apart; ReSA's is the method's."""
     (rectified,) = grid(["quest:rectify_every=8"], [64], 16)
     assert rectified.label == "quest-64-rectify_every=8" and rectified.correction == Rectify(8)
     assert rectified.describe(None)["rectify_every"] == 8 and "rectify_every" not in vars(rectified.method(None))

@@ -2,18 +2,16 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from seergate.errors import SeergateError
-from seergate.eval import MethodSpec, RunOptions, Task, evaluate
+from seergate.eval import MethodSpec, RunOptions, evaluate
 from seergate.eval.generation.engine import Generation, Request
 from seergate.eval.store import read_config, read_samples
 from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.shots import MINERVA
-from seergate.eval.tasks.task import Problem
 from tests.support import evaluation as support
+from tests.support.running import refused
 
 ASK = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 TRAIN = [
@@ -23,7 +21,7 @@ TRAIN = [
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> dict[str, str]:
+def files(tmp_path):
     rows = {"test": [{"question": "How many?", "answer": "All.\n#### 7"}], "train": TRAIN}
     rows["math"] = [{"problem": "1/2?", "answer": "0.5", "solution": r"It is $\boxed{0.5}$."}]
     rows["other"] = [{"problem": "1/4?", "answer": "0.25", "solution": r"It is $\boxed{0.25}$."}]
@@ -33,12 +31,12 @@ def files(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / f"{name}.jsonl") for name in rows}
 
 
-def only(task: Task) -> Problem:
+def only(task):
     (problem,) = task.bound(support.tokenizer()).problems()
     return problem
 
 
-def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
+def test_examples_as_a_text_and_as_turns(files):
     plain = make_task("gsm8k:shots=2", source=files["test"], shots_source=files["train"])
     assert only(plain).prompt == (
         "Question: Two and two?\nAnswer: 2+2 = 4.\nThe answer is \\boxed{4}.\n\n"
@@ -48,11 +46,8 @@ def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
     assert (only(plain).gold, only(plain).messages, plain.stop, plain.grader) == ("7", (), ("\nQuestion:",), "math")
     chat = only(make_task("gsm8k:shots=1:chat=true", source=files["test"], shots_source=files["train"]))
     assert chat.prompt is None and [turn["role"] for turn in chat.messages] == ["user", "assistant", "user"]
-    assert [turn["content"] for turn in chat.messages] == [
-        "Two and two?" + ASK,
-        "2+2 = 4.\nThe answer is \\boxed{4}.",
-        "How many?" + ASK,
-    ]
+    turns = ["Two and two?" + ASK, "2+2 = 4.\nThe answer is \\boxed{4}.", "How many?" + ASK]
+    assert [turn["content"] for turn in chat.messages] == turns
     zero = make_task("math500:chat=false", source=files["math"])
     assert (only(zero).prompt, zero.samples) == ("Question: 1/2?\nAnswer:", 1)
     four = only(make_task("math500:shots=4", source=files["math"])).prompt
@@ -62,7 +57,7 @@ def test_examples_as_a_text_and_as_turns(files: dict[str, str]) -> None:
     assert make_task("gsm8k", source=files["test"]).problems()[0].messages[0]["content"] == "How many?" + ASK
 
 
-def test_mistakes_are_told(files: dict[str, str]) -> None:
+def test_mistakes_are_told(files):
     for name, options, message in (
         ("gsm8k:shots=-1", {}, "shots is -1"),
         ("gsm8k:shots=3", {"shots_source": "train"}, r"shots is 3; .*train\.jsonl has only 2"),
@@ -81,7 +76,7 @@ def test_mistakes_are_told(files: dict[str, str]) -> None:
             only(make_task(name, source=files["math" if "math" in name else "test"], **given))
 
 
-def test_an_answer_is_cut_before_a_stop_text() -> None:
+def test_an_answer_is_cut_before_a_stop_text():
     tokenizer = support.tokenizer()
     words = tokenizer("a1 1 a2 2 a3 3").input_ids
     for stop, kept, used, reason in (
@@ -94,20 +89,21 @@ def test_an_answer_is_cut_before_a_stop_text() -> None:
         assert (made.completion, made.n_tokens, made.finish_reason) == (kept, used, reason), stop
 
 
-def test_generation_ends_at_a_stop_text(tmp_path: Path) -> None:
-    model, tokenizer = support.model(), support.tokenizer()
-    task = make_task("chain_sum", problems=2, variables=6)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    options = RunOptions(max_new_tokens=12, batch_size=2)
-    evaluate(model, tokenizer, task, MethodSpec("dense"), whole, options)
+def test_generation_ends_at_a_stop_text(tmp_path):
+    task, whole, cut = make_task("chain_sum", problems=2, variables=6), tmp_path / "whole", tmp_path / "cut"
+
+    def run(task, out):
+        options = RunOptions(max_new_tokens=12, batch_size=2)
+        evaluate(support.model(), support.tokenizer(), task, MethodSpec("dense"), out, options)
+
+    run(task, whole)
     rows = {row["problem_id"]: row for row in read_samples(whole)}
     stop = next(iter(rows.values()))["completion"].split()[4]
-    evaluate(model, tokenizer, replace(task, stop=(stop,)), MethodSpec("dense"), cut, options)
+    run(replace(task, stop=(stop,)), cut)
     for row in read_samples(cut):
         text = rows[row["problem_id"]]["completion"]
         assert row["completion"] == text.partition(stop)[0]
         if stop in text:
             assert row["finish_reason"] == "stop" and row["n_tokens"] == len(text.partition(stop)[0].split()) + 1
     assert read_config(cut)["generation"]["stop"] == [stop] and "stop" not in read_config(whole)["generation"]
-    with pytest.raises(SeergateError, match=r"generation\.stop was None and is"):
-        evaluate(model, tokenizer, replace(task, stop=(stop,)), MethodSpec("dense"), whole, options)
+    refused(r"generation\.stop was None and is", run, replace(task, stop=(stop,)), whole)

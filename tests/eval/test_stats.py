@@ -8,21 +8,14 @@ from benchmarks.interval_coverage import one_sided
 from seergate.eval.statistics.intervals import Estimate, clustered, paired, pass_at_k, wilson
 
 
-def test_one_sample_per_problem_is_the_ordinary_standard_error():
+def test_standard_errors_are_those_of_problems():
+    """Samples of one problem are not independent, and problems weigh equally however many samples they have."""
     # values 1, 0, 1, 1: mean 3/4; squared deviations 3/16 + 9/16 = 12/16; se = sqrt(0.75 / (4 * 3)) = 0.25
-    estimate = clustered({"a": [1], "b": [0], "c": [1], "d": [1]})
-    assert estimate == Estimate(0.75, pytest.approx(0.25), 4)
-
-
-def test_samples_of_one_problem_are_not_independent():
+    assert clustered({"a": [1], "b": [0], "c": [1], "d": [1]}) == Estimate(0.75, pytest.approx(0.25), 4)
     # problem means 1, 0, 1/2: mean 1/2; squared deviations 1/4 + 1/4 = 1/2; se = sqrt(0.5 / (3 * 2)) = 0.288675
     groups = {"a": [1, 1, 1, 1], "b": [0, 0, 0, 0], "c": [1, 0, 1, 0]}
     assert clustered(groups) == Estimate(0.5, pytest.approx(0.2886751), 3)
-
-
-def test_problems_weigh_equally_however_many_samples_they_have():
-    assert clustered({"a": [1, 1, 1], "b": [0]}).mean == 0.5
-    assert math.isnan(clustered({"a": [1, 0]}).se)
+    assert clustered({"a": [1, 1, 1], "b": [0]}).mean == 0.5 and math.isnan(clustered({"a": [1, 0]}).se)
 
 
 def test_paired_difference_cancels_the_spread_between_problems():
@@ -92,8 +85,6 @@ def test_few_problems_of_many_samples_are_less_sure_than_as_many_problems():
 def test_pass_at_k():
     # two right of four: 1 - C(2,2)/C(4,2) = 5/6; none right: 0; mean 5/12. k = 1: the mean accuracy; k = 4: 1 and 0
     outcomes = {"a": [1, 0, 1, 0], "b": [0, 0, 0, 0]}
-    assert pass_at_k(outcomes, 2) == pytest.approx(5 / 12)
-    assert pass_at_k(outcomes, 1) == pytest.approx(0.25)
-    assert pass_at_k(outcomes, 4) == pytest.approx(0.5)
+    assert [pass_at_k(outcomes, k) for k in (1, 2, 4)] == pytest.approx([0.25, 5 / 12, 0.5])
     with pytest.raises(ValueError, match=r"k is 5; it must be in 1\.\.4"):
         pass_at_k(outcomes, 5)

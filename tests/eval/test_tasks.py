@@ -2,18 +2,17 @@ import json
 
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval.calibration.calibrator import other_problems
 from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.task import contents_hash
+from tests.support.running import refused
 
 
 def test_chain_sum_is_reproducible_and_extends():
     few = make_task("chain_sum", problems=3, variables=10, seed=4).problems()
     many = make_task("chain_sum", problems=6, variables=10, seed=4).problems()
-    assert many[:3] == few
-    assert contents_hash(few) != contents_hash(many)
+    assert many[:3] == few and contents_hash(few) != contents_hash(many)
     assert few != make_task("chain_sum", problems=3, variables=10, seed=5).problems()
 
 
@@ -49,8 +48,7 @@ def test_jsonl(tmp_path):
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
     task = make_task(str(path))
     one, two, three = task.problems()
-    assert (task.name, task.grader) == ("mine", "math")
-    assert one.gold == "2"
+    assert (task.name, task.grader, one.gold) == ("mine", "math", "2")
     assert one.messages[0]["content"].endswith("within \\boxed{}.")
     assert (two.problem_id, two.prompt) == ("four", "Q: 2+2, boxed\nA:")
     assert len(three.messages) == 2 and (one.problem_id, three.problem_id) == ("1", "3")
@@ -67,10 +65,8 @@ def test_jsonl(tmp_path):
         (b'{"prompt": "boxed x", "answer": 1, "id": 1}\n{"prompt": "boxed y", "answer": 1, "id": 1}\n', "twice"),
         (b'{"prompt": "boxed x", "answer": null}\n', "line 1: 'answer' is None; it must be a text or a finite number"),
         (b'{"prompt": "boxed x", "answer": ["2"]}\n', r"line 1: 'answer' is \['2'\]"),
-        *(
-            (b'{"prompt": "boxed x", "answer": %s}\n' % x, f"'answer' is {y}")
-            for x, y in ((b"NaN", "nan"), (b"true", "True"))
-        ),
+        (b'{"prompt": "boxed x", "answer": NaN}\n', "'answer' is nan"),
+        (b'{"prompt": "boxed x", "answer": true}\n', "'answer' is True"),
         (b'{"prompt": "boxed x", "answer": " "}\n', "line 1: the answer is empty"),
         (b'{"question": null, "answer": 1}\n', "line 1: 'question' is None; it must be a text"),
         (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
@@ -82,10 +78,7 @@ def test_jsonl(tmp_path):
         ),
         (b'{"prompt": "boxed \\ud800", "answer": 1}\n', "line 1 holds half a surrogate pair"),
         (b'{"prompt": "boxed x", "answer": ' + b"1" * 5000 + b"}\n", "line 1 is not JSON"),
-        (
-            b'{"question": "[{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]", "answer": 1}',
-            "holds a conversation as",
-        ),
+        (b'{"question": "[{\\"role\\": \\"user\\", \\"content\\": \\"x\\"}]", "answer": 1}', "conversation as"),
         (b"", "no problems"),
         (b'{"prompt": "boxed \xff", "answer": 1}\n', "not UTF-8"),
     ],
@@ -93,19 +86,17 @@ def test_jsonl(tmp_path):
 def test_bad_files_are_told(tmp_path, text, said):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(text)
-    with pytest.raises(SeergateError, match=said):
-        make_task(str(path)).problems()
+    refused(said, lambda: make_task(str(path)).problems())
 
 
-@pytest.mark.parametrize("gold", ["b", "(B)", "B.", 1])
-def test_gold_answers_are_checked_against_the_grader(tmp_path, gold):
+def test_gold_answers_are_checked_against_the_grader(tmp_path):
     path = tmp_path / "letters.jsonl"
-    path.write_text(
-        json.dumps({"prompt": "boxed x", "answer": "B"}) + "\n" + json.dumps({"prompt": "boxed y", "answer": gold})
-    )
-    with pytest.raises(SeergateError, match="letters.jsonl, line 2: the answer .* must be one capital letter"):
-        make_task(str(path), grader="letter").problems()
-    assert len(make_task(str(path)).problems()) == 2
+    for gold in ("b", 1):
+        rows = [{"prompt": "boxed x", "answer": "B"}, {"prompt": "boxed y", "answer": gold}]
+        path.write_text("\n".join(map(json.dumps, rows)))
+        message = "letters.jsonl, line 2: the answer .* must be one capital letter"
+        refused(message, lambda: make_task(str(path), grader="letter").problems())
+        assert len(make_task(str(path)).problems()) == 2
 
 
 def test_files_called_like_tasks_are_files(tmp_path, monkeypatch):
@@ -124,7 +115,5 @@ def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
     for grader in ("exact", "contains", "number"):
         chat_problem, left = make_task(str(path), grader=grader).problems()
         assert chat_problem.messages[0]["content"] == "1+1?" and left.prompt == "1+1 ="
-    with pytest.raises(
-        SeergateError, match=r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
-    ):
-        make_task(str(path)).problems()
+    message = r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
+    refused(message, lambda: make_task(str(path)).problems())

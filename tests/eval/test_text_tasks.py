@@ -9,8 +9,6 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig
-from seergate.cli.main import main
-from seergate.errors import SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.generation.costs import RowStats
@@ -24,15 +22,19 @@ from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan
 from seergate.eval.tasks.prompts import encode
 from tests.support import evaluation as support
-from tests.support.running import run_seergate
+from tests.support.running import output_of, refusal, refused, run_seergate
+
+
+def write_texts(path, length, numbers):
+    words = sorted(word for word in support.tokenizer().get_vocab() if not word.startswith("<"))
+    texts = [" ".join(words[(7 * i * j + j) % len(words)] for j in range(length + i)) for i in numbers]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return str(path)
 
 
 @pytest.fixture
-def data(tmp_path) -> str:
-    words = sorted(word for word in support.tokenizer().get_vocab() if not word.startswith("<"))
-    rows = [" ".join(words[(7 * i * j + j) % len(words)] for j in range(150 + i)) for i in range(4)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
-    return str(tmp_path / "texts.jsonl")
+def data(tmp_path):
+    return write_texts(tmp_path / "texts.jsonl", 150, range(4))
 
 
 def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
@@ -65,34 +67,24 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
     (now,) = seen
     assert (now.done, now.made, now.tokens) == (4, 1, 24), "three texts were there: they say nothing about the pace"
     kept.write_text(whole.replace('"dense_loss"', '"densloss"', 1))
-    with pytest.raises(SeergateError, match="line 1 has a sample without 'dense_loss'"):
-        load_sweeps(tmp_path / "runs")
+    refused("line 1 has a sample without 'dense_loss'", load_sweeps, tmp_path / "runs")
     kept.write_text(whole)  # with the seconds that the metrics have
 
-    def never(*_):
-        raise AssertionError("all texts have been scored")
-
-    monkeypatch.setattr(TeacherForcing, "measure", never)
+    monkeypatch.setattr(TeacherForcing, "measure", lambda *_: pytest.fail("all texts have been scored"))
     assert sweep(model, tokenizer, task, specs, tmp_path / "runs", options) == metrics
     report = write_report(tmp_path / "runs")
     page = report.markdown.read_text()
     assert len(report.findings) == 5 and report.findings[0].startswith("dense: KL to dense attention 0.0000")
-    assert (
-        "- quest at 256, streaming_llm at 256 read the whole context" in page
-        and "4 texts of 120 tokens were scored." in page
-    )
+    assert "- quest at 256, streaming_llm at 256 read the whole context" in page
+    assert "4 texts of 120 tokens were scored." in page and "accuracy" not in page
     assert "](kl.png)" in page and "KL, 99th percentile |" in page and "nan" not in page
-    assert "accuracy" not in page
 
 
 def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path):
-    """With gates of two kinds that are not trained."""
     model, tokenizer = support.model(), support.tokenizer()
     banks = {name: GateBank.for_model(model, GateConfig(8, 16, scorer=name)) for name in ("attn_gate", "msa")}
-    words = sorted(word for word in tokenizer.get_vocab() if not word.startswith("<"))
-    texts = [" ".join(words[(7 * i * j + j) % len(words)] for j in range(90 + i)) for i in range(1, 4)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    task = make_task("perplexity:length=65:scored=8", data=str(tmp_path / "texts.jsonl"))
+    data = write_texts(tmp_path / "texts.jsonl", 90, range(1, 4))
+    task = make_task("perplexity:length=65:scored=8", data=data)
     specs, runs = with_each(grid(["dense", "gate", "streaming_llm:interval=1"], [16, 32], 8), banks), tmp_path / "runs"
     sweep(model, tokenizer, task, specs, runs, RunOptions(), gates=banks)
     (report,) = load_sweeps(runs)
@@ -137,9 +129,8 @@ def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path)
 def test_one_text_has_no_interval():
     text = {"kl": [0.1, 0.3], "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 2, "seconds": 1.0}
     metrics = of_texts([text])
-    assert (
-        metrics["kl"] == pytest.approx(0.2) and metrics["kl_low"] is metrics["kl_p99_high"] is metrics["kl_se"] is None
-    )
+    assert metrics["kl"] == pytest.approx(0.2)
+    assert metrics["kl_low"] is metrics["kl_p99_high"] is metrics["kl_se"] is None
     two = of_texts([text, {**text, "kl": [0.2, 0.4]}])
     # means .2 and .3: .25 ± t(1) * .05
     assert (two["kl_low"], two["kl_high"]) == pytest.approx((0.25 - 12.7062 * 0.05, 0.25 + 12.7062 * 0.05), rel=1e-4)
@@ -153,9 +144,8 @@ def test_a_model_whose_logits_are_not_finite_is_not_measured(tmp_path, data):
     model = support.model()
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
-    task = make_task("perplexity:length=120:scored=24", data=data)
-    with pytest.raises(SeergateError, match="the model's logits are not finite"):
-        sweep(model, support.tokenizer(), task, grid(["dense"], [], 8), tmp_path, RunOptions())
+    arguments = support.tokenizer(), make_task("perplexity:length=120:scored=24", data=data), grid(["dense"], [], 8)
+    refused("the model's logits are not finite", sweep, model, *arguments, tmp_path, RunOptions())
 
 
 def test_the_peak_of_a_text_counts_its_prompt():
@@ -172,9 +162,8 @@ def test_figures_of_texts_do_not_depend_on_the_order_of_their_samples():
     """From ten texts on, names in order are not numbers in order."""
     draw = random.Random(0)
     alike = {"sample_idx": 0, "loss": 1.0, "dense_loss": 0.9, "agreement": 0.5, "n_tokens": 20, "seconds": 1.0}
-    texts = [
-        alike | {"problem_id": f"text-{i}", "kl": [draw.expovariate(1.0) for _ in range(20)]} for i in range(1, 13)
-    ]
+    kl = {f"text-{i}": [draw.expovariate(1.0) for _ in range(20)] for i in range(1, 13)}
+    texts = [alike | {"problem_id": name, "kl": values} for name, values in kl.items()]
     metrics = derive(texts, None)
     assert metrics == derive(texts[::-1], None) == derive(store.in_order(texts), None)
     assert metrics["kl_p99_low"] < metrics["kl_p99"] <= metrics["kl_p99_high"]
@@ -207,8 +196,8 @@ def test_the_right_answer_has_its_log_probability(tmp_path):
 
 def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     model = str(support.save(tmp_path / "model"))
-    with pytest.raises(SeergateError, match=r"task is missing, and chain_sum, the default, is for tiny-reasoner only"):
-        each_task(SweepPlan(model=model))
+    message = "task is missing, and chain_sum, the default, is for tiny-reasoner only"
+    refused(message, each_task, SweepPlan(model=model))
     assert [plan.task for plan in each_task(SweepPlan())] == [""]
     plans = [(x.task, x.out) for x in each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))]
     assert plans == [("needle:keys=2", "here/needle-keys=2"), ("perplexity", "here/perplexity")]
@@ -217,8 +206,7 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     for file in files:
         file.touch()
     same = f"{files[0]},{files[1]}"
-    with pytest.raises(SeergateError, match="of which two would be in one directory"):
-        each_task(SweepPlan(model=model, task=same))
+    refused("of which two would be in one directory", each_task, SweepPlan(model=model, task=same))
     names = [directory_of(task) for task in (str(files[1]), f"needle:data={files[1]}")]
     assert names == ["a", f"needle-data={str(files[1]).replace('/', '-')}"]
 
@@ -228,16 +216,14 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
     GateBank.for_model(support.model(), GateConfig(8, 16)).save_pretrained(gates)
     tasks = "needle:length=130,perplexity:length=120:scored=24"
     given = ["--model", str(model), "--gates", str(gates), "--task", tasks, "--problems", "2", "--data", data]
-    done = run_seergate("eval", *given, "--budget", "32", "--threads", "1", "--out", str(tmp_path / "runs"))
-    assert done.returncode == 0, done.stderr
+    output = output_of("eval", *given, "--budget", "32", "--threads", "1", "--out", str(tmp_path / "runs"))
     for name in ("needle-length=130", "perplexity-length=120-scored=24"):
         place = tmp_path / "runs" / name
-        assert f"report: {place / 'report.md'}" in done.stdout
-        for label in ("dense", "gate-32"):
-            assert len(store.read_samples(place / label)) == 2
-    assert "gate at 32: KL to dense attention" in done.stdout
+        assert f"report: {place / 'report.md'}" in output
+        assert [len(store.read_samples(place / label)) for label in ("dense", "gate-32")] == [2, 2]
+    assert "gate at 32: KL to dense attention" in output
     wrong = run_seergate("eval", *given[:4], "--task", "needle,perplexty", "--out", str(tmp_path / "other"))
-    assert wrong.returncode == 2 and "did you mean 'perplexity'?" in wrong.stderr
+    assert "did you mean 'perplexity'?" in refusal(wrong)
     assert not (tmp_path / "other").exists(), "refused before the first task"
 
 
@@ -247,9 +233,8 @@ def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
     given = ["--model", str(support.save(tmp_path / "model")), "--task", str(tmp_path / "rows.jsonl")]
     given += ["--grader", "digit", "--method", "dense", "--max-new-tokens", "4", "--temperature", "0"]
     given += ["--out", str(tmp_path / "runs")]
-    done = run_seergate("eval", *given)
-    assert done.returncode == 0, done.stderr
-    assert "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`" in done.stdout
+    note = "note: the grader 'digit' found no answer in 2 of 2 samples of dense; `seergate eval show`"
+    assert note in output_of("eval", *given)
     assert "no result was found in many answers: dense (100 %)" in (tmp_path / "runs" / "report.md").read_text()
 
 
@@ -274,27 +259,16 @@ def test_tokens_that_are_scored_together_are_not_held_before_their_turn(method):
     assert held[0] == pytest.approx(held[1], rel=1e-9)
 
 
-def test_sampling_and_limits_of_a_task_that_scores_texts_are_refused(tmp_path, capsys):
-    for option, value in (("--temperature", "0.7"), ("--max-total-tokens", "300")):
-        arguments = ["--task", "perplexity:length=64:scored=8", "--budget", "64", option, value]
-        assert main(["eval", *arguments, "--out", str(tmp_path / "out")]) == 2
-        assert "scores texts, so it must be left out" in capsys.readouterr().err
+def test_sampling_and_limits_of_a_task_that_scores_texts_are_refused(tmp_path):
+    command = ["eval", "--task", "perplexity:length=64:scored=8", "--budget", "64", "--out", str(tmp_path / "out")]
+    for given in (["--temperature", "0.7"], ["--max-total-tokens", "300"]):
+        assert "scores texts, so it must be left out" in refusal(run_seergate(*command, *given))
 
 
 def test_a_right_answer_is_not_measured_on_pages(tmp_path):
     """They cannot be copied; the answers are there nevertheless."""
-    path = support.save(tmp_path / "model")
-    arguments = [
-        "--model",
-        str(path),
-        "--method",
-        "dense,reason_cache",
-        "--task",
-        "variable_tracking:length=128:problems=1",
-    ]
-    assert main(["eval", *arguments, "--no-report", "--max-new-tokens", "4", "--out", str(tmp_path / "runs")]) == 0
-    sweeps = load_sweeps(tmp_path / "runs")
-    assert ["reply_logprob" in s.metrics and s.metrics["reply_logprob"] is not None for s in sweeps[0].settings] == [
-        True,
-        False,
-    ]
+    given = ["--method", "dense,reason_cache", "--task", "variable_tracking:length=128:problems=1", "--no-report"]
+    given += ["--model", str(support.save(tmp_path / "model")), "--max-new-tokens", "4"]
+    output_of("eval", *given, "--out", str(tmp_path / "runs"))
+    dense, shared = load_sweeps(tmp_path / "runs")[0].settings
+    assert dense.metrics["reply_logprob"] is not None and shared.metrics.get("reply_logprob") is None

@@ -5,15 +5,15 @@ from argparse import Namespace
 import pytest
 import yaml
 
-from seergate import GateBank, GateConfig, SeergateError
+from seergate import GateBank, GateConfig
 from seergate.cli.figure import _distilled, _write
 from seergate.eval.papers.figures import FIGURES, SEER
 from seergate.eval.papers.looks import STYLES
 from seergate.eval.sweep_plan import SweepPlan
-from tests.cli.test_evaluation import call
+from tests.cli.test_evaluation import output
 from tests.support import evaluation as support
 from tests.support.made_reports import write_run
-from tests.support.running import ROOT
+from tests.support.running import ROOT, refusal, refused, run_seergate
 
 OF_SEER = [name for name, figure in FIGURES.items() if SEER in figure.source]
 
@@ -24,7 +24,7 @@ def test_figures_are_drawn(name, tmp_path):
     """On the model that ships, far too small to show anything but that every step works."""
     steps = ["--max-steps", 2] if name == "7" else []  # which needs gates of several block sizes
     small = ["--problems", 2, "--variables", 8, "--max-new-tokens", 40]
-    assert call("figure", name, *small, *steps, "--out", tmp_path) == 0
+    output("figure", name, *small, *steps, "--out", tmp_path)
     label = name if name.startswith("table") else f"figure-{name}"
     text = (tmp_path / f"{label}.md").read_text()
     assert "| " in text
@@ -41,9 +41,8 @@ OF_OTHERS = [name for name in FIGURES if name not in OF_SEER]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", support.mostly_soak(OF_OTHERS, "rpc8"))
-def test_figures_of_the_other_papers(name, tmp_path, capsys):
-    """With their own settings for the tiny reasoner, on two small problems."""
-    assert call("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path) == 0, capsys.readouterr().err
+def test_figures_of_the_other_papers(name, tmp_path):
+    output("figure", name, "--problems", 2, "--variables", 8, "--out", tmp_path)
     (page,) = tmp_path.glob(f"*{name}.md")
     text, look = page.read_text(), STYLES[FIGURES[name].style]
     assert text.startswith(f"# {FIGURES[name].source} on our runs: ") and "\n| " in text
@@ -51,9 +50,9 @@ def test_figures_of_the_other_papers(name, tmp_path, capsys):
     assert (look.draw is None) == (not (tmp_path / f"figure-{name}.png").exists())
 
 
-def specs_of(values, sizes=(64,)):
+def specs_of(values):
     plan = SweepPlan.of(values)
-    return plan.specs(plan.make_task(), plan.block_size or list(sizes))
+    return plan.specs(plan.make_task(), plan.block_size or [64])
 
 
 def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
@@ -62,7 +61,7 @@ def test_every_figure_has_runs_on_tiny_and_real_models_and_a_way_to_be_drawn():
         for values in ({"block_size": [16], **figure.tiny}, {"budget": [1024], **figure.real}):
             specs = specs_of(values)
             made = [spec.method(None) for spec in specs if not spec.has_gates and not spec.uncalibrated]
-            assert len(made) > 0 and specs[0].name == "dense", name
+            assert made and specs[0].name == "dense", name
 
 
 def test_every_number_of_a_paper_belongs_to_a_run():
@@ -88,21 +87,19 @@ def test_the_document_lists_every_figure():
         (("5", "--task", "perplexity:length=64:scored=8"), "the figure 5 compares answers, and 'perplexity"),
     ],
 )
-def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said, tmp_path, capsys):
-    assert call("figure", *arguments, "--out", tmp_path / "out") == 2
-    output = capsys.readouterr()
-    assert said in output.err and not output.out and not list(tmp_path.glob("out/*"))
+def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said, tmp_path):
+    done = run_seergate("figure", *map(str, arguments), "--out", str(tmp_path / "out"))
+    assert said in refusal(done) and not done.stdout and not list(tmp_path.glob("out/*"))
 
 
 def test_gates_of_other_training_steps_are_not_taken_for_those_that_are_wanted(tmp_path):
     bank = GateBank.for_model(support.model(), GateConfig(16))
     bank.training_record = {"config": {"max_steps": 3}}
     bank.save_pretrained(tmp_path / "gates-b16")
-    options = Namespace(model="tiny-reasoner", max_steps=3)
-    assert _distilled(options, 16, tmp_path) == tmp_path / "gates-b16"
+    assert _distilled(Namespace(model="tiny-reasoner", max_steps=3), 16, tmp_path) == tmp_path / "gates-b16"
     for steps in (None, 7):
-        with pytest.raises(SeergateError, match="gates-b16 are of 3 training steps"):
-            _distilled(Namespace(model="tiny-reasoner", max_steps=steps), 16, tmp_path)
+        options = Namespace(model="tiny-reasoner", max_steps=steps)
+        refused("gates-b16 are of 3 training steps", _distilled, options, 16, tmp_path)
 
 
 def test_a_figure_of_runs_that_cannot_be_compared_says_why(tmp_path):

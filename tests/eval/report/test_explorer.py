@@ -5,7 +5,6 @@ import json
 import math
 import re
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -15,12 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import seergate
-from seergate import SeergateError
 from seergate.eval.report.explorer import TEMPLATE, page_data, pieces, write_explorer
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.evaluation import tokenizer
 from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.reference_decoder import ReferenceRow, Rule
+from tests.support.running import refused
 
 PROMPT, NEW, CELLS = 45, 20, [[0, 0], [0, 1], [1, 0], [1, 1]]
 
@@ -47,7 +46,7 @@ class Watched(ReferenceRow):
         return chosen
 
 
-def page_of(path: Path) -> dict:
+def page_of(path):
     """The data of a page, its steps decoded into ``[3, cells, blocks]``."""
     match = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)
     data = json.loads(match[1])
@@ -60,10 +59,8 @@ def page_of(path: Path) -> dict:
 
 def answered(model, trace, method, inputs, new, token_budget=2 * BLOCK, **options):
     """What `generate` returns while a trace is written."""
-    with (
-        seergate.attached(model, method, token_budget=token_budget, **options) as handle,
-        handle.traced(trace, attention=True),
-    ):
+    options["token_budget"] = token_budget
+    with seergate.attached(model, method, **options) as handle, handle.traced(trace, attention=True):
         return model.generate(**inputs, max_new_tokens=new)
 
 
@@ -105,8 +102,7 @@ def test_rows_of_a_batch_and_layers_that_read_everything(reduction, tmp_path):
         planes = zlib.decompress(base64.b64decode(data["steps"][length + 5]))
         read = np.frombuffer(planes, np.uint8).reshape(3, 4, -1)[0]
         assert read[:2].all() and set(read[2:].sum(1)) <= ({2} if reduction == "max" else {2, 3})
-    with pytest.raises(SeergateError, match="no attention of row 2"):
-        page_data(tmp_path / "both", 2)
+    refused("no attention of row 2", page_data, tmp_path / "both", 2)
 
 
 def test_drafts_that_were_dropped_leave_nothing(tmp_path):
@@ -125,22 +121,20 @@ def test_drafts_that_were_dropped_leave_nothing(tmp_path):
 def test_what_makes_no_page(tmp_path):
     model = tiny_model("qwen3")
     with seergate.attached(model, "streaming_llm", token_budget=20) as handle:
-        with pytest.raises(SeergateError, match="'streaming_llm' selects no blocks"):
-            handle.traced(tmp_path / "trace", attention=True).__enter__()
+        trace = handle.traced(tmp_path / "trace", attention=True)
+        refused("'streaming_llm' selects no blocks", trace.__enter__)
         assert not (tmp_path / "trace").exists()
     with seergate.attached(model, "oracle", token_budget=20, block_size=BLOCK) as handle:
         for path, new in ((tmp_path / "plain", 3), (tmp_path / "empty", 1)):
             with handle.traced(path):
                 model.generate(input_ids=prompt(45), max_new_tokens=new)
-            with pytest.raises(SeergateError, match="has no attention of row 0; write it with attention=True"):
-                page_data(path)
+            refused("has no attention of row 0; write it with attention=True", page_data, path)
     answer = answered(model, tmp_path / "trace", gates(model), {"input_ids": prompt(45)}, 6)[0].tolist()
-    with pytest.raises(SeergateError, match="nowhere/page.html cannot be written"):
-        write_explorer(tmp_path / "trace", tokenizer(), answer, tmp_path / "nowhere" / "page.html")
+    page = tmp_path / "nowhere" / "page.html"
+    refused("nowhere/page.html cannot be written", write_explorer, tmp_path / "trace", tokenizer(), answer, page)
 
 
-def bytes_tokenizer() -> PreTrainedTokenizerFast:
-    """Each byte is a token."""
+def bytes_tokenizer():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

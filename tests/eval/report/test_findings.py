@@ -22,10 +22,10 @@ def test_findings_follow_from_the_numbers(report):
     assert "up to 14 points is possible" in gate  # of twenty, all alike: t(21) sqrt(2 / (22 * 21)) = 13.7
     # nine of twenty lost, one more lost and one won: -40.9 ± t(21) sqrt((11 - 22 * .409 ** 2) / 21 / 22) = 26.2
     assert quest == "quest at 64 tokens is -45.0 (-67 to -15) points from dense; no tested budget was enough."
-    assert (
+    ahead = (
         "+50.0 (+19 to +72) at 32, +45.0 (+15 to +67) at 64 (ahead, with an interval above zero, at 2 of 2 budgets)"
-        in against
     )
+    assert ahead in against
     assert recall == "recall of dense attention's mass at 32 tokens: gate 60 %, quest 35 %."
 
 
@@ -89,10 +89,8 @@ def test_variants_are_told_apart_in_the_recall(tmp_path):
 
 
 def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
-    path = runs / "gate-64" / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
-    (sweep,) = load_sweeps(runs)
-    assert conditions(sweep) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
+    edit_samples(runs / "gate-64", lambda rows: rows[:7])
+    assert conditions(sweep_of(runs)) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
     text = write_report(runs).markdown.read_text()
     assert text.count("| gate (unfinished) ") == 3, "in each table"
     assert "with 7 to 20 problems, differences to dense" in text
@@ -102,16 +100,15 @@ def test_sections_say_why_they_are_separate(runs):
     for label in ("quest-32", "quest-64"):
         reconfigure(runs / label, task={"grader": "exact", "problems": None})
     report = write_report(runs).markdown.read_text()
-    assert "not all runs have: task.grader not recorded." in report
-    assert "not all runs have: task.grader exact." in report
+    for grader in ("not recorded", "exact"):
+        assert f"not all runs have: task.grader {grader}." in report
     for label in ("quest-32", "quest-64"):
         reconfigure(runs / label, task={"name": "needle", "problems": None})
     assert "not all runs have" not in write_report(runs).markdown.read_text(), "the headings name the tasks"
 
 
 def test_software_that_differs_is_told(runs):
-    path = runs / "quest-64" / "config.yaml"
-    path.write_text(path.read_text().replace("torch: '2'", "torch: '3'"))
+    reconfigure(runs / "quest-64", environment={"torch": "3"})
     assert any("different software: torch 2, 3; differences may" in line for line in cautions(sweep_of(runs)))
 
 
@@ -142,12 +139,14 @@ def test_level_with_dense_and_better(tmp_path, dense, gate, n, said):
 
 def test_cautions(tmp_path):
     write_run(tmp_path, "gate", 64, lambda i: True)
-    path = write_run(tmp_path, "quest", 64, lambda i: True) / "samples.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:7]))
+    edit_samples(write_run(tmp_path, "quest", 64, lambda i: True), lambda rows: rows[:7])
     text = write_report(tmp_path).markdown.read_text()
-    assert "there is no dense run" in text
-    assert "quest at 64 is unfinished: 7 samples so far" in text
-    assert "guessing gets 10 % right" in text
+    for caution in (
+        "there is no dense run",
+        "quest at 64 is unfinished: 7 samples so far",
+        "guessing gets 10 % right",
+    ):
+        assert caution in text
 
 
 @pytest.mark.parametrize(("other", "compared"), [("kv4bit", False), ("h2o", True)])
@@ -188,12 +187,9 @@ def test_a_setting_that_does_nothing_is_named(tmp_path):
         write_run(tmp_path, "gate", budget, lambda i: True, recall=[1.0, 1.0])
     write_run(tmp_path, "gate", 64, lambda i: True, recall=[0.5, 0.6])
     write_run(tmp_path, "quest", 64, lambda i: True, recall=[1.0, 1.0])
-    (sweep,) = load_sweeps(tmp_path)
-    assert idle(sweep) == [
-        "gate at 100, gate at 128 read the whole context at every step, which does not measure sparsity.",
-        "quest at 64 reproduced dense attention's logits bit for bit: their options have no effect.",
-    ]
-    assert any(line.startswith("gate at 100, gate at 128 read the whole context") for line in cautions(sweep))
+    whole = "gate at 100, gate at 128 read the whole context at every step, which does not measure sparsity."
+    same = "quest at 64 reproduced dense attention's logits bit for bit: their options have no effect."
+    assert idle(sweep_of(tmp_path)) == [whole, same] and whole in cautions(sweep_of(tmp_path))
 
 
 def test_other_answers_are_an_effect(tmp_path):
@@ -206,6 +202,5 @@ def test_other_answers_are_an_effect(tmp_path):
 
 def test_answers_in_which_nothing_was_found_are_told_of(tmp_path):
     write_run(tmp_path, "dense", None, lambda i: True)
-    lines = write_run(tmp_path, "gate", 64, lambda i: False) / "samples.jsonl"
-    lines.write_text(lines.read_text().replace('"pred": "1"', '"pred": null'))
+    edit_samples(write_run(tmp_path, "gate", 64, bool), lambda rows: [row | {"pred": None} for row in rows])
     assert "no result was found in many answers: gate at 64 (100 %)." in " ".join(cautions(sweep_of(tmp_path)))

@@ -6,7 +6,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import yaml
 
 from seergate.errors import SeergateError
 from seergate.eval.report import load_sweeps, write_report
@@ -14,7 +13,9 @@ from seergate.eval.report.findings import cautions
 from seergate.eval.report.plots import pareto
 from seergate.eval.report.tables import markdown
 from seergate.methods.registry import RETIRED_OPTIONS, option_names
+from tests.support.evaluation import edit_samples
 from tests.support.made_reports import cells, reconfigure, write_run
+from tests.support.running import refused
 
 
 def test_tables_hold_the_numbers(report):
@@ -79,14 +80,11 @@ def test_answers_of_a_problem_that_settings_do_not_agree_on(report):
 def test_the_pareto_front_holds_what_none_beats(tmp_path):
     for name, size, right in (("dense", 100, 18), ("gate", 100, 12), ("h2o", 40, 10), ("tova", 50, 9), ("rpc", 30, 2)):
         directory = write_run(tmp_path, name, None if name == "dense" else 32, lambda i, right=right: i < right)
-        path = directory / "samples.jsonl"
-        rows = [json.loads(line) | {"own_bytes_mean": 1000.0 * size} for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        held = {"own_bytes_mean": 1000.0 * size}
+        edit_samples(directory, lambda rows, held=held: [row | held for row in rows])
     (sweep,) = load_sweeps(tmp_path)
-    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.0)] == ["rpc", "h2o", "dense"]
-    assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", 0.1)] == ["h2o", "dense"], (
-        "guesses do not count"
-    )
+    for chance, front in ((0.0, ["rpc", "h2o", "dense"]), (0.1, ["h2o", "dense"])):  # guesses do not count
+        assert [s.method for s in pareto(sweep.settings, "own_bytes_mean", chance)] == front
 
 
 def test_names_in_plots_are_no_formulas(tmp_path):
@@ -116,8 +114,7 @@ def test_other_models_are_not_compared(runs, monkeypatch):
 
 def test_nothing_to_report_is_told(tmp_path):
     def check_refusal(message, place=tmp_path):
-        with pytest.raises(SeergateError, match=message):
-            write_report(place)
+        refused(message, write_report, place)
 
     check_refusal("holds no runs")
     check_refusal("does not exist", tmp_path / "nowhere")
@@ -137,16 +134,9 @@ def test_markdown_tables_are_aligned():
 
 def write_sampled_run(root, method, budget, outcomes, **config):
     """As `write_run`, with several samples per problem: ``outcomes[problem]`` are 0 or 1 of each."""
+    several = [(problem, i, bool(right)) for problem, each in enumerate(outcomes) for i, right in enumerate(each)]
     directory = write_run(root, method, budget, lambda i: False, n=len(outcomes), **config)
-    path = directory / "samples.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    lines = [
-        json.dumps(row | {"sample_idx": i, "correct": bool(right)})
-        for row, values in zip(rows, outcomes, strict=True)
-        for i, right in enumerate(values)
-    ]
-    path.write_text("\n".join(lines) + "\n")
-    return directory
+    edit_samples(directory, lambda rows: [rows[n] | {"sample_idx": i, "correct": right} for n, i, right in several])
 
 
 def test_pass_at_k_and_differences_on_common_samples(tmp_path):
@@ -156,8 +146,7 @@ def test_pass_at_k_and_differences_on_common_samples(tmp_path):
     text = write_report(tmp_path).markdown.read_text()
     assert re.search(r"\| dense +\| +– \| +50\.0 \| +66\.7 \|", text)
     assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == pytest.approx(-1 / 6)
-    path = tmp_path / "gate-64" / "samples.jsonl"  # unfinished: the second sample of each problem is missing
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[::2]))
+    edit_samples(tmp_path / "gate-64", lambda rows: rows[::2])  # unfinished: the second of each problem is missing
     (sweep,) = load_sweeps(tmp_path)
     assert sweep.difference(sweep.at("gate", 64), sweep.dense).mean == 0  # first samples are alike
 
@@ -165,8 +154,8 @@ def test_pass_at_k_and_differences_on_common_samples(tmp_path):
 def parted(root, *kept):
     """Runs as they are while they are made: dense has answered some problems, the others have answered others."""
     for path in root.glob("*/samples.jsonl"):
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(lines[:10] if path.parent.name in kept else lines[10:]))
+        part = slice(10) if path.parent.name in kept else slice(10, None)
+        edit_samples(path.parent, lambda rows, part=part: rows[part])
 
 
 def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
@@ -190,8 +179,6 @@ def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
 
 def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
     """By what no weight and no problem shows."""
-
-    names = ["dense", "gate-32", "gate-64", "quest-32", "quest-64"]
     plain, yarn = {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}
     alike = {"model": {"rope": plain}, "task": {"prompts": "a"}, "generation": {"ends": [1]}}
     for other in (
@@ -200,7 +187,7 @@ def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
         {"generation": {"ends": [1, 2]}},
         {"environment": {"math-verify": "2"}},
     ):
-        for name in names:
+        for name in ("dense", "gate-32", "gate-64", "quest-32", "quest-64"):
             reconfigure(runs / name, **alike, environment={"math-verify": "1"})
         reconfigure(runs / "quest-64", **other)
         apart = [{s.directory.name for s in sweep.settings} for sweep in load_sweeps(runs)]
@@ -215,8 +202,7 @@ def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     assert report.html.parent == tmp_path / "out"
     assert "gate at 64 tokens" in report.findings[1]
     write_run(tmp_path / "c", "gate", 64, lambda i: i < 9)
-    with pytest.raises(SeergateError, match="are runs of the same setting"):
-        write_report(tmp_path / "b", tmp_path / "out", tmp_path / "c")
+    refused("are runs of the same setting", write_report, tmp_path / "b", tmp_path / "out", tmp_path / "c")
     write_run(tmp_path / "c", "dense", None, lambda i: i < 18)
     with pytest.raises(SeergateError, match="gate-64 are runs of the same setting"):
         write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b", tmp_path / "c")
@@ -229,8 +215,7 @@ def test_an_option_that_is_retired_tells_settings_apart_unless_it_had_its_defaul
     for name in (method, f"{method}+gate"):
         now, earlier = (write_run(tmp_path / name / when, name, 64, lambda i: i < 9) for when in ("now", "earlier"))
         reconfigure(earlier, method=RETIRED_OPTIONS[method])
-        with pytest.raises(SeergateError, match="are runs of the same setting"):
-            load_sweeps(now, earlier)
+        refused("are runs of the same setting", load_sweeps, now, earlier)
         for option in RETIRED_OPTIONS[method]:
             reconfigure(earlier, method=RETIRED_OPTIONS[method] | {option: "other"})
             (sweep,) = load_sweeps(now, earlier)
@@ -255,33 +240,24 @@ def test_gates_are_told_apart(tmp_path):
         reconfigure(run, gates={"name": name})
     reconfigure(tmp_path / "b" / "gate-64", gates={"name": "indexer"})
     (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
-    assert [s.label for s in sweep.settings[1:]] == [
-        "gate [indexer] at 32",
-        "gate [msa] at 64",
-        "gate [indexer] at 64",
-    ]
-    other = tmp_path / "b" / "gate-64" / "config.yaml"
-    other.write_text(other.read_text().replace("block_size: 16", "block_size: 8"))
+    labels = ["gate [indexer] at 32", "gate [msa] at 64", "gate [indexer] at 64"]
+    assert [s.label for s in sweep.settings[1:]] == labels
+    reconfigure(tmp_path / "b" / "gate-64", method={"block_size": 8})
     (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
     assert [s.label for s in sweep.settings] == ["gate b8 at 64", "gate b16 at 64"]
-    for path, size in ((tmp_path / "a" / "gate-64" / "config.yaml", 16), (other, 8)):
-        config = yaml.safe_load(path.read_text())
-        config["method"] = {"name": "h2o+gate", "nominal": "64", "token_budget": 64, "gate.block_size": size}
-        path.write_text(yaml.safe_dump(config))
+    for name, size in (("a", 16), ("b", 8)):
+        method = {"name": "h2o+gate", "block_size": None, "gate.block_size": size}
+        reconfigure(tmp_path / name / "gate-64", method=method)
     (sweep,) = load_sweeps(tmp_path / "a" / "gate-64", tmp_path / "b")
     assert {s.series for s in sweep.settings} == {"h2o+gate, gate.block_size=8", "h2o+gate, gate.block_size=16"}
 
 
-def test_what_proxies_were_measured_on(report):
-    text = report.markdown.read_text()
-    assert text.count("4 windows of 8 tokens of dense's own generations, the same for every method") == 2
-
-
-def test_figures_of_different_contexts_are_not_compared(runs):
+def test_figures_of_different_contexts_are_not_compared(runs, report):
+    same = "4 windows of 8 tokens of dense's own generations, the same for every method"
+    assert report.markdown.read_text().count(same) == 2
     path = runs / "quest-64" / "proxies.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"contexts": "other"}))
-    report = write_report(runs)
-    text = report.markdown.read_text()
-    assert "the same for every method" not in text
-    assert text.count("not known to be the same for all settings") == 2
-    assert not [line for line in report.findings if line.startswith("recall")]
+    apart = write_report(runs)
+    text = apart.markdown.read_text()
+    assert "the same for every method" not in text and text.count("not known to be the same for all settings") == 2
+    assert not [line for line in apart.findings if line.startswith("recall")]
