@@ -1,6 +1,9 @@
 """`eval show`, `regrade`, `sweep` and `report` of several runs, as a user meets them."""
 
+import io
 import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +75,14 @@ def test_every_grade_can_be_explained(runs, capsys):
     assert call("eval", "show", runs / "dense", row["problem_id"], "--sample", 7) == 2
     assert call("eval", "show", runs, row["problem_id"]) == 2
     assert "holds several runs; name one of them: dense, oracle-32-b16" in capsys.readouterr().err
+
+
+def test_characters_that_the_locale_lacks_are_shown_as_escapes(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs / "dense", tmp_path / "dense")
+    support.edit_samples(tmp_path / "dense", lambda rows: [row | {"completion": "7 café"} for row in rows])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    assert call("eval", "show", tmp_path / "dense", read_samples(tmp_path / "dense")[0]["problem_id"]) == 0
+    assert b"\n7 caf\\xe9\n" in written.getvalue()
 
 
 def test_regrade_tells_what_changes(runs, capsys):

@@ -236,8 +236,10 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
         for label in ("dense", "gate-32"):
             assert len(store.read_samples(place / label)) == 2
     assert "gate at 32: KL to dense attention" in done.stdout
-    wrong = run_seergate("eval", *given[:4], "--task", "needle,perplexty", "--out", str(tmp_path / "other"))
-    assert wrong.returncode == 2 and "did you mean 'perplexity'?" in wrong.stderr
+    for text, said in (("perplexty", "did you mean 'perplexity'?"), ("perplexity", "samples is 1; the task")):
+        task = ["--task", f"needle:length=130,{text}", "--samples", "1"]
+        wrong = run_seergate("eval", *given[:4], *task, "--out", str(tmp_path / "other"))
+        assert wrong.returncode == 2 and said in wrong.stderr
     assert not (tmp_path / "other").exists(), "refused before the first task"
 
 
