@@ -241,6 +241,8 @@ def test_an_output_that_cannot_be_made_is_told(seergate, saved, tmp_path):
     ):
         message = refusal(seergate(*arguments, "--out", out))
         assert "cannot be made: " in message and "not a directory" in message and "Errno" not in message
+        message = refusal(seergate(*arguments, "--out", "~/runs/out"))
+        assert f"in a directory named ~; write {Path.home()}/runs" in message
 
 
 def test_the_systems_errors_about_files_are_sentences():

@@ -195,10 +195,9 @@ def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
 
 def _aime(record: dict[str, Any], number: int) -> Problem:
     answer = as_text("answer", record["answer"]).strip()
-    whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # gaps make a column float
-    if not (whole.isascii() and whole.isdigit()):
+    if not (answer.isascii() and answer.isdigit()):
         raise ValueError(f"'answer' is {record['answer']!r}; it must be an integer, as all answers of AIME are")
-    return _math(words(record, "problem"), str(int(whole)), number, record)
+    return _math(words(record, "problem"), str(int(answer)), number, record)
 
 
 def _math500(record: dict[str, Any], number: int) -> Problem:
