@@ -92,6 +92,8 @@ def check_writable(out: Path) -> None:
     """Create an output directory, or refuse it before long work if it cannot be written to."""
     if out.exists() and not out.is_dir():
         raise SeergateError(f"{out} is a file; the output needs a directory")
+    if out.parts[:1] == ("~",):  # shells expand it at the beginning of a word only, YAML does not
+        raise SeergateError(f"the output {out} would be in a directory named ~; write {out.expanduser()}")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

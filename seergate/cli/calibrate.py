@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("method", metavar="METHOD", help="for which method: lazy_eviction or tri_attention")
     eval_args(parser, "model", "max_new_tokens")
     parser.add_argument("--task", default="chain_sum", help="a task's name or a .jsonl file [%(default)s]")
+    parser.add_argument("--grader", help="of a file, whose prompts depend on it: as for `seergate eval` [math]")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
     parser.add_argument("--share", type=float, default=0.8, help="of tokens inside the window [%(default)s]")
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     check_counts(options, optional=True, problems=1, max_new_tokens=1)
     path = model_path(options.model)
     tokenizer = load_tokenizer(path)
-    task = make_task(options.task).bound(tokenizer)
+    task = make_task(options.task, grader=options.grader).bound(tokenizer)
     problems = task.problems()
     name = f"calibrate-{Path(options.model).name}-{options.method}{Path(calibration.file_name).suffix}"
     target = options.out or Path("runs") / name

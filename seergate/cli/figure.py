@@ -79,10 +79,11 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.sweep_plan import SweepPlan
 
     plan = SweepPlan.of(values, "the figure")
-    if checked_task(plan)[0].scored is not None:
+    if plan.make_task().scored is not None:
         raise SeergateError(
             f"the figure {options.name} compares answers, and {task!r} scores texts; use `seergate eval`"
         )
+    checked_task(plan)
     check_writable(out)
     began = time.monotonic()
     if "gate" in plan.method:

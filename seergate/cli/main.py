@@ -120,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command given by ``argv``, by default the process's arguments, and return the exit code."""
     bound_spinning()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # keeps a log file up to date
+        # keeps a log file up to date; writes characters that the locale lacks as escapes, as standard error does
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     os.environ.setdefault("PYTHON_COLORS", "0")  # from 3.14 on, argparse writes escape sequences
     with contextlib.redirect_stdout(Terminal(sys.stdout)) if sys.stdout else contextlib.nullcontext():
         return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))

@@ -8,6 +8,7 @@ was part of the prompt. Both are repaired here, or refused.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,12 @@ KEYS = ("reasoning_content", "reasoning", "thinking")
 TEMPLATES = Path(__file__).parent / "templates"
 _TRAINING = {"<｜Assistant｜>": "r1-distill.jinja", "<|im_start|>": "chatml.jinja"}
 """Markup in a model's own chat template -> the training template with the same markup."""
+
+_CHANNELS = re.compile(
+    r"\s*(?:<\|channel\|>analysis<\|message\|>(.*?)<\|end\|><\|start\|>assistant)?<\|channel\|>final<\|message\|>(.*)",
+    re.DOTALL,
+)
+"""An answer of gpt-oss: its reasoning and its final part."""
 
 _PROBE_REASONING = "one and one are two"
 _PROBE = [
@@ -241,6 +248,15 @@ def question(row: Any) -> list[dict[str, str]]:
     for message in messages:
         _check_unicode(message["role"] + message["content"])
     return messages
+
+
+def answer_turn(completion: str) -> dict[str, str]:
+    """Return a generated text as the assistant's turn. The reasoning of gpt-oss, whose chat template refuses it in the
+    content, is under a key.
+    """
+    if (parts := _CHANNELS.fullmatch(completion)) is None:
+        return {"role": "assistant", "content": completion}
+    return {"role": "assistant", "content": parts[2]} | ({"reasoning_content": parts[1]} if parts[1] else {})
 
 
 def _check_unicode(text: str) -> None:

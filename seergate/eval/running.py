@@ -77,6 +77,10 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     plan.check(task)
     check_counts(plan, optional=True, threads=1)
     check_counts(plan, workers=0)
+    if task.scored is not None:
+        alone = ["engine", "workers", "ray_address", "match", "measure_recall"]
+        alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
+        _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     return task, problems
 
 
@@ -103,9 +107,6 @@ def run_plan(plan: SweepPlan) -> Path:
         limit = encoded_prompts(tokenizer, problems, task, plan, text)[1]
     else:
         check_length(text, limit.of(0), "a text of the task's length")
-        alone = ["engine", "workers", "ray_address", "match", "measure_recall"]
-        alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
-        _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     name = directory_of(plan.task) or task.name
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{name}{engine}"

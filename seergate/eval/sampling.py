@@ -114,7 +114,7 @@ class TokenChooser:
         self.sampling = sampling
         self.warpers = LogitsProcessorList()  # in the order in which `generate` applies them
         if not sampling.greedy and sampling.temperature != 1:
-            self.warpers.append(TemperatureLogitsWarper(sampling.temperature))
+            self.warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:
             self.warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
@@ -122,7 +122,7 @@ class TokenChooser:
         if sampling.min_p:
             self.warpers.append(MinPLogitsWarper(sampling.min_p))
         penalty = sampling.repetition_penalty
-        self.penalty = RepetitionPenaltyLogitsProcessor(penalty) if penalty != 1 else None
+        self.penalty = RepetitionPenaltyLogitsProcessor(float(penalty)) if penalty != 1 else None
 
     def __call__(self, logits_BV: Tensor, rows: Sequence[SampledRow]) -> list[int]:
         """Choose one token per row from logits ``[B, V]`` of any float dtype."""

@@ -157,22 +157,22 @@ def _is_whole(line: bytes) -> bool:
 
 
 def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
-    """Write `config.yaml`, or compare with the existing one, including the environment unless the run is finished.
+    """Write `config.yaml` if there are no samples, or else compare with the existing one, including the environment
+    unless the run is finished.
 
     Raises:
         SeergateError: if the existing run has other settings, whose results must not be mixed; it names the fields. If
             there are samples and no `config.yaml`, since nobody knows their settings.
     """
-    path = directory / CONFIG
-    if not path.exists():
-        samples = directory / SAMPLES
-        if samples.exists() and samples.stat().st_size:
-            raise SeergateError(
-                f"{samples} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
-                "or use another --out"
-            )
+    path, samples = directory / CONFIG, directory / SAMPLES
+    if not samples.exists() or not samples.stat().st_size:
         write_yaml(path, config)
         return
+    if not path.exists():
+        raise SeergateError(
+            f"{samples} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
+            "or use another --out"
+        )
     skipped = (*NOT_COMPARED, "environment") if finished else NOT_COMPARED
     if different := differences(read_config(directory), config, skipped):
         raise SeergateError(

@@ -206,6 +206,8 @@ def test_an_output_that_cannot_be_made_is_told(saved, tmp_path):
     ):
         message = refusal(run_seergate(*arguments, "--out", out))
         assert "cannot be made: " in message and "not a directory" in message and "Errno" not in message
+        message = refusal(run_seergate(*arguments, "--out", "~/runs/out"))
+        assert f"in a directory named ~; write {Path.home()}/runs" in message
 
 
 def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):

@@ -1,12 +1,16 @@
 """`eval show`, `regrade`, `sweep` and `report` of several runs, as a user meets them."""
 
+import io
 import json
+import shutil
+import sys
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
+from seergate.cli.main import main
 from seergate.eval import make_task
 from seergate.eval.settings import grid, with_each
 from seergate.eval.store import read_samples
@@ -74,6 +78,14 @@ def test_every_grade_can_be_explained(runs):
         ((runs, row["problem_id"]), "holds several runs; name one of them: dense, oracle-32-b16"),
     ):
         assert message in error("eval", "show", *arguments)
+
+
+def test_characters_that_the_locale_lacks_are_shown_as_escapes(runs, tmp_path, monkeypatch):
+    shutil.copytree(runs / "dense", tmp_path / "dense")
+    support.edit_samples(tmp_path / "dense", lambda rows: [row | {"completion": "7 café"} for row in rows])
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    assert main(["eval", "show", str(tmp_path / "dense"), read_samples(tmp_path / "dense")[0]["problem_id"]]) == 0
+    assert b"\n7 caf\\xe9\n" in written.getvalue()
 
 
 def test_regrade_tells_what_changes(runs):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.data import prepare_data, token_files, tokenise
-from seergate.distill.formatting import Formatter, MalformedRow, question, training_template
+from seergate.distill.formatting import Formatter, MalformedRow, answer_turn, question, training_template
 from seergate.distill.sources import TRAINING_SEEDS, streamed
 from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
@@ -60,6 +60,16 @@ def test_templates_that_delete_reasoning_are_replaced_by_ones_that_keep_it():
     text = Formatter(byte_tokenizer("{% for m in messages %}" + turn + "{% endfor %}")).text(row).text
     question = "<|im_start|>user\nWhat is 3 * 5?<|im_end|>\n"
     assert text == f"{question}<|im_start|>assistant\n<think>{REASONING}</think>15<|im_end|>\n"
+
+
+def test_an_answer_in_channels_is_trained_on_as_it_was_generated() -> None:
+    strict = "{% for m in messages if '<|channel|>' in m.content %}{{ raise_exception('channels') }}{% endfor %}"
+    formatter, asked = Formatter(byte_tokenizer(strict + GPT_OSS)), {"role": "user", "content": "1 + 1?"}
+    thought = "<|channel|>analysis<|message|>one and\none<|end|><|start|>assistant"
+    for answer in (f"{thought}<|channel|>final<|message|>2", "<|channel|>final<|message|>2"):
+        text = formatter.text({"messages": [asked, answer_turn(answer)]}).text
+        assert text == f"<|start|>user<|message|>1 + 1?<|end|><|start|>assistant{answer}<|return|>"
+    assert answer_turn("<think>one</think>2") == {"role": "assistant", "content": "<think>one</think>2"}
 
 
 @pytest.mark.parametrize(

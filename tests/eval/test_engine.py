@@ -327,7 +327,8 @@ def test_draws_follow_the_softmax():
     torch.testing.assert_close(share, torch.softmax(scores[0], 0), atol=0.03, rtol=0)
     assert share[2] == share[4] == 0
     scores = torch.tensor([[0.0, 1.0, 2.0, 1.5]]).repeat(300, 1)
-    assert set(choose(Sampling(temperature=0.7, top_k=2), scores, range(300)).tolist()) == {2, 3}
+    for temperature in (0.7, 2):
+        assert set(choose(Sampling(temperature=temperature, top_k=2), scores, range(300)).tolist()) == {2, 3}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_p=0.9), Sampling(temperature=1e-40)])
@@ -340,7 +341,7 @@ def test_logits_that_are_not_finite_are_refused(sampling, bad):
 
 
 def test_repetition_is_penalised():
-    chooser = TokenChooser(Sampling(repetition_penalty=2.0))
+    chooser = TokenChooser(Sampling(repetition_penalty=2))  # an integer, as from YAML
     row = SampledRow([1], 0)
     assert chooser(torch.tensor([[0.0, 3.0, 2.0]]), [row]) == [2]  # 3 / 2 < 2
     row.tokens.append(2)
@@ -413,6 +414,8 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(single, start, mark
     assert encode(tokenizer, beginning(tokenizer).rstrip() or "a") == (start or words[:1])
     question = Problem("p", "1", messages=({"role": "user", "content": "x"},))
     refused("no chat template", prompt_text, tokenizer, question)
+    tokenizer.chat_template = "{{ raise_exception('no system turns') }}"
+    refused("template refuses the messages of problem p: no system turns", prompt_text, tokenizer, question)
 
 
 def test_the_space_at_the_beginning_of_an_answer_is_kept():
@@ -430,3 +433,4 @@ def test_the_space_at_the_beginning_of_an_answer_is_kept():
     assert answer.completion == body
     pieces = [tokenizer.convert_tokens_to_ids(piece) for piece in ("▁▁", "▁▁", "r", "e")]
     assert tokenizer.decode(pieces) == "   re" and text_of(pieces, tokenizer) == "    re"
+    assert text_of([*pieces, len(tokenizer) + 5], tokenizer) == "    re", "a token of the model alone has no text"

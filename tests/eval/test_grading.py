@@ -344,6 +344,18 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         *((grader, "<think>\n77013? Or", "77013", None, False) for grader in ("exact", "contains", "number")),
         ("number", "</think>It is 77013, as in <think>.", "77013", "77013", True),
         ("number", "</think><think> 77013", "77013", None, False),
+        *(
+            (grader, f"{begin}{text}", "5", "5" if end else None, bool(end))
+            for grader in ("exact", "contains", "number")
+            for begin, marks in (
+                ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+                ("<|channel>thought\n", "<channel|>"),
+                ("[THINK]", "[/THINK]"),
+                ("<seed:think>", "</seed:think>"),
+            )
+            for end, text in ((marks, f"6 or 7?{marks}5"), ("", "5 or"))
+        ),
+        ("exact", "<|channel|>final<|message|>5", "5", "5", True),
         ("number", "3 apples, so 1,204.50 in all.", "1204.5", "1204.50", True),
         ("number", "it is 3-5", "5", "5", True),
         *(("number", f"12 of {text} z", "1070000", "1070000", True) for text in ("1 070 000", "1\u00a0070\u00a0000")),

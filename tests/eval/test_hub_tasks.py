@@ -117,7 +117,8 @@ def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog)
     with pytest.raises(ValueError, match="problems is 0"):
         make_task("aime24", problems=0)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    refused("give its path as --task-source.*: the Hub could not be asked", make_task("aime24").problems)
+    for name, option in (("aime24", "--task-source"), ("gsm8k:shots=1", "--shots-source")):
+        refused(f"give its path as {option}.*: the Hub could not be asked", make_task(name).problems)
     assert "Retrying" not in caplog.text
 
 

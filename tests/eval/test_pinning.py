@@ -17,6 +17,14 @@ def test_samples_without_their_settings_are_refused(tmp_path):
     assert (tmp_path / "samples.jsonl").read_bytes() == before and not (tmp_path / "config.yaml").exists()
 
 
+def test_settings_of_a_run_without_samples_are_replaced(tmp_path):
+    """That of one that failed before its first sample, for want of memory or by its options."""
+    small(tmp_path)
+    edit_samples(tmp_path, lambda rows: [])
+    assert small(tmp_path, seed=1) == small(tmp_path, seed=1)
+    refused("generation.seed was 1 and is 0", small, tmp_path)
+
+
 def with_yarn(model):
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "yarn", "factor": 4.0}
     return model

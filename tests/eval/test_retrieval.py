@@ -88,6 +88,7 @@ def test_the_text_is_named_and_begins_again_at_its_end(tmp_path) -> None:
     short.write_text("One is here. Two is here. " + "and " * 70)
     cut = sentences(text_of(str(short))[1])
     assert cut == ["One is here.", "Two is here.", *["and " * 29 + "and"] * 2, "and " * 9 + "and"]
+    assert list(map(len, sentences("一" * 1200 + "。二！三"))) == [500, 500, 201, 2, 1], "without spaces"
     (problem,) = made("needle:length=300", problems=1, data=str(short))
     assert problem.prompt.count("One is here. Two is here.") >= 2
     named = make_task("needle").options["text"]

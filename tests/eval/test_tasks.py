@@ -41,7 +41,7 @@ def test_mistakes_are_told(name, options, said):
 def test_jsonl(tmp_path):
     path = tmp_path / "mine.jsonl"
     records = [
-        {"question": "1+1?", "answer": 2},
+        {"question": "1+1?", "answer": 2.0},  # as tables with gaps write integers
         {"prompt": "Q: 2+2, boxed\nA:", "answer": "4", "id": "four"},
         {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "u"}], "id": None, "answer": "x"},
     ]

@@ -47,6 +47,14 @@ def test_centres_count_every_query():
         measure_recurrence(model, [[3, 4, 5]], max_new_tokens=1)
 
 
+def test_the_command_takes_prompts_that_ask_for_no_box(tmp_path, capsys):
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "which gives", "answer": "7"}')
+    arguments = ["calibrate", "lazy_eviction", "--task", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "9"]
+    assert main([*arguments, "--out", str(tmp_path / "found")]) == 2
+    assert "give another --grader: exact, contains, number" in capsys.readouterr().err
+    assert main([*arguments, "--out", str(tmp_path / "found"), "--grader", "exact"]) == 0
+
+
 @pytest.mark.parametrize("method", ["lazy_eviction", "tri_attention"])
 def test_the_command(method, tmp_path, capsys):
     target = tmp_path / "found"

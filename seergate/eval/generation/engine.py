@@ -148,7 +148,8 @@ class Generation:
 def text_of(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of tokens, with the space at its beginning that decoders like Llama 2's leave out."""
     text = str(tokenizer.decode(tokens, skip_special_tokens=False))
-    pieces = "".join(tokenizer.convert_ids_to_tokens([int(token) for token in tokens]))
+    # models may have more tokens than their tokenizer, which has no piece for them
+    pieces = "".join(piece or "" for piece in tokenizer.convert_ids_to_tokens([int(token) for token in tokens]))
     spaces = len(pieces) - len(pieces.lstrip("\u2581"))
     return text if text.startswith(" " * spaces) else f" {text}"
 

@@ -23,6 +23,15 @@ from seergate.escaping import visible
 from seergate.eval.grading import confined
 from seergate.json_file import read_json_text
 
+REASONING = {
+    "<think>": "</think>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+    "<|channel>thought": "<channel|>",
+    "<|channel|>analysis": "<|channel|>final<|message|>",
+}
+"""The text before and behind a model's reasoning; the last four are of Seed-OSS, Magistral, Gemma 4 and gpt-oss."""
+
 PROGRAM = "program"
 SECONDS = 10
 """Maximum processor time of a program, the start of Python included."""
@@ -81,9 +90,9 @@ def check_programs_run(allowed: bool) -> None:
 
 
 def final_part(completion: str) -> str:
-    """What a completion says after its reasoning: all behind ``</think>``; nothing if that begins with ``<think>``."""
-    text = completion.rpartition("</think>")[2]
-    return "" if text.lstrip().startswith("<think>") else text
+    """What a completion says after its reasoning (`REASONING`); nothing if it was cut before that."""
+    text = re.split("|".join(map(re.escape, REASONING.values())), completion)[-1]
+    return "" if text.lstrip().startswith(tuple(REASONING)) else text
 
 
 def answered_program(completion: str, gold: str) -> str | None:

@@ -161,9 +161,10 @@ class HubTask:
         import datasets
 
         place = source or self.address
-        unread = f"the problems of {self.name!r} cannot be read from {place}"
+        what, option = ("worked examples", "--shots-source") if split else ("problems", "--task-source")
+        unread = f"the {what} of {self.name!r} cannot be read from {place}"
         if source is None:
-            unread += " (with a copy on disk, give its path as --task-source)"
+            unread += f" (with a copy on disk, give its path as {option})"
         with hub_call(unread, asks=source is None):
             try:
                 if source is not None:
@@ -175,7 +176,7 @@ class HubTask:
                     self.repository, self.config, split=split or self.split, revision=self.revision
                 )
             except StopIteration as error:  # how `datasets` reports an empty file
-                raise SeergateError(f"the problems of {self.name!r} are missing: {place} is empty") from error
+                raise SeergateError(f"the {what} of {self.name!r} are missing: {place} is empty") from error
 
 
 def _local_format(source: str) -> str:
@@ -195,10 +196,9 @@ def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
 
 def _aime(record: dict[str, Any], number: int) -> Problem:
     answer = as_text("answer", record["answer"]).strip()
-    whole = answer.removesuffix(".0") if isinstance(record["answer"], float) else answer  # gaps make a column float
-    if not (whole.isascii() and whole.isdigit()):
+    if not (answer.isascii() and answer.isdigit()):
         raise ValueError(f"'answer' is {record['answer']!r}; it must be an integer, as all answers of AIME are")
-    return _math(words(record, "problem"), str(int(whole)), number, record)
+    return _math(words(record, "problem"), str(int(answer)), number, record)
 
 
 def _math500(record: dict[str, Any], number: int) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
@@ -22,7 +23,12 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: 
             "this model's tokenizer has no chat template, so the task's messages cannot be put to it; base models can "
             "continue a text: gsm8k:shots=4, math500:shots=4, humaneval:chat=false"
         )
-    return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
+    try:
+        return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
+    except TemplateError as error:
+        raise SeergateError(
+            f"the model's chat template refuses the messages of problem {problem.problem_id}: {error}"
+        ) from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

@@ -44,6 +44,8 @@ CUT = 32
 """Spare tokens of a piece of a long text, because it may have fewer tokens when it is tokenised alone."""
 LONGEST = 30
 """Maximum words of a sentence; a longer one, which may be a table, is cut into parts of this length."""
+LONGEST_TEXT = 500
+"""Maximum characters of such a part: some scripts have no spaces."""
 TOKENS_PER_ANSWER = 12
 """Estimated tokens of a number, a name or a key, and of the words between two of them."""
 
@@ -314,10 +316,11 @@ def _text(data: str | None) -> tuple[Callable[[], list[str]], dict[str, str]]:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, none longer than `LONGEST` words."""
-    each = re.split(r"(?<=[.!?:])\s+", " ".join(text.split()))
+    """The sentences of a text, none longer than `LONGEST` words or `LONGEST_TEXT` characters."""
+    each = re.split(r"(?<=[.!?:])\s+|(?<=[。！？])\s*", " ".join(text.split()))
     words = (sentence.split() for sentence in each)
-    return [" ".join(some[i : i + LONGEST]) for some in words for i in range(0, len(some), LONGEST)]
+    parts = (" ".join(some[i : i + LONGEST]) for some in words for i in range(0, len(some), LONGEST))
+    return [part[i : i + LONGEST_TEXT] for part in parts for i in range(0, len(part), LONGEST_TEXT)]
 
 
 def _from(every: Sequence[str], random: Random) -> Callable[[int], list[str]]:

@@ -112,7 +112,7 @@ def as_text(field: str, value: object) -> str:
     number = is_number(value) and math.isfinite(value)
     if not number and not isinstance(value, str):
         raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
-    return str(value)
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)  # 5.0, from a table with gaps
 
 
 def words(record: dict[str, Any], field: str) -> str:
