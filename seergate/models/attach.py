@@ -250,6 +250,9 @@ def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
     kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         tags["one-way layers"] = f"layers of kind {', '.join(stuck)}"
-    if any(families.rope_kind(config, each) == "other" for _, each in families.full_attention_modules(model)):
+    modules = [attention for _, attention in families.full_attention_modules(model)]
+    if any(families.rope_kind(config, each) == "other" for each in modules):
         tags["own rope"] = config.model_type
+    if any(map(families.is_shared, modules)):
+        tags["shared keys"] = config.model_type
     return tags

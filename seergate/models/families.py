@@ -244,6 +244,11 @@ def rope_kind(config: Any, attention: Any) -> RopeKind:
     return "plain"
 
 
+def is_shared(attention: Any) -> bool:
+    """True if later layers read the keys and values of this one (Gemma 4)."""
+    return bool(getattr(attention, "store_full_length_kv", False))
+
+
 def head_dim_of(model: PreTrainedModel) -> int:
     """Head dimension of the layers that can be gated."""
     return int(full_attention_modules(model)[0][1].head_dim)  # type: ignore[arg-type]
