@@ -250,9 +250,9 @@ def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
     kinds = {families.layer_type(config, layer) for layer in range(config.num_hidden_layers)}
     if stuck := sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"}):
         tags["one-way layers"] = f"layers of kind {', '.join(stuck)}"
-    modules = [attention for _, attention in families.full_attention_modules(model)]
-    if any(families.rope_kind(config, each) == "other" for each in modules):
+    if any(families.rope_kind(config, each) == "other" for _, each in families.full_attention_modules(model)):
         tags["own rope"] = config.model_type
-    if any(map(families.is_shared, modules)):
+    sharers = (i for i, each in families.attention_modules(model) if getattr(each, "is_kv_shared_layer", False))
+    if any(families.has_full_attention(config, layer) for layer in sharers):
         tags["shared keys"] = config.model_type
     return tags

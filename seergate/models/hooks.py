@@ -440,7 +440,7 @@ class LayerBinding:
             )
         if static_length is not None:
             refuse({handle.storage.tag: handle.storage.tag, "static": "static"})
-        shared, method = families.is_shared(self.attention), handle.method
+        shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
         compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
         anchor = method.anchor_of(self.layer)

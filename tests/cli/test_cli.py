@@ -225,6 +225,9 @@ def test_doctor(seergate, saved, tmp_path, model, said):
     done = seergate("doctor", "--model", model or saved)
     assert done.returncode == 0 and all(word in done.stdout for word in said), done.stderr
     assert "SEERGATE_BACKEND" not in done.stdout
+    one_head = '{"model_type": "gemma4_text", "attention_k_eq_v": true, "num_global_key_value_heads": 1}'
+    (tmp_path / "config.json").write_text(one_head)
+    assert "8 query heads on 1 KV heads" in seergate("doctor", "--model", str(tmp_path)).stdout
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     done = seergate("doctor", "--model", str(tmp_path))
     assert done.returncode == 2 and "multi-head latent attention" in done.stderr and "Traceback" not in done.stderr
