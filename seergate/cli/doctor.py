@@ -107,7 +107,7 @@ def _judge(name: str) -> None:
     from seergate.distill.config import load_train_config
     from seergate.distill.estimate import architecture
     from seergate.errors import SeergateError
-    from seergate.models.families import family_of, has_full_attention
+    from seergate.models.families import family_of, has_full_attention, kv_heads_of
     from seergate.models.names import model_path
 
     path = model_path(name)
@@ -117,7 +117,7 @@ def _judge(name: str) -> None:
     gated = [i for i in range(text.num_hidden_layers) if has_full_attention(text, i)]
     if not gated:
         raise SeergateError(f"no layer of {path} has full attention, so there is nothing to make sparse")
-    heads, kv_heads = text.num_attention_heads, text.num_key_value_heads
+    heads, kv_heads = text.num_attention_heads, kv_heads_of(text, gated[0])
     print(
         f"{path}: supported. {text.model_type}, {len(gated)} of {text.num_hidden_layers} layers can be gated, "
         f"{heads} query heads on {kv_heads} KV heads."

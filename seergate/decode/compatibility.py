@@ -8,7 +8,8 @@ Tags describe the combined parts; error messages name them. Parts with both tags
 | method | `selecting`, `evicting`, `dense` (reads all it keeps); `moves keys` if it re-positions them; |
 | | `query heads apart` if the query heads of a group read different blocks |
 | correction | `rectified`; `rectified past a block` |
-| model | `one-way layers`, `one-way cache` (not croppable); `own rope` (not one of the common forms) |
+| model | `one-way layers`, `one-way cache` (not croppable); `own rope` (not one of the common forms); |
+| | `shared keys` if later layers read the keys and values of a gated layer |
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ REFUSED: dict[tuple[str, str], str] = {
     ("offloaded", "query heads apart"): "{1} cannot be offloaded: blocks are fetched for each KV head",
     ("paged", "rectified"): "{1} needs an ordinary cache; leave storage= out",
     ("evicting", "rectified"): "{0} evicts, and {1} needs all tokens; leave the correction out",
+    (
+        "evicting",
+        "shared keys",
+    ): "{0} takes tokens out of the cache that later layers of this {1} model read; use a method that selects blocks",
     ("dense", "rectified"): "{0} reads everything it keeps, so there is nothing that {1} could correct; leave it out",
     (
         "rectified",

@@ -252,4 +252,7 @@ def tags_of_model(model: PreTrainedModel) -> dict[str, str]:
         tags["one-way layers"] = f"layers of kind {', '.join(stuck)}"
     if any(families.rope_kind(config, each) == "other" for _, each in families.full_attention_modules(model)):
         tags["own rope"] = config.model_type
+    sharers = (i for i, each in families.attention_modules(model) if getattr(each, "is_kv_shared_layer", False))
+    if any(families.has_full_attention(config, layer) for layer in sharers):
+        tags["shared keys"] = config.model_type
     return tags

@@ -231,6 +231,12 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
     }
 
 
+def kv_heads_of(config: Any, layer: int) -> int | None:
+    """The number of KV heads of a layer by the configuration, which may have one per layer; ``None`` if unknown."""
+    own = config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
+    return getattr(own, "num_key_value_heads", None)
+
+
 def rope_kind(config: Any, attention: Any) -> RopeKind:
     """How a layer's cached keys follow from its hooked keys: by RoPE, unchanged, or in another way; see `Rotary`."""
     if config.model_type == "cohere2":  # rotates in its sliding-window layers only
@@ -253,7 +259,7 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
     """The geometry that gates for this model must have. Refuses KV heads that do not divide the query heads."""
     base = text_config(model)
     modules = full_attention_modules(model)
-    heads, kv_heads = base.num_attention_heads, getattr(base, "num_key_value_heads", None)
+    heads, kv_heads = base.num_attention_heads, kv_heads_of(base, modules[0][0])
     if kv_heads and heads % kv_heads:  # transformers rounds down, then fails in the forward pass
         raise SeergateError(
             f"num_attention_heads is {heads} and num_key_value_heads is {kv_heads}; the first must be a multiple of "

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from seergate.checks import check_one_of
 from seergate.config import GateConfig, check_recipe
 from seergate.errors import SeergateError
 from seergate.gates import Gates, push_adapter, save_adapter
+from seergate.gates.bank import DTYPES
 from seergate.hub import only_commit
 from seergate.models.families import check_gates, gate_geometry, head_dim_of
 from seergate.models.published import load_gates
@@ -69,10 +71,15 @@ class GateBank(Gates):
                 in `huggingface_hub`.
 
         Raises:
-            SeergateError: if the source is missing or damaged, or a tensor is missing, unexpected or of wrong shape.
+            SeergateError: if the source is missing or damaged, a tensor is missing, unexpected or of wrong shape, or a
+                number overflows in the dtype.
+            ValueError: for a dtype that gates cannot have.
         """
+        if dtype is not None:
+            check_one_of("dtype", dtype, DTYPES)
         source = str(pretrained_model_name_or_path)
-        bank = load_gates(cls, source, **hub).to(device=device, dtype=dtype)
+        bank = load_gates(cls, source, **hub)
+        bank = (bank if dtype is None else bank.cast(dtype)).to(device=device)
         bank.source = source
         return bank
 

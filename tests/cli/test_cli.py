@@ -191,6 +191,9 @@ def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
 def test_doctor(saved, tmp_path, model, said):
     output = output_of("doctor", "--model", model or saved)
     assert all(word in output for word in said) and "SEERGATE_BACKEND" not in output
+    one_head = '{"model_type": "gemma4_text", "attention_k_eq_v": true, "num_global_key_value_heads": 1}'
+    (tmp_path / "config.json").write_text(one_head)
+    assert "8 query heads on 1 KV heads" in output_of("doctor", "--model", str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     assert "multi-head latent attention" in refusal(run_seergate("doctor", "--model", str(tmp_path)))
 

@@ -100,6 +100,12 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
     assert "_prefill" not in vars(base)
 
 
+SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4} | {
+    "layer_types": ["sliding_attention", "full_attention"] * 2
+}
+"""A Gemma 4 whose last layers read the keys of earlier ones."""
+
+
 def attempts():
     """Tags -> what is attached, to what, and the cache that is used."""
     small, rectified = {"block_size": BLOCK, "token_budget": 2 * BLOCK}, {"correction": Rectify(4)}
@@ -114,6 +120,7 @@ def attempts():
         ("offloaded", "rectified"): ("qwen3", "oracle", {**small, **offloaded, **rectified}),
         ("paged", "rectified"): ("qwen3", "oracle", {**small, **paged, **rectified}),
         ("evicting", "rectified"): ("qwen3", "snapkv", rectified),
+        ("evicting", "shared keys"): ("gemma4_text", "kv4bit", {}),
         ("dense", "rectified"): ("qwen3", "dense", rectified),
         ("rectified", "one-way layers"): ("qwen3_5_text", "oracle", {**small, **rectified}),
         ("rectified", "one-way cache"): ("gemma3_text", "oracle", {**small, **rectified}),
@@ -132,7 +139,7 @@ def test_every_row_of_the_table_is_reached():
 def test_what_does_not_go_together(pair):
     """Refused for the reason that the table gives, and the model is left as it was."""
     family, method, options = attempts()[pair]
-    model = tiny_model(family)
+    model = tiny_model(family, **SHARED if pair[1] == "shared keys" else {})
     if method == "gate":
         method, options = gates(model), {**options, "token_budget": 2 * BLOCK}
     start = REFUSED[pair].split("{")[0] or REFUSED[pair].split("}")[1].split("{")[0]
@@ -299,8 +306,7 @@ def test_pages_of_transformers_are_said_to_be_dense(model):
 
 def test_layers_that_read_the_keys_of_a_gated_layer(model):
     """Gemma 4: the last layers have no keys of their own; one row is padded."""
-    kinds = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
-    shared = tiny_model("gemma4_text", **kinds, num_kv_shared_layers=2, hidden_size_per_layer_input=8)
+    shared = tiny_model("gemma4_text", **SHARED)
     batch = left_padded([prompt(40), prompt(33, 1)])
     want = shared.generate(**batch, max_new_tokens=6)
     with seergate.attached(shared, "quest", token_budget=4096, block_size=4) as handle:
@@ -309,6 +315,10 @@ def test_layers_that_read_the_keys_of_a_gated_layer(model):
     with seergate.attached(shared, "quest", token_budget=16, block_size=4, dense_layers=()) as handle:
         shared.generate(**batch, max_new_tokens=6)
         assert handle.stats()["density"] < 0.6
+    alone = tiny_model("gemma4_text")  # no layer reads what its last full layer offers, so tokens may be evicted
+    want = alone.generate(**batch, max_new_tokens=6)
+    with seergate.attached(alone, "h2o"):
+        assert torch.equal(alone.generate(**batch, max_new_tokens=6), want)
 
 
 def test_what_a_failed_pass_leaves_is_released_by_the_next_and_not_copied(model):

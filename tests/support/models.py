@@ -61,10 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {},
     "qwen2_moe": _MOE | {"shared_expert_intermediate_size": 32, "decoder_sparse_step": 1},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
-    # its full layers have wider heads than its sliding ones
+    # its full layers have wider and fewer KV heads than its sliding ones, and keys as values
     "gemma4_text": _SLIDING
-    | {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
-    | {"vocab_size_per_layer_input": VOCABULARY},
+    | {"global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY},
     "qwen3_5_text": _LINEAR,
 }
 
