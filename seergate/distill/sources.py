@@ -29,6 +29,7 @@ CHAIN_SUM_PROBLEMS = 2000
 """Number of problems of `chain_sum` if ``data_limit`` is not given."""
 
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".arrow": "arrow"}
+COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
 
 HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)")
 """Pattern of names of files and folders with evaluation data."""
@@ -129,8 +130,11 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
 
         return _limited(load_from_disk(str(path)), config.data_limit)
     suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
-    files = sorted(p for p in path.rglob("*") if p.suffix in suffixes) if path.is_dir() else [path]
-    if not files or files[0].suffix not in suffixes:
+    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    if packed := [file for file in inside if file.suffix in COMPRESSED and Path(file.stem).suffix in suffixes]:
+        raise SeergateError(f"{packed[0]} is compressed and would not be read; decompress it")
+    files = [file for file in inside if file.suffix in suffixes]
+    if not files:
         raise SeergateError(f"{path} holds no data: it must be a file, or hold files, of type {', '.join(suffixes)}")
     aside = [file for file in files if HELD_OUT_NAMES.search(str(file.relative_to(path)))] if path.is_dir() else []
     if aside:

@@ -127,6 +127,7 @@ def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(data_config:
         ("bad.parquet", b"PAR1 no parquet", "cannot be read"),
         ("bad.json", b'[{"messages": ', "begins like a JSON list"),
         ("notes.txt", b"hello", "holds no data"),
+        ("a.jsonl.gz", b"\x1f\x8b", "is compressed"),
     ],
 )
 def test_a_missing_or_broken_file_is_refused(
@@ -137,3 +138,11 @@ def test_a_missing_or_broken_file_is_refused(
     with pytest.raises(SeergateError, match=why) as caught:
         prepare_data(replace(data_config, data=str(tmp_path / name)), byte_tokenizer(TEMPLATES["plain"]))
     assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_compressed_file_of_a_folder_is_not_left_out_in_silence(data_config: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.jsonl", [chat("<think>I think</think>1")])
+    (tmp_path / "rows" / "b.jsonl.gz").write_bytes(b"\x1f\x8b")
+    with pytest.raises(SeergateError, match=r"b\.jsonl\.gz is compressed and would not be read"):
+        prepare_data(replace(data_config, data=str(tmp_path / "rows")), byte_tokenizer(TEMPLATES["plain"]))
