@@ -143,6 +143,8 @@ def test_our_own_gates_in_the_published_format(tmp_path):
     assert not bank.geometry.mismatches(again.geometry)
     bank.geometry = replace(bank.geometry, attention_scaling=1.2)  # trained with --rope-scaling
     refused("not what these gates were trained on: the model's RoPE", export_published, bank, tmp_path / "other")
+    bank.decode_defaults = {"dense_layers": [1]}
+    refused(r"cannot use these gates: dense_layers is \[1\] by default", export_published, bank, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
