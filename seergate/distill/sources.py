@@ -180,10 +180,9 @@ def _table_rows(file: Path) -> Iterator[dict[str, str]]:
         # Streaming reads the file in place; the default would copy it into a cache first.
         place = glob.escape(str(file))  # `datasets` reads names as patterns
         kind = TABLE_SUFFIXES[file.suffix]
-        size = (
-            {"batch_size": 1000} if kind == "parquet" else {}
-        )  # the default is the rows of the first part, even none
-        rows = load_dataset(kind, data_files=place, split="train", streaming=True, **size)
+        # By default, Parquet's batch has as many rows as the file's first part, which may be none.
+        options = {"batch_size": 1000} if kind == "parquet" else {}
+        rows = load_dataset(kind, data_files=place, split="train", streaming=True, **options)
         yield from map(_as_json, rows)
     except (pyarrow.ArrowException, DatasetGenerationError, OSError, ValueError) as error:  # ValueError: of a type
         raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error
