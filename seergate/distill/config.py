@@ -24,7 +24,7 @@ from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES
 from seergate.models.names import locate, preset_of
 from seergate.options import Parser, add_options, as_text, option
-from seergate.paths import HUB_ID, exists, shipped
+from seergate.paths import HUB_ID, exists, is_local_model, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -453,6 +453,11 @@ def _check_names(names: Iterable[str], where: str = "") -> None:
             raise SeergateError(f"{where}{name!r} is not an option of training; {did_you_mean(str(name), options)}")
 
 
+def _expanded(value: Any) -> Any:
+    """Replace a leading ``~/`` by the home directory, as shells do, but not in files and after ``--output-dir=``."""
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
+
+
 def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
     """Return the configuration of a run: the recipe's defaults, overridden by the preset, then by ``overrides``.
 
@@ -465,10 +470,10 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         SeergateError: if the model is none of these (the message suggests a preset), or an option is unknown.
         ValueError: if an option is out of range.
     """
-    overrides = dict(overrides or {})
+    overrides = {name: value if name == "data" else _expanded(value) for name, value in (overrides or {}).items()}
     if model is None:
         model = overrides.get("model", DEFAULT_PRESET)
-    model = os.fspath(model) if isinstance(model, os.PathLike) else model
+    model = _expanded(os.fspath(model) if isinstance(model, os.PathLike) else model)
     preset = preset_of(model)
     values: dict[str, Any] = {"model": model} if preset is None else read_options(preset)
     overrides.pop("model", None)
@@ -486,4 +491,9 @@ def locate_model(config: TrainConfig) -> TrainConfig:
     """Resolve ``model`` to a name for `load_base`; raise `SeergateError` if it or ``chat_template`` does not exist."""
     if config.chat_template is not None and not Path(config.chat_template).is_file():
         raise SeergateError(f"chat_template is {config.chat_template!r}; it must be a .jinja file that exists")
-    return replace(config, model=locate(config.model))
+    located = replace(config, model=locate(config.model))
+    if config.revision is not None and is_local_model(located.model):
+        raise SeergateError(
+            f"revision is {config.revision!r}, but {config.model} lies on this machine; it must be left out"
+        )
+    return located

@@ -57,7 +57,7 @@ def texts(paths: Sequence[Path]) -> Iterator[str]:
 def windows(text: str, size: int) -> Iterator[str]:
     """Yield parts of at least ``size`` characters that begin and end between words; the remainder is dropped."""
     part, length = list[str](), 0
-    for match in re.finditer(r"\S+\s*", text):
+    for match in re.finditer(r"\S{1,200}\s*", text):  # Chinese has no spaces
         part.append(match[0])
         length += len(match[0])
         if length >= size:
@@ -75,6 +75,12 @@ def value(rng: random.Random) -> str:
     return "".join(rng.choices("ABCDEFGHJKLMNPRSTUVWXYZ23456789", k=6))
 
 
+def _next_space(text: str, at: int) -> int:
+    """Return the place of the first space from ``at`` on; ``at`` if none is near, as in Chinese."""
+    place = text.find(" ", at, at + 200)
+    return at if place < 0 else place
+
+
 def with_facts(text: str, rng: random.Random) -> str:
     """Return the first 64 % of a text, with facts in the first half and repetitions in the second, about as long as
     the text. A text of 16,000 characters gets 24 facts and 90 repetitions, shorter texts fewer.
@@ -86,7 +92,7 @@ def with_facts(text: str, rng: random.Random) -> str:
     places += [(rng.uniform(0.52, 0.99), 1, rng.choice(facts)) for _ in range(len(text) // 178)]
     parts, at = [], 0
     for share, which, (name, given, wordings) in sorted(places):
-        end = max(at, filler.find(" ", int(share * len(filler))))
+        end = max(at, _next_space(filler, int(share * len(filler))))
         parts += [filler[at:end], "\n", wordings[which].format(name=name, value=given), "\n"]
         at = end
     return "".join([*parts, filler[at:]])
@@ -98,7 +104,7 @@ def with_quotes(text: str, rng: random.Random) -> str:
     parts, length = [first], len(first)
     while length < size:
         count = min(rng.randint(100, 360), len(first) - 1)
-        begin = first.find(" ", rng.randrange(len(first) - count))
+        begin = _next_space(first, rng.randrange(len(first) - count))
         parts.append(f'\n\nAs quoted above: "{first[begin + 1 : begin + count]}"')
         length += len(parts[-1])
     return "".join(parts)

@@ -142,7 +142,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
             f"{path} holds {aside[0].relative_to(path)}, which by its name is not to be trained on; name the files, "
             "or a folder of them, that are"
         )
-    stamps = tuple((str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return _copied(config.data, _file_rows, cache, files=stamps, limit=config.data_limit)
 
 
@@ -183,9 +183,12 @@ def _table_rows(file: Path) -> Iterator[dict[str, str]]:
     try:
         # Streaming reads the file in place; the default would copy it into a cache first.
         place = glob.escape(str(file))  # `datasets` reads names as patterns
-        rows = load_dataset(TABLE_SUFFIXES[file.suffix], data_files=place, split="train", streaming=True)
+        kind = TABLE_SUFFIXES[file.suffix]
+        # By default, Parquet's batch has as many rows as the file's first part, which may be none.
+        options = {"batch_size": 1000} if kind == "parquet" else {}
+        rows = load_dataset(kind, data_files=place, split="train", streaming=True, **options)
         yield from map(_as_json, rows)
-    except (pyarrow.ArrowException, DatasetGenerationError, OSError) as error:
+    except (pyarrow.ArrowException, DatasetGenerationError, OSError, ValueError) as error:  # ValueError: of a type
         raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error
 
 

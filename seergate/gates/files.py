@@ -112,7 +112,7 @@ def written(out: Path) -> Iterator[Path]:
 def read_card(directory: Path) -> str | None:
     """The README of a directory, or ``None``."""
     card = directory / CARD_FILE
-    return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+    return card.read_text(encoding="utf-8-sig", errors="replace") if card.is_file() else None
 
 
 def read_json(path: Path) -> Any:

@@ -75,7 +75,8 @@ def portable_base(name: str | None) -> str | None:
     """
     if name is None or not is_local_model(name):
         return name
-    return shipped_name(name) or str(Path(name).resolve())
+    path = Path(name)  # a GGUF file in the Hub's cache is a link to a file without that suffix
+    return shipped_name(name) or str(path.resolve() if path.is_dir() else path.parent.resolve() / path.name)
 
 
 def _warn_of_unknown(values: dict[str, Any], known_keys: set[str], where: str) -> None:

@@ -20,7 +20,6 @@ from seergate.errors import SeergateError, first_line
 from seergate.gates import Gates, fetch
 from seergate.gates import files as adapter_files
 from seergate.gates.files import read_json, write_json, written
-from seergate.gates.geometry import ModelGeometry
 from seergate.models.families import gate_geometry
 from seergate.models.loading import base_config, skeleton
 from seergate.paths import is_hub_id
@@ -100,7 +99,7 @@ def read_published(kind: type[G], directory: Path, source: str | os.PathLike[str
 def export_published(bank: Gates, directory: str | os.PathLike[str]) -> Path:
     """Write gates in the published format; raise `SeergateError` if they do not fit it, or to overwrite a model."""
     gate, geometry = bank.config, bank.geometry
-    _check_exportable(gate, geometry)
+    _check_exportable(bank)
     recorded = bank.training_record.get(_RECORD)
     if isinstance(recorded, dict):
         config = dict(recorded)
@@ -217,7 +216,8 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
     kept = {key: value for key, value in config.items() if key not in dropped and not key.startswith("seerattn_")}
     scaling, theta = kept.pop("rope_scaling", None) or {}, kept.pop("rope_theta", None)
     if theta is not None:  # as transformers 5 has it
-        kept["rope_parameters"] = {"rope_type": "default", **scaling, "rope_theta": theta}
+        kind = scaling.get("type", "default")  # the older name of "rope_type"
+        kept["rope_parameters"] = {"rope_type": kind, **scaling, "rope_theta": theta}
     try:
         return skeleton(AutoConfig.for_model(config.get("model_type"), **kept))
     except SeergateError as error:
@@ -226,7 +226,8 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
         raise SeergateError(f"{where}: no model can be built from it: {first_line(error)}") from error
 
 
-def _check_exportable(gate: GateConfig, geometry: ModelGeometry) -> None:
+def _check_exportable(bank: Gates) -> None:
+    gate, geometry, dense = bank.config, bank.geometry, bank.decode_defaults.get("dense_layers")
     q_poolings, layers = _Q_POOLINGS.values(), len(geometry.layers)
     in_order = tuple(kind for kind in POOLINGS if kind in gate.k_pooling)
     needs = (
@@ -244,6 +245,7 @@ def _check_exportable(gate: GateConfig, geometry: ModelGeometry) -> None:
         ),
         (geometry.num_layers in (None, layers), f"only {layers} of {geometry.num_layers} layers have gates"),
         (gate.sink_blocks == 0, f"sink_blocks is {gate.sink_blocks} (they have none)"),
+        (not dense, f"dense_layers is {dense} by default (the format cannot hold it)"),
     )
     if problems := [problem for holds, problem in needs if not holds]:
         raise SeergateError(f"the published code cannot use these gates: {'; '.join(problems)}")

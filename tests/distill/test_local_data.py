@@ -1,5 +1,6 @@
 """Data that lies on this machine: formats, splits, what is refused and what is counted."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,9 @@ def test_every_local_format_gives_the_same_samples(data_config: TrainConfig, tmp
     dataset.save_to_disk(str(tmp_path / "disk"))
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "a.jsonl", rows[:9])
-    write(tmp_path / "folder" / "b.jsonl", rows[9:])
+    dataset.select(range(9, 20)).to_parquet(str(tmp_path / "blob"))
+    (tmp_path / "folder" / "b.parquet").symlink_to(tmp_path / "blob")  # as in the Hub's cache
+    dataset.select([]).to_parquet(str(tmp_path / "folder" / "c.parquet"))  # as Spark writes
     expected = prepare_data(data_config, tokenizer)
     for name in ("rows.json", "rows.parquet", "disk", "folder", "disk/data-00000-of-00001.arrow"):
         data = prepare_data(replace(data_config, data=str(tmp_path / name)), tokenizer)
@@ -119,10 +122,20 @@ def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(data_config:
     assert report.samples == 8 and report.malformed == {"a turn with two different reasonings": 1}
 
 
+def _with_a_map() -> bytes:
+    import pyarrow
+    from pyarrow import parquet
+
+    maps = pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    parquet.write_table(pyarrow.table({"text": ["some text"], "about": maps}), file := io.BytesIO())
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "why"),
     [
         ("none.jsonl", None, "does not exist$"),
+        ("map.parquet", _with_a_map(), "cannot be read: Arrow type map<"),
         ("a.jsonl,b", None, "does not exist; several sources need a share each"),
         ("bad.parquet", b"PAR1 no parquet", "cannot be read"),
         ("bad.json", b'[{"messages": ', "begins like a JSON list"),

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from seergate.distill.long_text import FACTS, referring_back, with_facts
+from seergate.distill.long_text import FACTS, referring_back, windows, with_facts, with_quotes
 
 WORDS = "some words of a text that says nothing in particular and goes on and on".split()  # noqa: SIM905
 
@@ -36,6 +36,17 @@ def test_every_repetition_is_of_a_fact_stated_far_before_it(characters: int, fac
         assert place > last and (name, value) in {(n, v) for _, n, v in stated}
     if characters >= 4_000:  # a pack that is cut at the window's length still has its repetitions
         assert 0.8 * characters < len(text) <= 1.1 * characters
+
+
+def test_texts_without_spaces() -> None:
+    chinese = "".join(random.Random(0).choices("天地玄黃宇宙洪荒日月盈昃辰宿列張", k=20_000))
+    parts = list(windows(chinese, 4_000))
+    assert [len(part) for part in parts] == [4_000] * 5
+    text = with_facts(parts[0], random.Random(1))
+    stated, repeated = ([place for place, *_ in mentions(text, which)] for which in (0, 1))
+    assert max(stated) < min(repeated) and max(repeated) > 0.9 * len(text) and min(repeated) > 0.4 * len(text)
+    quotes = re.findall('As quoted above: "(.*)"', with_quotes(parts[0], random.Random(1)))
+    assert len(set(quotes)) == len(quotes) > 3
 
 
 def test_of_six_texts_four_have_facts_and_one_quotes() -> None:

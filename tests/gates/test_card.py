@@ -117,7 +117,7 @@ def test_an_owners_text_stays(bank, tmp_path):
 def test_an_owners_metadata_stays_as_written(bank, tmp_path):
     """``no`` is Norwegian and 1.10 a version; YAML 1.1 reads False, 1.1 and 45000."""
     written = 'language: no\nversion: 1.10\ninference: false\nat: 12:30:00\nname: "yes"\non: 1\n<<: {a: b}\n'
-    (tmp_path / "README.md").write_text(f"---\n{written}tags:\n- no\n---\nMine.\n")
+    (tmp_path / "README.md").write_text(f"---\n{written}tags:\n- no\n---\nMine.\n", encoding="utf-8-sig")  # as Windows
     text = saved(bank, tmp_path)
     assert written in text and "- 'no'\n" in text and saved(bank, tmp_path) == text
 

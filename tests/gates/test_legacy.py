@@ -143,13 +143,16 @@ def test_our_own_gates_in_the_published_format(tmp_path):
     assert not bank.geometry.mismatches(again.geometry)
     bank.geometry = replace(bank.geometry, attention_scaling=1.2)  # trained with --rope-scaling
     refused("not what these gates were trained on: the model's RoPE", export_published, bank, tmp_path / "other")
+    bank.decode_defaults = {"dense_layers": [1]}
+    refused(r"cannot use these gates: dense_layers is \[1\] by default", export_published, bank, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
 
-def test_scaled_rope_comes_along(published):
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
-    set_entries(published / CONFIG, {"rope_scaling": yarn})
-    geometry, rope = GateBank.from_pretrained(published).geometry, {**yarn, "rope_theta": 1e6}
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_scaled_rope_comes_along(key, published):
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 1024}
+    set_entries(published / CONFIG, {"rope_scaling": {**yarn, key: "yarn"}})
+    geometry, rope = GateBank.from_pretrained(published).geometry, {**yarn, "rope_type": "yarn", "rope_theta": 1e6}
     model = tiny_model("qwen3", head_dim=128, rope_parameters=rope, max_position_embeddings=40960)
     expected = GateBank.for_model(model, GateConfig()).geometry
     assert geometry.attention_scaling == expected.attention_scaling != 1.0

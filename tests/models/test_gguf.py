@@ -160,6 +160,10 @@ def test_gates_name_the_file_and_find_it_again(file: Path, tmp_path: Path, monke
         assert model.config.name_or_path == str(file)
     assert answers[0] == answers[1] == answers[2]
     assert str(file) in output_of("info", "gates")
+    (tmp_path / "blob").write_bytes(file.read_bytes())
+    (linked := tmp_path / "linked.gguf").symlink_to(tmp_path / "blob")  # as in the Hub's cache
+    GateBank.for_model(load_base(linked), GateConfig(8, 16)).save_pretrained("linked")
+    assert seergate.load("linked", token_budget=16).config.name_or_path == str(linked)
     # The model as transformers reads it remembers its directory only, in which there is one GGUF file.
     theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
     GateBank.for_model(theirs, GateConfig(8, 16)).save_pretrained("others")
