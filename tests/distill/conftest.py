@@ -75,6 +75,12 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
+def plain() -> PreTrainedTokenizerFast:
+    """The plain chat markup."""
+    return byte_tokenizer(PLAIN)
+
+
+@pytest.fixture
 def data_config(tmp_path: Path) -> TrainConfig:
     """A run on a local file, with its own token cache."""
     options = {"recipe": "paper", "data": str(tmp_path / "rows.jsonl"), "max_length": 1024, "block_size": 8}
