@@ -12,7 +12,8 @@ from tests.decode.test_decode import BLOCK, gates
 from tests.gates.conftest import attention_calls, queries_and_keys
 from tests.support.models import prompt, tiny_model
 
-LENGTHS = (40, 61)
+LENGTHS, ENDS = (40, 61), torch.tensor([0, 40, 101], dtype=torch.int32)
+IDS = torch.cat([prompt(length, length) for length in LENGTHS], 1)
 
 
 @pytest.fixture(scope="module")
@@ -20,18 +21,12 @@ def deep():
     return tiny_model("qwen3", num_hidden_layers=4).double()
 
 
-def pack():
-    ids = torch.cat([prompt(length, length) for length in LENGTHS], 1)
-    return ids, torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-
-
 def losses_by_hand(model, bank, source):
     """Layer -> the KL from its target of the gate of ``source[layer]``, with queries and keys of the gate's layer."""
-    ids, ends = pack()
-    calls, losses = attention_calls(model, ids.split(LENGTHS, 1)), {}
+    calls, losses = attention_calls(model, IDS.split(LENGTHS, 1)), {}
     for layer, anchor in source.items():
         each = *queries_and_keys(calls[layer]), *queries_and_keys(calls[anchor], bank.gate(anchor))
-        losses[layer] = reference.gate_kl(*each, ends, BLOCK, row_start=0.5, sm_scale=calls[layer][0].sm_scale)[0]
+        losses[layer] = reference.gate_kl(*each, ENDS, BLOCK, row_start=0.5, sm_scale=calls[layer][0].sm_scale)[0]
     return losses
 
 
@@ -41,8 +36,7 @@ def losses_by_hand(model, bank, source):
 def test_loss_and_gradients_are_those_of_all_layers_served(deep, anchors, source):
     bank = gates(deep).with_anchors(anchors).double()
     served = {layer: gate for layer, gate in enumerate(source) if gate is not None}
-    ids, ends = pack()
-    (out,) = distill_steps([DistillSpec(bank, recall_budgets=(2 * BLOCK,))], deep, ids, ends)
+    (out,) = distill_steps([DistillSpec(bank, recall_budgets=(2 * BLOCK,))], deep, IDS, ENDS)
     gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
     want = losses_by_hand(deep, bank, served)
     torch.testing.assert_close(out.loss, (sum(want.values()) / len(want)).float(), rtol=1e-5, atol=1e-6)
@@ -57,8 +51,7 @@ def test_gates_of_every_layer_learn_from_their_own(deep):
     """Whatever anchors they decode with by default."""
     bank = gates(deep).double()
     named = bank.derived(decode_defaults={"anchors": [0]})
-    ids, ends = pack()
-    plain, anchored = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, ids, ends)
+    plain, anchored = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, IDS, ENDS)
     assert torch.equal(plain.loss, anchored.loss) and torch.equal(plain.kl_per_layer, anchored.kl_per_layer)
 
 
