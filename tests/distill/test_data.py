@@ -162,8 +162,9 @@ def test_a_template_that_refuses_the_probe_is_one_that_cannot_be_used() -> None:
 
 
 def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, tokenizer):
-    good = [chat(f"<think>step {i}</think>{i}") for i in range(3)]
-    user = {"role": "user", "content": "?"}
+    user, twice = {"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>I think</think>1"}
+    good = [*(chat(f"<think>step {i}</think>{i}") for i in range(2))]
+    good.append({"messages": [user, twice | {"reasoning_content": "I think"}]})
     bad: dict[str, list[Any]] = {
         "not JSON": ['{"messages": [\n', "\x00\ufffd\n"],
         "not a record": [[1, 2], None, 7],
@@ -183,22 +184,17 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, to
         "neither messages nor text": [{"messages": {"role": "user"}}],
         "empty text": [{"text": "  "}],
         "invalid unicode": [{"text": "half a pair: \ud83d"}],
+        "a turn with two different reasonings": [{"messages": [user, twice | {"reasoning_content": "I doubt"}]}],
+        "a token that the model has no embedding for": [chat("<think>a<added></think>b")],
     }
     rows = [good[0], *(row for group in bad.values() for row in group), good[1], good[1], good[2]]
     write(data_config.data, rows)
-    report = prepare_data(data_config, tokenizer).report
+    tokenizer.add_tokens(["<added>"])
+    report = prepare_data(data_config, tokenizer, vocabulary=len(tokenizer) - 1).report
     assert report.malformed.pop("not JSON") == 2
     assert report.malformed == {reason: len(group) for reason, group in bad.items() if reason != "not JSON"}
     assert (report.rows, report.samples, report.duplicates) == (len(rows), 3, 1)
     assert "2 malformed (several think tags)" in report.summary() and "1 duplicates left out" in report.summary()
-
-
-def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_left_out(data_config, plain):
-    plain.add_tokens(["<added>"])
-    rows = [chat(f"<think>step {i}</think>{i}") for i in range(8)]
-    write(data_config.data, [*rows, chat("<think>a<added></think>b")])
-    report = prepare_data(data_config, plain, vocabulary=len(plain) - 1).report
-    assert (report.samples, report.malformed) == (8, {"a token that the model has no embedding for": 1})
 
 
 def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -89,18 +88,6 @@ def test_text_that_is_no_utf_8_is_counted_and_a_byte_order_mark_is_none(data_con
     Path(data_config.data).write_bytes(b"\xef\xbb\xbf" + b"\n".join([*many, bad]))
     report = prepare_data(data_config, byte_tokenizer(PLAIN)).report
     assert (report.rows, report.samples, report.malformed) == (9, 8, {"not UTF-8": 1})
-
-
-def test_two_different_reasonings_in_a_turn_are_counted_not_dropped(data_config: TrainConfig) -> None:
-    def turn(reasoning: str, content: str) -> dict[str, Any]:
-        row = chat(content)
-        row["messages"][-1]["reasoning_content"] = reasoning
-        return row
-
-    same = [turn(f"I think {i}", f"<think>I think {i}</think>{i}") for i in range(8)]
-    write(data_config.data, [*same, turn("I doubt", "<think>I think</think>1")])
-    report = prepare_data(data_config, byte_tokenizer(PLAIN)).report
-    assert report.samples == 8 and report.malformed == {"a turn with two different reasonings": 1}
 
 
 @pytest.mark.parametrize(
