@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from seergate.distill import TrainConfig, load_train_config
+from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.sources import open_source
@@ -75,6 +75,12 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
+def plain() -> PreTrainedTokenizerFast:
+    """The plain chat markup."""
+    return byte_tokenizer(PLAIN)
+
+
+@pytest.fixture
 def data_config(tmp_path: Path) -> TrainConfig:
     """A run on a local file, with its own token cache."""
     options = {"recipe": "paper", "data": str(tmp_path / "rows.jsonl"), "max_length": 1024, "block_size": 8}
@@ -87,18 +93,10 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("qwen3")
     tokenizer = byte_tokenizer(PLAIN)
     torch.manual_seed(0)
-    shape = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        initializer_range=0.2,
-        max_position_embeddings=2048,
-    )
-    Qwen3ForCausalLM(shape).save_pretrained(directory)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    config = Qwen3Config(vocab_size=len(tokenizer), initializer_range=0.2, **shape)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
@@ -106,27 +104,23 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(name="config")
 def run_config(model_dir: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     """A small run on that model, with the token cache of all tests."""
-    return load_train_config(
-        str(model_dir),
-        {
-            "recipe": "paper",
-            "output_dir": str(tmp_path / "run"),
-            "token_cache": str(tmp_path_factory.getbasetemp() / "tokens"),
-            "data": "chain_sum",
-            "data_limit": 80,
-            "chain_sum_variables": (5, 12),
-            "max_length": 768,
-            "block_size": 16,
-            "max_steps": 8,
-            "packs_per_step": 2,
-            "learning_rate": 1e-2,
-            "warmup_steps": 2,
-            "save_steps": 3,
-            "eval_steps": 4,
-            "eval_packs": 2,
-            "recall_budgets": (32, 128),
-        },
-    )
+    places = {"output_dir": str(tmp_path / "run"), "token_cache": str(tmp_path_factory.getbasetemp() / "tokens")}
+    data = {"data": "chain_sum", "data_limit": 80, "chain_sum_variables": (5, 12), "max_length": 768, "eval_packs": 2}
+    steps = {"max_steps": 8, "packs_per_step": 2, "warmup_steps": 2, "save_steps": 3, "eval_steps": 4}
+    options = {"recipe": "paper", "block_size": 16, "learning_rate": 1e-2, "recall_budgets": (32, 128)}
+    return load_train_config(str(model_dir), {**places, **data, **steps, **options})
+
+
+def watched_steps(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, list[Any]]]:
+    """Whether gates learned from each forward of the frozen model, and which, as they come."""
+    real, seen = trainer.distill_steps, []
+
+    def distill_steps(specs: Any, *rest: Any) -> Any:
+        seen.append((torch.is_grad_enabled(), list(specs)))
+        return real(specs, *rest)
+
+    monkeypatch.setattr(trainer, "distill_steps", distill_steps)
+    return seen
 
 
 class Recorder:
@@ -151,6 +145,12 @@ class Recorder:
 
     def close(self) -> None:
         pass
+
+
+def trained(config: TrainConfig, **changes: Any) -> tuple[Path, Recorder]:
+    """Run it with these options; its directory, and what was heard."""
+    heard = Recorder()
+    return run_distillation(replace(config, **changes), [heard]), heard
 
 
 class Signalled(Recorder):
@@ -178,14 +178,19 @@ def weights(directory: Path | str) -> dict[str, torch.Tensor]:
 
 
 def assert_identical(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), f"{name} differs"
+    torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def state(run: Path) -> dict[str, torch.Tensor]:
     """The tensors of a run's newest checkpoint."""
     return load_file(Path(str(newest_checkpoint(run / "checkpoints"))) / "state.safetensors")
+
+
+def assert_same(run: Path, other: Path) -> None:
+    """Gates, the best ones, and the newest checkpoints are equal bit for bit."""
+    for part in (".", "best"):
+        assert_identical(weights(run / part), weights(other / part))
+    assert_identical(state(run), state(other))
 
 
 def scalars(run: Path, name: str = "loss") -> list[tuple[int, float]]:

@@ -10,18 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from seergate.cli.main import main
 from seergate.distill import TrainConfig, run_distillation, trainer
 from seergate.distill.ablation import Outcome, Study, load_study, run_studies, studies, table, variant_configs
 from seergate.distill.callbacks import StepLog
 from seergate.distill.config import MAX_LENGTH
 from seergate.distill.trainer import Stopped, run_together
 from seergate.errors import SeergateError
-from tests.distill.conftest import Recorder, Signalled, assert_identical, weights
+from tests.distill.conftest import Recorder, Signalled, assert_identical, assert_same, watched_steps, weights
 from tests.support.made_reports import cells
-from tests.support.running import run_seergate
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 
 def run_study(study: Study, configs: dict[str, TrainConfig]) -> list[Outcome]:
@@ -46,9 +44,8 @@ def test_a_shipped_study_can_run_on_the_tiny_reasoner(name: str) -> None:
 
 
 def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatch):
-    study = Study(
-        "pooling", {"learning_rate": 5e-3}, {"max": {"k_pooling": "max"}, "all three": {"k_pooling": "max,min,avg"}}
-    )
+    variants = {name: {"k_pooling": kinds} for name, kinds in (("max", "max"), ("all three", "max,min,avg"))}
+    study = Study("pooling", {"learning_rate": 5e-3}, variants)
     configs = variant_configs(study, config.model, options_of(config))
     first = run_study(study, configs)
     assert [o.variant for o in first] == ["max", "all three"] and first[0].parameters < first[1].parameters
@@ -59,7 +56,7 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatc
     assert len({len(line) for line in lines}) == 1 and f"{first[1].kl:.4f}" in lines[3]
 
     (configs["max"].run_dir / "gate_model.safetensors").write_bytes(b"half")
-    seen = forwards(monkeypatch)
+    seen = watched_steps(monkeypatch)
     assert run_study(study, configs) == first and not seen, "it has ended"
     with pytest.raises(SeergateError, match="learning_rate=0.01 and this run has 0.02"):  # the user's option wins
         run_study(study, variant_configs(study, config.model, options_of(config, learning_rate=2e-2)))
@@ -78,7 +75,7 @@ def test_an_ended_study_is_evaluated_again_where_that_is_not_recorded(config, mo
     for name in ("held_out_recall", "held_out_row_start"):  # as in checkpoints of earlier versions
         del record["progress"][name]
     file.write_text(json.dumps(record))
-    before, seen = weights(run), forwards(monkeypatch)
+    before, seen = weights(run), watched_steps(monkeypatch)
     assert outcomes() == first and len(seen) == config.eval_packs
     other = outcomes(recall_budgets=(32, 64))
     assert [o.recall.keys() for o in other] == [{32, 64}] * 2 and other[0].recall[64] == first[0].recall[64]
@@ -100,29 +97,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "more packs": {"packs_per_step": 3, "max_steps": 2},
     "longer packs": {"max_length": 2048, "max_steps": 2},
 }
-"""The second and third share their packs and so does the fourth, which is over sooner; the others have packs of their
-own, though the last two from the same samples.
-"""
-
-
-def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gates learned from each forward of the frozen model, as they come."""
-    real, seen = trainer.distill_steps, []
-
-    def distill_steps(specs: Any, *rest: Any) -> Any:
-        seen.append(len(specs))
-        return real(specs, *rest)
-
-    monkeypatch.setattr(trainer, "distill_steps", distill_steps)
-    return seen
-
-
-def assert_alone(config: TrainConfig, alone: Path) -> None:
-    for part in (".", "best"):
-        assert_identical(weights(config.run_dir / part), weights(alone / part))
-    assert_identical(
-        *(load_file(next((run / "checkpoints").iterdir()) / "state.safetensors") for run in (config.run_dir, alone))
-    )
+"""The second to fourth share packs, and the fourth is over sooner; the last two have packs of the same samples."""
 
 
 def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatch):
@@ -132,19 +107,16 @@ def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatc
         name: TrainConfig.from_dict({**config.to_dict(), **given, "output_dir": str(tmp_path / name)})
         for name, given in VARIANTS.items()
     }
-    alone = {
-        name: run_distillation(replace(run, output_dir=str(tmp_path / f"{name} alone"))) for name, run in runs.items()
-    }
-    seen, heard = forwards(monkeypatch), Recorder()
-    assert run_together({name: (run, [heard] if name == "plain" else []) for name, run in runs.items()}) == [
-        run.run_dir for run in runs.values()
-    ]
+    alone = {name: run_distillation(replace(run, output_dir=f"{run.output_dir} alone")) for name, run in runs.items()}
+    seen, heard = watched_steps(monkeypatch), Recorder()
+    together = {name: (run, [heard] if name == "plain" else []) for name, run in runs.items()}
+    assert run_together(together) == [run.run_dir for run in runs.values()]
     for name, run in runs.items():
-        assert_alone(run, alone[name])
+        assert_same(run.run_dir, alone[name])
     packs = 4 * 2 + 2 * 2  # to train and to evaluate
     alone_with_theirs = packs + (2 * 3 + 2) + (2 * 2 + 2)
     assert [log.step for log in heard.steps] == [1, 2, 3, 4]
-    assert sum(seen) == 2 * packs + (3 * 2 + 2 * 2) + alone_with_theirs
+    assert sum(len(specs) for _, specs in seen) == 2 * packs + (3 * 2 + 2 * 2) + alone_with_theirs
     assert len(seen) == packs + 2 + alone_with_theirs  # the fourth ends with an evaluation of its own
 
 
@@ -214,12 +186,10 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     (tmp_path / "run.yaml").write_text(text)
     studies = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
     with contextlib.chdir(tmp_path):
-        done = run_seergate("ablate", *studies, "--config", "run.yaml", "--max-steps", "2")
-    assert done.returncode == 0, done.stderr
-    assert all(phrase in done.stdout for phrase in ("one\n\n| variant", "two\n\n| variant", "one, b: held out"))
-    assert {path.parent.parent.name for path in tmp_path.glob("runs/*/*/gate_config.json")} == {
-        f"ablation-{name}-{Path(config.model).name.lower()}" for name in ("one", "two")
-    }
+        out = output_of("ablate", *studies, "--config", "run.yaml", "--max-steps", "2")
+    assert all(phrase in out for phrase in ("one\n\n| variant", "two\n\n| variant", "one, b: held out"))
+    places = {path.parent.parent.name for path in tmp_path.glob("runs/*/*/gate_config.json")}
+    assert places == {f"ablation-{name}-{Path(config.model).name.lower()}" for name in ("one", "two")}
 
 
 def test_the_variants_of_a_study_share_their_commits(config, pushes):
@@ -238,8 +208,7 @@ def test_the_variants_of_a_study_share_their_commits(config, pushes):
     assert run_study(study, configs)[0] == outcomes[0] and commits(home) == ["a" * 40] * 2 and len(pushes) == 4
 
     (home / "commits.json").write_text("{}")
-    with pytest.raises(SeergateError, match="made with data_revision='aaaa.*and this run has 'bbbb"):
-        run_study(study, configs)
+    refused("made with data_revision='aaaa.*and this run has 'bbbb", run_study, study, configs)
     again = {name: replace(one, resume=False) for name, one in configs.items()}
     run_study(study, again)
     assert commits(home) == ["c" * 40] * 2
@@ -256,18 +225,15 @@ NO_STUDY = {
 
 
 @pytest.mark.parametrize(("content", "why"), NO_STUDY.items())
-def test_a_study_that_cannot_run_is_refused_before_training(tmp_path, capsys, content, why):
+def test_a_study_that_cannot_run_is_refused_before_training(tmp_path, content, why):
     (tmp_path / "own.yaml").write_text(content)
-    assert main(["ablate", str(tmp_path / "own.yaml"), "--model", "tiny-reasoner"]) == 2
-    error = capsys.readouterr().err
-    assert why in error and error.count("\n") == 1
+    assert why in refusal(run_seergate("ablate", str(tmp_path / "own.yaml"), "--model", "tiny-reasoner"))
 
 
-def test_the_names_of_studies(capsys):
-    assert main(["ablate", "blocksize"]) == 2
-    assert "there is no study 'blocksize'; did you mean 'block-size'?" in capsys.readouterr().err
-    assert main(["ablate", "all", "--dry-run"]) == 0
-    out = capsys.readouterr().out
+def test_the_names_of_studies():
+    error = refusal(run_seergate("ablate", "blocksize"))
+    assert "there is no study 'blocksize'; did you mean 'block-size'?" in error
+    out = output_of("ablate", "all", "--dry-run")
     assert all(f"{name}: runs/ablation-{name}-tiny-reasoner/" in out for name in studies())
 
 

@@ -7,13 +7,13 @@ from seergate import GateBank, SeergateError
 from seergate.distill.base_model import fresh_gates, given_gates
 from seergate.distill.config import TrainConfig
 from seergate.distill.losses.teacher_forward import DistillSpec, distill_steps
-from seergate.models import families
-from seergate.models.packed_forward import intercepted_attention
-from seergate.ops import packed_attention, reference
+from seergate.ops import reference
 from tests.decode.test_decode import BLOCK, gates
+from tests.gates.conftest import attention_calls, queries_and_keys
 from tests.support.models import prompt, tiny_model
 
-LENGTHS = (40, 61)
+LENGTHS, ENDS = (40, 61), torch.tensor([0, 40, 101], dtype=torch.int32)
+IDS = torch.cat([prompt(length, length) for length in LENGTHS], 1)
 
 
 @pytest.fixture(scope="module")
@@ -21,34 +21,12 @@ def deep():
     return tiny_model("qwen3", num_hidden_layers=4).double()
 
 
-def pack():
-    ids = torch.cat([prompt(length, length) for length in LENGTHS], 1)
-    return ids, torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32)
-
-
 def losses_by_hand(model, bank, source):
     """Layer -> the KL from its target of the gate of ``source[layer]``, with queries and keys of the gate's layer."""
-    ids, ends = pack()
-    positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    calls, losses = {}, {}
-
-    def attend(call):
-        calls[call.layer] = call
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        return packed_attention(q, k, v, ends, call.sm_scale).output[None]
-
-    with intercepted_attention(model, dict(families.full_attention_modules(model)), attend), torch.no_grad():
-        model.model(input_ids=ids, position_ids=positions[None], use_cache=False)
+    calls, losses = attention_calls(model, IDS.split(LENGTHS, 1)), {}
     for layer, anchor in source.items():
-        gate, its, call = bank.gate(anchor), calls[anchor], calls[layer]
-        queries = gate.queries(its.q_pre_BHSD, positions)[0].transpose(0, 1)
-        keys = []
-        for a, b in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            pooled = gate.pool(its.k_pre_BKSD[:, :, a:b])
-            keys.append(gate.keys(pooled, torch.arange(0, b - a, BLOCK))[0].transpose(0, 1))
-        q, k = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
-        loss, _ = reference.gate_kl(q, k, queries, torch.cat(keys), ends, BLOCK, row_start=0.5, sm_scale=call.sm_scale)
-        losses[layer] = loss
+        each = *queries_and_keys(calls[layer]), *queries_and_keys(calls[anchor], bank.gate(anchor))
+        losses[layer] = reference.gate_kl(*each, ENDS, BLOCK, row_start=0.5, sm_scale=calls[layer][0].sm_scale)[0]
     return losses
 
 
@@ -58,26 +36,22 @@ def losses_by_hand(model, bank, source):
 def test_loss_and_gradients_are_those_of_all_layers_served(deep, anchors, source):
     bank = gates(deep).with_anchors(anchors).double()
     served = {layer: gate for layer, gate in enumerate(source) if gate is not None}
-    ids, ends = pack()
-    (out,) = distill_steps([DistillSpec(bank, recall_budgets=(2 * BLOCK,))], deep, ids, ends)
-    out.loss.backward()
+    (out,) = distill_steps([DistillSpec(bank, recall_budgets=(2 * BLOCK,))], deep, IDS, ENDS)
+    gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
     want = losses_by_hand(deep, bank, served)
     torch.testing.assert_close(out.loss, (sum(want.values()) / len(want)).float(), rtol=1e-5, atol=1e-6)
     mean = [sum(want[layer] for layer in served if served[layer] == gate) / source.count(gate) for gate in anchors]
     torch.testing.assert_close(out.kl_per_layer, torch.stack(mean).detach().float(), rtol=1e-5, atol=1e-6)
     assert out.recall.shape[:2] == (1, len(anchors))
-    parameters = list(bank.parameters())
-    by_hand = torch.autograd.grad(sum(want.values()) / len(want), parameters)
-    for parameter, gradient in zip(parameters, by_hand, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-8)
+    by_hand = torch.autograd.grad(sum(want.values()) / len(want), [*bank.parameters()])
+    torch.testing.assert_close(gradients, by_hand, rtol=1e-4, atol=1e-8)
 
 
 def test_gates_of_every_layer_learn_from_their_own(deep):
     """Whatever anchors they decode with by default."""
     bank = gates(deep).double()
     named = bank.derived(decode_defaults={"anchors": [0]})
-    ids, ends = pack()
-    plain, anchored = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, ids, ends)
+    plain, anchored = distill_steps([DistillSpec(bank), DistillSpec(named)], deep, IDS, ENDS)
     assert torch.equal(plain.loss, anchored.loss) and torch.equal(plain.kl_per_layer, anchored.kl_per_layer)
 
 

@@ -1,6 +1,7 @@
 """How the frozen model is kept: without its head, in fewer bits, partly on disk; and an upload that fails."""
 
 import importlib.util
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -12,18 +13,16 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 import seergate
-from seergate.cli.train import main
-from seergate.config import GateConfig
+from seergate import GateBank, GateConfig
 from seergate.distill import TrainConfig, base_model, load_train_config, run_distillation
 from seergate.distill.base_model import compile_elementwise, load_frozen, with_run_rope
 from seergate.distill.distributed import DistributedState
 from seergate.distill.estimate import make_plan
 from seergate.distill.losses.teacher_forward import distill_step
-from seergate.errors import SeergateError
-from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, load_base
-from tests.distill.conftest import Recorder, assert_identical, weights
+from tests.distill.conftest import Recorder, assert_identical, state, trained, weights
 from tests.support.models import prompt, tiny_model
+from tests.support.running import output_of, refused
 
 ALONE = DistributedState(0, 1, 0, torch.device("cpu"))
 
@@ -64,6 +63,7 @@ def test_compiled_norms_give_the_same_and_hooks_still_catch(family: str) -> None
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+DYNAMIC = {"max_length": 2049, "rope_scaling": '{"rope_type": "dynamic", "factor": 4.0}'}
 
 
 def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -> None:
@@ -74,33 +74,27 @@ def test_gates_learn_from_stretched_rope_and_fit_no_other(config: TrainConfig) -
     assert bank.geometry.attention_scaling == pytest.approx(0.1 * math.log(4) + 1)
     own, yarn = plain.geometry.inv_freq, bank.geometry.inv_freq
     assert yarn[0] == pytest.approx(own[0]) and yarn[-1] == pytest.approx(own[-1] / 4)
-    with pytest.raises(SeergateError, match="RoPE frequencies are not those that the gates were trained with"):
-        seergate.attach(load_base(config.model), bank, token_budget=64)
+    message = "RoPE frequencies are not those that the gates were trained with"
+    refused(message, seergate.attach, load_base(config.model), bank, token_budget=64)
     theta = base_config(config.model).rope_parameters["rope_theta"]
     stretch = {"rope_theta": theta, **YARN}
     seergate.attach(load_base(config.model, rope_parameters=stretch), bank, token_budget=64)
-    with pytest.raises(SeergateError, match="these gates are for another model"):
-        seergate.load(stretched.output_dir)
+    refused("these gates are for another model", seergate.load, stretched.output_dir)
     seergate.load(stretched.output_dir, rope_parameters=stretch)
     read = load_train_config(config.model, {"rope_scaling": YARN})  # as a YAML file says it
     assert read.rope_parameters == YARN
 
 
-def test_packs_are_as_long_as_the_model_has_positions(
-    config: TrainConfig,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_packs_are_as_long_as_the_model_has_positions(config: TrainConfig) -> None:
     recipe = replace(config, max_length=32768, recall_budgets=(32, 2048, 4096), max_steps=1)
     assert make_plan(recipe).config.max_length == 2048
     stretched = replace(recipe, rope_scaling=json.dumps(YARN))
     assert make_plan(stretched).config.max_length == 8192
     assert make_plan(replace(recipe, max_length=256)).config.max_length == 256
-    heard = Recorder()
-    gates = GateBank.from_pretrained(run_distillation(recipe, [heard]))
-    assert gates.training_record["config"]["max_length"] == 2048
+    out, heard = trained(recipe)
+    assert GateBank.from_pretrained(out).training_record["config"]["max_length"] == 2048
     assert heard.steps[0].recall.keys() == {32}, "a budget that covers a pack says nothing"
-    assert main(["--model", config.model, "--dry-run"]) == 0
-    assert "\nmax_length: 2048\n" in capsys.readouterr().out
+    assert "\nmax_length: 2048\n" in output_of("train", "--model", config.model, "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -108,32 +102,23 @@ def test_packs_are_as_long_as_the_model_has_positions(
     [
         ({"max_length": 2049}, "model has 2048 positions; set --max-length to that at most, or .* --rope-scaling"),
         ({"max_length": 8193, "rope_scaling": json.dumps(YARN)}, "max_length is 8193, but the model has 8192 pos"),
-        (
-            {"max_length": 2049, "rope_scaling": '{"rope_type": "dynamic", "factor": 4.0}'},
-            "max_length is 2049, but the model's dynamic RoPE has other frequencies beyond 2048 tokens",
-        ),
+        (DYNAMIC, "max_length is 2049, but the model's dynamic RoPE has other frequencies beyond 2048 tokens"),
         ({"rope_scaling": '{"rope_type": "yarn"}'}, r"rope_scaling is {.*}: .*Missing required keys"),
         ({"rope_scaling": '{"rope_type": "yran", "factor": 4}'}, r"rope_scaling is {.*}: did you mean 'yarn'"),
         ({"rope_scaling": '{"rope_type": "linear", "factor": 0.1}'}, "its factor must be a number of at least 1"),
     ],
 )
-def test_positions_that_the_model_has_not_are_refused_before_data(
-    config: TrainConfig,
-    options: dict[str, Any],
-    why: str,
-) -> None:
+def test_positions_that_the_model_has_not_are_refused_before_data(config, options, why):
     config = replace(config, data="/does/not/exist.jsonl", **options)
     for start in (run_distillation, make_plan):
-        with pytest.raises(SeergateError, match=why):
-            start(config)
+        refused(why, start, config)
 
 
 def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainConfig) -> None:
     shape = tiny_model("glm4").config
     own = shape.rope_parameters["partial_rotary_factor"]
-    scaled = with_run_rope(
-        shape, replace(config, max_length=64, rope_scaling='{"rope_type": "linear", "factor": 2.0}')
-    )
+    halved = replace(config, max_length=64, rope_scaling='{"rope_type": "linear", "factor": 2.0}')
+    scaled = with_run_rope(shape, halved)
     assert own < 1 and scaled.rope_parameters["partial_rotary_factor"] == own
 
 
@@ -160,51 +145,41 @@ def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("kind", "package", "scorer"),
-    [
-        ("bnb-4bit", "bitsandbytes", "attn_gate"),
-        ("bnb-8bit", "bitsandbytes", "attn_gate"),
-        ("torchao-int8", "torchao", "attn_gate"),
-        ("bnb-8bit", "bitsandbytes", "trim_kv"),
-        ("torchao-int8", "torchao", "trim_kv"),
-    ],
+    ("kind", "scorer"),
+    [("bnb-4bit", "attn_gate"), *itertools.product(("bnb-8bit", "torchao-int8"), ("attn_gate", "trim_kv"))],
 )
-def test_a_quantised_model_teaches_almost_the_same(
-    config: TrainConfig,
-    model_dir: Path,
-    tmp_path: Path,
-    kind: str,
-    package: str,
-    scorer: str,
-) -> None:
+def test_a_quantised_model_teaches_almost_the_same(config, model_dir, tmp_path, kind, scorer):
     wide = tmp_path / "wide"  # quantisers take blocks of 64 weights
     shape = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "initializer_range": 0.1}
     Qwen3ForCausalLM(Qwen3Config.from_pretrained(model_dir, **shape)).save_pretrained(wide)
     AutoTokenizer.from_pretrained(model_dir).save_pretrained(wide)
     gates: dict[str, Any] = {"scorer": scorer, "gate_dim": None} if scorer == "trim_kv" else {}
     config = replace(config, model=str(wide), quantize=kind, max_steps=4, **gates)
+    package = "torchao" if kind == "torchao-int8" else "bitsandbytes"
     if importlib.util.find_spec(package) is None:
-        with pytest.raises(SeergateError, match=rf"quantize is '{kind}', which needs {package}"):
-            run_distillation(replace(config, data="/does/not/exist.jsonl"))
-        return
-    plain, quantised = Recorder(), Recorder()
-    run_distillation(replace(config, quantize="none", output_dir=str(tmp_path / "plain")), [plain])
-    out = run_distillation(config, [quantised])
+        early = replace(config, data="/does/not/exist.jsonl")
+        return refused(f"quantize is '{kind}', which needs {package}", run_distillation, early)
+    _, plain = trained(config, quantize="none", output_dir=str(tmp_path / "plain"))
+    out, quantised = trained(config)
     assert quantised.steps[0].kl != plain.steps[0].kl
     assert quantised.steps[-1].kl == pytest.approx(plain.steps[-1].kl, rel=0.1)
     assert quantised.steps[0].grad_norm == pytest.approx(plain.steps[0].grad_norm, rel=0.2)
     assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
 
 
+def test_a_bfloat16_model_gets_gates_trained_in_float32_and_saved_in_bfloat16(config: TrainConfig) -> None:
+    out, heard = trained(config, dtype="bfloat16", max_steps=12)
+    assert {x.dtype for x in weights(out).values()} == {torch.bfloat16}
+    assert {x.dtype for x in state(out).values()} == {torch.float32}
+    assert heard.steps[-1].kl < heard.steps[0].kl
+
+
 def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:
     config = replace(config, push_to_hub="nobody/gates", max_steps=2)  # the tests have no network
-    with pytest.raises(SeergateError, match=r"saved in .*run, but not uploaded to nobody/gates") as caught:
-        run_distillation(config)
-    assert "\n" not in str(caught.value)
+    refused(r"saved in .*run, but not uploaded to nobody/gates", run_distillation, config)
     assert weights(config.run_dir)
     heard = Recorder()
-    with pytest.raises(SeergateError, match="not uploaded"):
-        run_distillation(config, [heard])
+    refused("not uploaded", run_distillation, config, [heard])
     assert heard.steps == []  # nothing is trained again
     assert heard.messages[-1].startswith(f"note: the base model is {config.model} on this machine; `seergate push` ")
     run_distillation(replace(config, push_to_hub=None), [heard])
@@ -216,17 +191,16 @@ def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_pat
     again = replace(config, init_gates=str(given), output_dir=str(tmp_path / "again"))
     still = replace(again, learning_rate=1e-30, min_lr=0.0, warmup_steps=0)
     assert_identical(weights(run_distillation(still)), weights(given))
-    heard, fresh = Recorder(), Recorder()
-    bank = GateBank.from_pretrained(run_distillation(replace(again, resume=False), [heard]))
-    run_distillation(replace(config, output_dir=str(tmp_path / "fresh")), [fresh])
+    out, heard = trained(again, resume=False)
+    _, fresh = trained(config, output_dir=str(tmp_path / "fresh"))
+    bank = GateBank.from_pretrained(out)
     assert heard.steps[0].kl < fresh.steps[0].kl and not math.isclose(heard.steps[-1].kl, fresh.steps[-1].kl)
     assert bank.training_record["config"]["init_gates"] == str(given)
     assert f"| init gates | {given} |" in (tmp_path / "again" / "README.md").read_text() and not bank.licence
 
     bank.licence = {"license": "cc-by-nc-4.0"}
     bank.save_pretrained(given)  # other weights under the name of before
-    with pytest.raises(SeergateError, match="was made with init_gates_fingerprint="):
-        run_distillation(again)
+    refused("was made with init_gates_fingerprint=", run_distillation, again)
     assert GateBank.from_pretrained(run_distillation(replace(again, resume=False))).licence == bank.licence
 
 
@@ -243,5 +217,4 @@ def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, 
         ({"init_gates": str(tmp_path / "none")}, "there is no directory .*none"),
         ({"init_gates": str(tmp_path / "x/best"), "output_dir": str(tmp_path / "x")}, "is best/ of output_dir"),
     ):
-        with pytest.raises(SeergateError, match=why):
-            run_distillation(replace(config, **options))
+        refused(why, run_distillation, replace(config, **options))

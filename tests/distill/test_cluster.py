@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-CLUSTER = ROOT / "train/cluster"
+CLUSTER = Path(__file__).resolve().parents[2] / "train/cluster"
 
 
 def test_options_of_torchrun_in_the_slurm_script():
@@ -42,6 +41,4 @@ def test_accelerate_reads_its_file():
 
     config = load_config_from_file(str(CLUSTER / "accelerate.yaml"))
     assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 1, "no")
-    assert (
-        launch_command_parser().parse_args(["--config_file", "train/cluster/accelerate.yaml", "train.py"]).config_file
-    )
+    assert launch_command_parser().parse_args(["--config_file", "accelerate.yaml", "train.py"]).config_file

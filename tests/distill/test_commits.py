@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from seergate.distill import TrainConfig, commits, load_train_config
-from seergate.errors import SeergateError
+from tests.support.running import refused
 
 A, B, C = (digit * 40 for digit in "abc")
 
@@ -48,8 +48,7 @@ def test_what_is_not_kept_is_looked_up_again(config, tmp_path, monkeypatch):
     assert pinned(replace(config, data="org/others"), tmp_path) == C
     assert pinned(config, tmp_path) == A
     (tmp_path / commits.FILE).write_text("{")
-    with pytest.raises(SeergateError, match=r"commits\.json is damaged; delete it"):
-        commits.pin(config, tmp_path)
+    refused(r"commits\.json is damaged; delete it", commits.pin, config, tmp_path)
 
 
 def test_each_source_of_a_mixture_has_its_own(config: TrainConfig, tmp_path: Path, monkeypatch) -> None:
@@ -64,9 +63,8 @@ def test_each_source_of_a_mixture_has_its_own(config: TrainConfig, tmp_path: Pat
     config = replace(config, data="org/a:2,org/b@v2:.5,c.jsonl:1", data_revision=None)
     at, entries = commits.pin(config, tmp_path)
     assert at.data == f"org/a@{A}:2.0,org/b@{B}:0.5,c.jsonl:1.0"
-    assert [(one.data, one.data_revision, share) for one, share in at.sources] == [
-        ("org/a", A, 2.0), ("org/b", B, 0.5), ("c.jsonl", None, 1.0)
-    ]  # fmt: skip
+    named = [(one.data, one.data_revision, share) for one, share in at.sources]
+    assert named == [("org/a", A, 2.0), ("org/b", B, 0.5), ("c.jsonl", None, 1.0)]
     commits.keep(entries, tmp_path)
     monkeypatch.setattr(commits, "data_commit", lambda one: None if one.data == "c.jsonl" else C)
     assert commits.pin(config, tmp_path)[0] == at == commits.pin(at, tmp_path)[0]

@@ -13,11 +13,10 @@ import yaml
 from seergate.cli.train import main, resolve, train_parser
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.config import locate_model
-from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.models.names import presets
 from seergate.yaml_file import read_yaml
-from tests.support.running import ROOT
+from tests.support.running import ROOT, refused
 
 
 def test_every_preset_loads_and_names_an_existing_kind_of_model(tmp_path, monkeypatch):
@@ -39,25 +38,19 @@ def test_every_preset_loads_and_names_an_existing_kind_of_model(tmp_path, monkey
     ("model", "suggestion"), [("Qwen3-8", "'qwen3-8b'"), ("tiny-reasonr", "'tiny-reasoner'"), ("zzz", "qwq-32b")]
 )
 def test_an_unknown_model_gets_a_suggestion(model: str, suggestion: str) -> None:
-    with pytest.raises(SeergateError, match=suggestion) as caught:
-        load_train_config(model)
-    assert repr(model) in str(caught.value)
+    refused(f"{model!r}.*{suggestion}", load_train_config, model)
 
 
 @pytest.mark.parametrize("model", ["", " ", None, [], 5])
 def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
-    with pytest.raises(SeergateError, match="model is .*; it must be a preset"):
-        load_train_config(None, {"model": model})
-    if model is not None:
-        with pytest.raises(SeergateError, match="model is .*; it must be a preset"):
-            load_train_config(model)
+    for given in ((None, {"model": model}), *([] if model is None else [(model,)])):
+        refused("model is .*; it must be a preset", load_train_config, *given)
 
 
 def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = vars(train_parser(None, "", ()).parse_args(["--data", "org/a:0.7", "b.jsonl:0.3", "--seed", "1"]))
-    config = resolve(options)
+    config = parsed("--data", "org/a:0.7", "b.jsonl:0.3", "--seed", "1")
     assert config.data == "org/a:0.7,b.jsonl:0.3" and config.seed == 1
-    assert load_train_config("tiny-reasoner", {"data": ["org/a:0.7", "b.jsonl:0.3"], "seed": 1}) == resolve(options)
+    assert load_train_config("tiny-reasoner", {"data": ["org/a:0.7", "b.jsonl:0.3"], "seed": 1}) == config
     assert [(one.data, share) for one, share in config.sources] == [("org/a", 0.7), ("b.jsonl", 0.3)]
     (tmp_path / "a, b.jsonl").touch()
     for one in (str(tmp_path / "a, b.jsonl"), "org/a", "a,b/not yet.jsonl"):
@@ -69,13 +62,9 @@ def test_several_sources_are_a_mixture(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     for place in (str(here), "./me@host/x.jsonl", "me@host/x.jsonl", "~/me@host/x.jsonl", "/data/me@host/x.jsonl"):
         config = load_train_config("tiny-reasoner", {"data": [f"{place}:1e-5", "org/a@refs/pr/1:2"]})
-        assert [(one.data, one.data_revision, share) for one, share in config.sources] == [
-            (place, None, 1e-5), ("org/a", "refs/pr/1", 2.0)
-        ]  # fmt: skip
-        at = config.with_data_revisions([None, "c"])
-        assert [(one.data, one.data_revision, share) for one, share in at.sources] == [
-            (place, None, 1e-5), ("org/a", "c", 2.0)
-        ]  # fmt: skip
+        for at, revision in ((config, "refs/pr/1"), (config.with_data_revisions([None, "c"]), "c")):
+            named = [(one.data, one.data_revision, share) for one, share in at.sources]
+            assert named == [(place, None, 1e-5), ("org/a", revision, 2.0)]
     for name in ("run", "run:2", "run:2:3", "T10:30:00"):
         (tmp_path / name).mkdir()
     for one in ("run:2", "run:2:3", "T10:30:00", str(tmp_path / "run:2")):
@@ -115,9 +104,8 @@ def test_command_line_strings_become_the_fields_types() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_value_is_refused_by_name(option: str, value: object) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^({option} is .*; it must be |argument --{option.replace('_', '-')}\b.*: )"
-    ) as caught:
+    message = rf"^({option} is .*; it must be |argument --{option.replace('_', '-')}\b.*: )"
+    with pytest.raises(ValueError, match=message) as caught:
         load_train_config("qwen3-8b", {option: value})
     assert "\n" not in str(caught.value)
 
@@ -157,20 +145,15 @@ def test_a_configuration_file_may_merge_and_is_utf8(tmp_path: Path) -> None:
     # Names of one letter are told apart by identity in PyYAML 6.0.4, which merges those of a merged mapping wrongly.
     text = "base: &a {seed: 1}\nouter: {b: &b {<<: *a, seed: 2}}\nc: {<<: *b}\n1: ö\n'1': ü\n"
     (tmp_path / "c.yaml").write_text(text, encoding="utf-8")
-    assert read_yaml(tmp_path / "c.yaml") == {
-        **{"base": {"seed": 1}, "outer": {"b": {"seed": 2}}, "c": {"seed": 2}},
-        1: "ö",
-        "1": "ü",
-    }
+    merged = {"base": {"seed": 1}, "outer": {"b": {"seed": 2}}, "c": {"seed": 2}}
+    assert read_yaml(tmp_path / "c.yaml") == {**merged, 1: "ö", "1": "ü"}
 
 
 @pytest.mark.parametrize("text", ["a: [", "- 1", "just words", "a: 1\na: 2", "a: 2024-13-45", "[" * 2000])
 def test_a_broken_configuration_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(SeergateError, match=r"c\.yaml"):
-        read_yaml(tmp_path / "c.yaml")
-    with pytest.raises(SeergateError, match="does not exist"):
-        read_yaml(tmp_path / "none.yaml")
+    refused(r"c\.yaml", read_yaml, tmp_path / "c.yaml")
+    refused("does not exist", read_yaml, tmp_path / "none.yaml")
 
 
 def parsed(*argv: str) -> TrainConfig:
@@ -184,8 +167,7 @@ def test_a_mistake_in_a_configuration_file_is_told_with_its_place(tmp_path: Path
         ("max_steps: [3\nseed: 1", r"c\.yaml, line 3, column 5 is not YAML: expected ',' or ']'"),
     ):
         file.write_text(f"model: tiny-reasoner\n{text}\n")
-        with pytest.raises(SeergateError, match=message):
-            parsed("--config", str(file))
+        refused(message, parsed, "--config", str(file))
 
 
 def test_precedence_preset_file_command_line(tmp_path: Path) -> None:

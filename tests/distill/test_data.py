@@ -19,6 +19,7 @@ from seergate.eval.tasks.chain_sum import make_problems
 from seergate.eval.tasks.prompts import prompt_text
 from seergate.eval.tasks.task import Problem
 from tests.distill.conftest import GPT_OSS, PLAIN, R1, TEMPLATES, byte_tokenizer
+from tests.support.running import refused
 
 REASONING = "First, naïve 3 × 5 = 15.\n\nWait — 🙂 check: 15."
 
@@ -39,9 +40,7 @@ def only_text(data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast, row:
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", ""], ids=["tagged", "tag in the prompt"])
-def test_reasoning_survives_behind_exactly_one_think_tag(
-    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast, opening: str
-) -> None:
+def test_reasoning_survives_behind_exactly_one_think_tag(data_config, tokenizer, opening):
     text = only_text(data_config, tokenizer, chat(f"{opening}{REASONING}\n</think>\n\nIt is \\boxed{{15}}."))
     assert text.count("<think>") == 1 and text.count("</think>") == 1
     assert text.index("3 * 5") < text.index("<think>") < text.index(REASONING) < text.index("</think>")
@@ -75,34 +74,29 @@ def test_an_answer_in_channels_is_trained_on_as_it_was_generated() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        {"content": "<think>\none\n</think>\n\n2"},
-        {"content": "one</think>2"},
-        {"content": "2", "reasoning_content": "one"},
-        {"content": "2", "reasoning": "one"},
-        {"content": "2", "thinking": "one"},
+        *({"content": content} for content in ("<think>\none\n</think>\n\n2", "one</think>2")),
+        *({"content": "2", key: "one"} for key in ("reasoning_content", "reasoning", "thinking")),
     ],
 )
 def test_a_template_with_markup_of_its_own_gets_the_reasoning_under_its_key(answer: dict[str, str]) -> None:
     """gpt-oss: reasoning is in the channel ``analysis``, and its template copies tags in the content as they are."""
-    formatter = Formatter(byte_tokenizer(GPT_OSS))
-    asked = {"role": "user", "content": "1 + 1?"}
-    text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", **answer}]})
+
+    def formatted(template: str = GPT_OSS, **answer: Any) -> Any:
+        turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", **answer}]
+        return Formatter(byte_tokenizer(template)).text({"messages": turns})
+
+    text, _, notes = formatted(**answer)
     first = "<|start|>user<|message|>1 + 1?<|end|><|start|>assistant"
     last = "<|end|><|start|>assistant<|channel|>final<|message|>2<|return|>"
     assert text == f"{first}<|channel|>analysis<|message|>one{last}" and "without reasoning" not in notes
-    text, _, notes = formatter.text({"messages": [asked, {"role": "assistant", "content": "2"}]})
+    text, _, notes = formatted(content="2")
     assert text == f"{first}<|channel|>final<|message|>2<|return|>" and notes == ["without reasoning"]
-    empty = formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>\n\n</think>2"}]})
-    assert empty.text == text and empty.notes == notes
+    assert formatted(content="<think>\n\n</think>2")[::2] == (text, notes)
     picky = PLAIN.replace("{{ m.content }}", "{{ m.content if 'thinking' not in m else raise_exception('no') }}")
-    assert (
-        "<think>one</think>2"
-        in Formatter(byte_tokenizer(picky))
-        .text({"messages": [asked, {"role": "assistant", "content": "<think>one</think>2", "thinking": False}]})
-        .text
-    )
+    one = "<think>one</think>2"
+    assert one in formatted(picky, content=one, thinking=False).text
     with pytest.raises(MalformedRow, match="reasoning without an end"):
-        formatter.text({"messages": [asked, {"role": "assistant", "content": "<think>one and"}]})
+        formatted(content="<think>one and")
 
 
 def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -112,36 +106,31 @@ def test_reasoning_of_earlier_turns_is_left_out_as_at_inference(tokenizer: PreTr
     assert is_chat and "old answer" in text and "old thought" not in text and text.count("<think>") == 1
 
 
-def test_what_is_left_out_of_a_conversation_is_counted(
-    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    def turns(*contents: Any) -> list[Any]:
-        return [{"role": ("user", "assistant")[i % 2], **c} for i, c in enumerate(contents)]
+def test_what_is_left_out_of_a_conversation_is_counted(data_config, tokenizer):
+    def turns(*contents: str) -> list[Any]:
+        return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
 
-    def turn(text: str, **more: str) -> dict[str, str]:
-        return {"content": text, **more}
-
-    last = turn("<think>b</think>B")
+    last = "<think>b</think>B"
+    apart = turns("6", "A", "?", last)
+    apart[1]["reasoning_content"] = "a"
     rows = [
-        turns(turn("1"), last),  # nothing left out
-        turns(turn("2"), turn("A"), turn("?"), last),
-        turns(turn("3"), turn("<think>\n\n</think>A"), turn("?"), last),  # an empty reasoning is none
-        turns(turn("4"), turn("<think>a</think>A"), turn("?"), last),
-        turns(turn("5"), turn("a</think>A"), turn("?"), turn("<think>c</think>C"), turn("?"), last),  # counted once
-        turns(turn("6"), turn("A", reasoning_content="a"), turn("?"), last),
-        turns(turn("7"), last, turn("unanswered")),
-        [*turns(turn("8"), last, turn("unanswered")), {"role": "user", "content": "too"}],  # counted once
-        turns(turn("9"), turn("<think>a</think>A"), turn("?"), last, turn("unanswered")),
-        [{"role": "user", "content": "no answer at all"}],  # malformed, and nothing else
+        turns("1", last),  # nothing left out
+        turns("2", "A", "?", last),
+        turns("3", "<think>\n\n</think>A", "?", last),  # an empty reasoning is none
+        turns("4", "<think>a</think>A", "?", last),
+        turns("5", "a</think>A", "?", "<think>c</think>C", "?", last),  # counted once
+        apart,
+        turns("7", last, "unanswered"),
+        [*turns("8", last, "unanswered"), {"role": "user", "content": "too"}],  # counted once
+        turns("9", "<think>a</think>A", "?", last, "unanswered"),
+        turns("no answer at all"),  # malformed, and nothing else
     ]
     write(data_config.data, [{"messages": row} for row in rows])
     data = prepare_data(data_config, tokenizer)
     report = data.report
     assert (report.samples, report.malformed) == (9, {"no assistant turn": 1})
-    summary = report.summary()
-    assert (
-        "4 without the reasoning of their earlier turns" in summary and "3 cut off after their last answer" in summary
-    )
+    for note in ("4 without the reasoning of their earlier turns", "3 cut off after their last answer"):
+        assert note in report.summary()
     assert not any("unanswered" in tokenizer.decode(data.samples[i]) for i in range(9))
     assert prepare_data(data_config, tokenizer).report == report  # also when it is found tokenised
     assert json.loads(json.dumps(asdict(report)))["notes"] == report.notes
@@ -150,52 +139,42 @@ def test_what_is_left_out_of_a_conversation_is_counted(
 def test_several_chat_templates_by_name(data_config: TrainConfig) -> None:
     tokenizer = byte_tokenizer(None)
     row = chat("<think>a</think>b")
-    tokenizer.chat_template = {"tool_use": "{{ 'tools' }}", "default": TEMPLATES["plain"]}
-    expected = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row)
+    tokenizer.chat_template = {"tool_use": "{{ 'tools' }}", "default": PLAIN}
+    expected = Formatter(byte_tokenizer(PLAIN)).text(row)
     assert Formatter(tokenizer).text(row) == expected
     assert only_text(data_config, tokenizer, row) == expected.text
-    tokenizer.chat_template = {"tool_use": TEMPLATES["plain"], "rag": TEMPLATES["plain"]}
-    with pytest.raises(SeergateError, match=r"multiple chat templates with no default.*; give one with chat_template"):
-        Formatter(tokenizer).text(row)
+    tokenizer.chat_template = {"tool_use": PLAIN, "rag": PLAIN}
+    refused(r"multiple chat templates with no default.*; give one with chat_template", Formatter(tokenizer).text, row)
     tokenizer.chat_template = {}
-    with pytest.raises(SeergateError, match="gives no chat template"):
-        Formatter(tokenizer).text(row)
+    refused("gives no chat template", Formatter(tokenizer).text, row)
 
 
-def test_a_template_that_deletes_reasoning_is_refused_before_training(
-    tmp_path: Path, data_config: TrainConfig
-) -> None:
+def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path, data_config):
     stripping = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
     write(data_config.data, [chat("<think>a</think>b")])
-    with pytest.raises(SeergateError, match="deletes the reasoning"):
-        prepare_data(data_config, byte_tokenizer(stripping))
+    refused("deletes the reasoning", prepare_data, data_config, byte_tokenizer(stripping))
     (tmp_path / "own.jinja").write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
     mended = replace(data_config, chat_template=str(tmp_path / "own.jinja"))
     tokenizer = byte_tokenizer(stripping)
     assert tokenizer.decode(prepare_data(mended, tokenizer).samples[0]).endswith("[assistant]<think>a</think>b")
     (tmp_path / "own.jinja").write_text(stripping)
-    with pytest.raises(SeergateError, match=r"own\.jinja does not keep"):
-        prepare_data(mended, tokenizer)
+    refused(r"own\.jinja does not keep", prepare_data, mended, tokenizer)
     (tmp_path / "own.jinja").write_text("{% for %}")
-    with pytest.raises(SeergateError, match="cannot be read"):
-        prepare_data(mended, tokenizer)
-    with pytest.raises(SeergateError, match="gives no chat template"):
-        training_template(byte_tokenizer(None))
+    refused("cannot be read", prepare_data, mended, tokenizer)
+    refused("gives no chat template", training_template, byte_tokenizer(None))
 
 
 def test_a_template_that_refuses_the_probe_is_one_that_cannot_be_used() -> None:
     refusing = "{{ raise_exception('no thinking') if '<think>' in messages[-1].content }}"
-    with pytest.raises(SeergateError, match="deletes the reasoning .*, or refuses it"):
-        training_template(byte_tokenizer(refusing))
+    refused("deletes the reasoning .*, or refuses it", training_template, byte_tokenizer(refusing))
     replacement = training_template(byte_tokenizer(f"{refusing}<|im_start|>"))
     assert "<|im_start|>" in replacement and "raise_exception" not in replacement
 
 
-def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
-    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    good = [chat(f"<think>step {i}</think>{i}") for i in range(3)]
-    user = {"role": "user", "content": "?"}
+def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, tokenizer):
+    user, twice = {"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>I think</think>1"}
+    good = [*(chat(f"<think>step {i}</think>{i}") for i in range(2))]
+    good.append({"messages": [user, twice | {"reasoning_content": "I think"}]})
     bad: dict[str, list[Any]] = {
         "not JSON": ['{"messages": [\n', "\x00\ufffd\n"],
         "not a record": [[1, 2], None, 7],
@@ -215,23 +194,17 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(
         "neither messages nor text": [{"messages": {"role": "user"}}],
         "empty text": [{"text": "  "}],
         "invalid unicode": [{"text": "half a pair: \ud83d"}],
+        "a turn with two different reasonings": [{"messages": [user, twice | {"reasoning_content": "I doubt"}]}],
+        "a token that the model has no embedding for": [chat("<think>a<added></think>b")],
     }
     rows = [good[0], *(row for group in bad.values() for row in group), good[1], good[1], good[2]]
     write(data_config.data, rows)
-    report = prepare_data(data_config, tokenizer).report
+    tokenizer.add_tokens(["<added>"])
+    report = prepare_data(data_config, tokenizer, vocabulary=len(tokenizer) - 1).report
     assert report.malformed.pop("not JSON") == 2
     assert report.malformed == {reason: len(group) for reason, group in bad.items() if reason != "not JSON"}
     assert (report.rows, report.samples, report.duplicates) == (len(rows), 3, 1)
     assert "2 malformed (several think tags)" in report.summary() and "1 duplicates left out" in report.summary()
-
-
-def test_a_row_with_a_token_that_the_model_has_no_embedding_for_is_left_out(data_config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    tokenizer.add_tokens(["<added>"])
-    rows = [chat(f"<think>step {i}</think>{i}") for i in range(8)]
-    write(data_config.data, [*rows, chat("<think>a<added></think>b")])
-    report = prepare_data(data_config, tokenizer, vocabulary=len(tokenizer) - 1).report
-    assert (report.samples, report.malformed) == (8, {"a token that the model has no embedding for": 1})
 
 
 def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -251,9 +224,7 @@ def test_think_tags_in_the_question_are_not_mistaken_for_reasoning(tokenizer: Pr
 
 
 @pytest.mark.parametrize("over_length", ["truncate", "drop"])
-def test_long_samples_are_cut_or_left_out_and_counted(
-    data_config: TrainConfig, tokenizer: PreTrainedTokenizerFast, over_length: str
-) -> None:
+def test_long_samples_are_cut_or_left_out_and_counted(data_config, tokenizer, over_length):
     data_config = replace(data_config, over_length=over_length, max_length=200)
     write(data_config.data, [chat("<think>" + "x" * n + "</think>y") for n in (10, 500, 1000)])
     data = prepare_data(data_config, tokenizer)
@@ -264,27 +235,22 @@ def test_long_samples_are_cut_or_left_out_and_counted(
     assert data.report.longest == data.samples.lengths.max()
 
 
-def test_prompt_and_completion_text_and_a_named_column(data_config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
-    expected = only_text(data_config, tokenizer, chat("<think>a</think>b", "Q"))
-    for row in (
-        {"prompt": "Q", "completion": "<think>a</think>b"},
-        {
-            "prompt": [{"role": "user", "content": "Q"}],
-            "completion": [{"role": "assistant", "content": "b", "reasoning_content": "a"}],
-        },
-    ):
-        assert only_text(data_config, tokenizer, row).replace("\n", "") == expected.replace("\n", "")
-    assert only_text(data_config, tokenizer, {"text": "just some text to read"}) == "just some text to read"
+def test_prompt_and_completion_text_and_a_named_column(data_config, plain):
+    expected = only_text(data_config, plain, chat("<think>a</think>b", "Q"))
+    turns = [{"role": "user", "content": "Q"}], [{"role": "assistant", "content": "b", "reasoning_content": "a"}]
+    for prompt, completion in (("Q", "<think>a</think>b"), turns):
+        row = {"prompt": prompt, "completion": completion}
+        assert only_text(data_config, plain, row).replace("\n", "") == expected.replace("\n", "")
+    assert only_text(data_config, plain, {"text": "just some text to read"}) == "just some text to read"
     own = replace(data_config, data_column="talk")
-    assert only_text(own, tokenizer, {"talk": chat("<think>a</think>b", "Q")["messages"], "text": "no"}) == expected
-    assert only_text(own, tokenizer, {"talk": "left exactly as it is"}) == "left exactly as it is"
+    assert only_text(own, plain, {"talk": chat("<think>a</think>b", "Q")["messages"], "text": "no"}) == expected
+    assert only_text(own, plain, {"talk": "left exactly as it is"}) == "left exactly as it is"
 
 
 @pytest.mark.parametrize("written", [json.dumps, str, lambda turns: json.dumps(json.dumps(turns))])
 def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> None:
     prompt, answer = chat("<think>a</think>b", "Q")["messages"]
-    formatter, named = (Formatter(byte_tokenizer(TEMPLATES["plain"]), column) for column in (None, "talk"))
+    formatter, named = (Formatter(byte_tokenizer(PLAIN), column) for column in (None, "talk"))
     for read, row in (
         (formatter.text, {"messages": written([prompt, answer])}),
         (formatter.text, {"prompt": written([prompt]), "completion": "<think>a</think>b"}),
@@ -319,18 +285,17 @@ def test_the_date_in_a_template_does_not_change() -> None:
     row = chat("<think>a</think>b", "Q")
     dated = "{%- set month = '%B' -%}\n  {% if strftime_now is defined %}\n"
     dated += "{{ strftime_now('%-d ' + month + ' %Y, %a %H:%M') }}:{% endif %}\n"
-    tokenizer = byte_tokenizer(dated + TEMPLATES["plain"])
-    without = Formatter(byte_tokenizer(TEMPLATES["plain"])).text(row).text
+    tokenizer = byte_tokenizer(dated + PLAIN)
+    without = Formatter(byte_tokenizer(PLAIN)).text(row).text
     assert Formatter(tokenizer).text(row).text == "26 July 2024, Fri 00:00:" + without
     problem = Problem("1", "", messages=tuple(row["messages"][:1]))
     assert prompt_text(tokenizer, problem).startswith("26 July 2024, Fri 00:00:")
     assert not prompt_text(tokenizer, problem, today=True).startswith("26 July 2024")
 
 
-def test_tokens_are_cached(data_config, tmp_path, monkeypatch):
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_tokens_are_cached(data_config, tmp_path, monkeypatch, plain):
     write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
-    first = prepare_data(data_config, tokenizer)
+    first = prepare_data(data_config, plain)
     read: list[int] = []
 
     def counted(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
@@ -338,48 +303,46 @@ def test_tokens_are_cached(data_config, tmp_path, monkeypatch):
         return tokenise(columns, formatter)
 
     monkeypatch.setattr("seergate.distill.data.tokenise", counted)
-    again = prepare_data(data_config, tokenizer)
+    again = prepare_data(data_config, plain)
     assert again.fingerprint == first.fingerprint and again.report == first.report and again.train == first.train
     Path(tmp_path / "copy.jsonl").write_text(Path(data_config.data).read_text())  # of another date, on another machine
     copy = replace(data_config, data=str(tmp_path / "copy.jsonl"), token_cache=str(tmp_path / "other"))
-    assert prepare_data(copy, tokenizer).fingerprint == first.fingerprint and read.pop() == 30
-    shorter = prepare_data(replace(data_config, max_length=60), tokenizer)  # the same tokens, of which less is used
+    assert prepare_data(copy, plain).fingerprint == first.fingerprint and read.pop() == 30
+    shorter = prepare_data(replace(data_config, max_length=60), plain)  # the same tokens, of which less is used
     assert read == [] and shorter.samples.lengths.max() <= 60 and shorter.fingerprint != first.fingerprint
     write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(29)])
-    changed = prepare_data(data_config, tokenizer)
+    changed = prepare_data(data_config, plain)
     assert read == [29] and changed.fingerprint != first.fingerprint
     other = prepare_data(data_config, byte_tokenizer(TEMPLATES["qwen3"]))
     assert read == [29, 29] and other.fingerprint != changed.fingerprint
 
 
-def test_a_mixture_has_its_shares_until_a_source_is_used_up(data_config: TrainConfig, tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_a_mixture_has_its_shares_until_a_source_is_used_up(data_config, tmp_path, plain):
     for name, count in (("a", 300), ("b", 60)):
         write(tmp_path / f"{name}.jsonl", [chat(f"<think>{name} {i}</think>{i}") for i in range(count)])
     a, b = (str(tmp_path / f"{name}.jsonl") for name in "ab")
     data_config = replace(data_config, data=f"{a}:3,{b}:1")
-    data = prepare_data(data_config, tokenizer)
+    data = prepare_data(data_config, plain)
     mixed = data.report.mixed
     assert mixed[b] == 60 and 130 < mixed[a] < 230 and data.report.rows == sum(mixed.values())
     assert f"mixed: {mixed[a]} rows of {a}, 60 rows of {b}" in data.report.summary()
-    texts = [tokenizer.decode(sample) for sample in data.samples]
+    texts = [plain.decode(sample) for sample in data.samples]
     assert sum("<think>b " in text for text in texts) == 60
-    again = prepare_data(data_config, tokenizer)
+    again = prepare_data(data_config, plain)
     assert again.fingerprint == data.fingerprint and again.train == data.train
-    assert prepare_data(replace(data_config, seed=1), tokenizer).report.mixed != mixed
-    alone = prepare_data(replace(data_config, data=a), tokenizer).report
+    assert prepare_data(replace(data_config, seed=1), plain).report.mixed != mixed
+    alone = prepare_data(replace(data_config, data=a), plain).report
     assert alone.rows == 300 and alone.mixed == {} and "mixed" not in alone.summary()
 
 
-def test_tokens_that_another_process_has_made_need_no_source(data_config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_tokens_that_another_process_has_made_need_no_source(data_config, plain):
     write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(30)])
-    files = token_files(data_config, tokenizer)
-    made = prepare_data(data_config, tokenizer)
+    files = token_files(data_config, plain)
+    made = prepare_data(data_config, plain)
     Path(data_config.data).unlink()
-    assert prepare_data(data_config, tokenizer, False, files).fingerprint == made.fingerprint
+    assert prepare_data(data_config, plain, False, files).fingerprint == made.fingerprint
     with pytest.raises(SeergateError, match="does not exist"):  # a machine that does not see the files makes its own
-        prepare_data(data_config, tokenizer, False, [["elsewhere.arrow"]])
+        prepare_data(data_config, plain, False, [["elsewhere.arrow"]])
 
 
 def test_a_full_disk_is_named(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,12 +352,11 @@ def test_a_full_disk_is_named(data_config: TrainConfig, monkeypatch: pytest.Monk
     write(data_config.data, [chat("<think>1</think>1")])
     monkeypatch.setattr("seergate.distill.data.tokenise", full)
     with pytest.raises(OSError) as caught:
-        token_files(data_config, byte_tokenizer(TEMPLATES["plain"]))
+        token_files(data_config, byte_tokenizer(PLAIN))
     assert caught.value.filename == data_config.token_cache
 
 
-def test_a_killed_build_is_made_again(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_a_killed_build_is_made_again(data_config, monkeypatch, plain):
     write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(1200)])  # two batches
 
     def killed(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, list[Any]]:
@@ -405,32 +367,30 @@ def test_a_killed_build_is_made_again(data_config: TrainConfig, monkeypatch: pyt
     with monkeypatch.context() as patched:
         patched.setattr("seergate.distill.data.tokenise", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare_data(data_config, tokenizer)
-    data = prepare_data(data_config, tokenizer)
-    assert data.report.samples == 1200 and tokenizer.decode(data.samples[1199]).count("1199") == 2
+            prepare_data(data_config, plain)
+    data = prepare_data(data_config, plain)
+    assert data.report.samples == 1200 and plain.decode(data.samples[1199]).count("1199") == 2
 
 
-def test_several_processes_give_the_same_tokens(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_several_processes_give_the_same_tokens(data_config, monkeypatch, plain):
     rows = [chat(f"<think>{i % 40}</think>{i}") if i % 3 else {"text": f"plain {i // 2}"} for i in range(60)]
     write(data_config.data, [*rows, {}, *rows])
-    alone = prepare_data(data_config, tokenizer)
+    alone = prepare_data(data_config, plain)
     monkeypatch.setattr("seergate.distill.data.ROWS_PER_PROCESS", 40)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
-    several = prepare_data(replace(data_config, token_cache=f"{data_config.token_cache}-2"), tokenizer)
+    several = prepare_data(replace(data_config, token_cache=f"{data_config.token_cache}-2"), plain)
     assert several.report == alone.report and several.train == alone.train
     assert several.fingerprint == alone.fingerprint
     assert len(list(Path(f"{data_config.token_cache}-2").glob("*_of_00002.arrow"))) == 2
 
 
-def test_held_out_packs_are_not_trained_on(data_config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_held_out_packs_are_not_trained_on(data_config, plain):
     data_config = replace(data_config, max_length=128, eval_packs=2)
     write(data_config.data, [chat(f"<think>{i}</think>{i}") for i in range(60)])
-    data = prepare_data(data_config, tokenizer)
+    data = prepare_data(data_config, plain)
     held_out, trained = ({i for pack in packs for i in pack} for packs in (data.held_out, data.train))
     assert len(data.held_out) == 2 and held_out and not held_out & trained and held_out | trained == set(range(60))
-    few = prepare_data(replace(data_config, eval_packs=1000), tokenizer)
+    few = prepare_data(replace(data_config, eval_packs=1000), plain)
     assert 0 < len(few.held_out) <= len(few.train) / 9
 
 
@@ -445,23 +405,19 @@ def test_held_out_packs_are_not_trained_on(data_config: TrainConfig) -> None:
 )
 def test_nothing_to_train_on_is_one_clear_sentence(data_config, rows, options, why):
     write(data_config.data, rows)
-    with pytest.raises(SeergateError, match=why) as caught:
-        prepare_data(replace(data_config, **options), byte_tokenizer(TEMPLATES["plain"]))
-    assert "\n" not in str(caught.value)
+    refused(why, prepare_data, replace(data_config, **options), byte_tokenizer(PLAIN))
 
 
-def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(data_config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_samples_that_cannot_teach_are_left_out_and_a_dataset_of_them_refused(data_config, plain):
     texts = ["x" * n for n in (1, 8, 16, 17, 40)]  # in blocks of 8: only the 17th row has two blocks to choose from
     write(data_config.data, [{"text": text} for text in texts])
-    report = prepare_data(data_config, tokenizer).report
+    report = prepare_data(data_config, plain).report
     assert (report.samples, report.too_short, report.tokens) == (2, 3, 57)
     assert "3 left out (too short to select blocks)" in report.summary()
     write(data_config.data, [{"text": text} for text in texts[:3]])
-    with pytest.raises(SeergateError, match=r"of 3 rows, 3 that fit in 2 blocks of 8 tokens"):
-        prepare_data(data_config, tokenizer)
+    refused(r"of 3 rows, 3 that fit in 2 blocks of 8 tokens", prepare_data, data_config, plain)
     write(data_config.data, [{"text": text} for text in (*texts, "x" * 24, "x" * 25)])
-    report = prepare_data(replace(data_config, sink_blocks=1), tokenizer).report
+    report = prepare_data(replace(data_config, sink_blocks=1), plain).report
     assert (report.samples, report.too_short, report.tokens) == (2, 5, 65)  # a block more, which is always read
 
 
@@ -472,19 +428,17 @@ def test_a_stream_that_breaks_off_says_where() -> None:
 
     stream = streamed(rows(), "org/data")
     assert [next(stream)["json"], next(stream)["json"]] == ["1", "2"]
-    with pytest.raises(SeergateError, match="'org/data' broke off after 2 rows: the server$"):
-        next(stream)
+    refused("'org/data' broke off after 2 rows: the server$", next, stream)
 
 
-def test_chain_sum_is_deterministic_and_apart_from_evaluation(data_config: TrainConfig) -> None:
-    tokenizer = byte_tokenizer(TEMPLATES["plain"])
+def test_chain_sum_is_deterministic_and_apart_from_evaluation(data_config, plain):
     small = {"data_limit": 12, "chain_sum_variables": (4, 6), "token_cache": data_config.token_cache}
-    data = prepare_data(load_train_config("tiny-reasoner", small), tokenizer)
-    texts = [tokenizer.decode(data.samples[i]) for i in range(len(data.samples))]
+    data = prepare_data(load_train_config("tiny-reasoner", small), plain)
+    texts = [plain.decode(data.samples[i]) for i in range(len(data.samples))]
     assert len(texts) == 12
     expected = [p.question for p in make_problems(12, (4, 6), TRAINING_SEEDS)]
     assert all(question in text for question, text in zip(expected, texts, strict=True))
     evaluation = {p.question for seed in range(50) for p in make_problems(20, (4, 6), seed)}
     assert not evaluation & set(expected)
-    other = prepare_data(load_train_config("tiny-reasoner", {**small, "seed": 1}), tokenizer)
+    other = prepare_data(load_train_config("tiny-reasoner", {**small, "seed": 1}), plain)
     assert other.fingerprint != data.fingerprint

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from seergate import SeergateError
 from seergate.distill.distributed import CommonError, DistributedState, init_distributed
-from seergate.errors import SeergateError
 from tests.support.pairs import pair
 
 SLOW = """
@@ -30,8 +30,6 @@ import os, time
 from datetime import timedelta
 import torch.distributed.distributed_c10d as library
 library.default_pg_timeout = timedelta(seconds=6)
-from seergate.models.gate_bank import GateBank
-from seergate.config import GateConfig
 from seergate.distill import load_train_config
 from seergate.distill.distributed import init_distributed
 from seergate.distill.engines import make_engine, prepare_deepspeed
@@ -64,12 +62,9 @@ from seergate.errors import SeergateError
 
 world = init_distributed()
 FAILURES = [
-    [None, None],
-    [SeergateError("alike"), SeergateError("alike")],
-    [None, SeergateError("mine alone")],
+    [None, None], [SeergateError("alike"), SeergateError("alike")], [None, SeergateError("mine alone")],
     [ValueError("this"), SeergateError("that")],
-    [FileNotFoundError(2, "No such file or directory", "rows.jsonl"), None],
-    [None, TypeError("a fault of ours")],
+    [FileNotFoundError(2, "No such file or directory", "rows.jsonl"), None], [None, TypeError("a fault of ours")],
 ]
 seen = []
 for failures in FAILURES:
@@ -118,15 +113,9 @@ def test_a_failure_of_one_is_known_to_all_and_said_once():
     done = pair(["-c", FATES])
     assert [one.returncode for one in done] == [0, 0], done
     main, other = (json.loads(one.stdout) for one in done)
-    messages = [
-        None,
-        "alike",
-        "[rank 1] mine alone",
-        "this; [rank 1] that",
-        "rows.jsonl cannot be used: no such file or directory",
-        "[rank 1] TypeError: a fault of ours",
-        "they differ",
-    ]
+    missing = "rows.jsonl cannot be used: no such file or directory"
+    messages = [None, "alike", "[rank 1] mine alone", "this; [rank 1] that", missing]
+    messages += ["[rank 1] TypeError: a fault of ours", "they differ"]
     assert main == [text and ["CommonError", text] for text in messages]
     assert other.pop(5) == ["TypeError", "a fault of ours"]  # with its traceback
     del main[5]
@@ -142,9 +131,7 @@ def test_a_process_alone_raises_what_it_raised():
 
 
 def test_what_is_said_on_gpus_goes_through_gloo(monkeypatch, tmp_path):
-    """NCCL's communicators are made when gradients are summed first, which is after processes were forked. There is no
-    NCCL here, so gloo stands for it.
-    """
+    """NCCL's communicators are made at the first sum of gradients, after processes were forked. Gloo is NCCL here."""
     calls, places = [], []
     for name, value in {"is_available": True, "device_count": 2, "set_device": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)

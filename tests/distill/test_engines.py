@@ -7,12 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from seergate.config import GateConfig
+from seergate import GateBank, GateConfig
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import BETAS, PlainEngine, bucket_bytes, deepspeed_config
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
-from seergate.models.gate_bank import GateBank
 from seergate.paths import shipped
 from tests.distill.conftest import assert_identical
 from tests.support.models import prompt
@@ -24,9 +23,8 @@ def test_gradients_are_clipped_by_their_global_norm(model, data_config, clip):
     bank = GateBank.for_model(model, GateConfig(8, 16))
     ids = prompt(60)
     data_config = replace(data_config, max_grad_norm=clip, packs_per_step=1)
-    bank.distill_loss(
-        model, input_ids=ids, row_start=data_config.row_start, reduction=data_config.reduction
-    ).backward()
+    rows = {"row_start": data_config.row_start, "reduction": data_config.reduction}
+    bank.distill_loss(model, input_ids=ids, **rows).backward()
     gradients = {name: parameter.grad.double() for name, parameter in bank.named_parameters()}
     norm = sum(float(gradient.square().sum()) for gradient in gradients.values()) ** 0.5
     assert 1e-3 < norm < 1e3
@@ -80,8 +78,7 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, data_config, device, 
     losses, norms, gates = train("triton" if device == "cuda" else "torch", torch.device(device))
     assert losses[-1] < 0.9 * losses[0]
     assert losses == pytest.approx(want_losses, rel=1e-3) and norms == pytest.approx(want_norms, rel=1e-2)
-    for name, want in want_gates.items():
-        torch.testing.assert_close(gates[name], want, rtol=0, atol=5e-3)
+    torch.testing.assert_close(gates, want_gates, rtol=0, atol=5e-3)
 
 
 def test_deepspeed_takes_its_defaults_for_auto(data_config, tmp_path):

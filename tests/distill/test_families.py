@@ -12,7 +12,7 @@ from seergate.distill.estimate import make_plan
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.support.evaluation import mostly_soak
 from tests.support.models import FAMILIES, tiny_model
-from tests.support.running import run_seergate
+from tests.support.running import output_of
 
 LENGTHS = (60, 40, 70, 30, 90)
 """Tokens of the samples, one per byte. As many as fit share a pack of 96."""
@@ -39,20 +39,15 @@ def save(family: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize("family", mostly_soak(sorted(FAMILIES), *KINDS, HYBRIDS[0]))
 def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_path: Path) -> None:
-    options = {
-        "model": save(family, tmp_path / "model"),
-        "output_dir": tmp_path / "run",
-        "data": shared / "rows.jsonl",
-    }
-    options |= {"token_cache": shared / "tokens", "max_length": 96, "block_size": 8, "recall_budgets": 16}
-    options |= {"max_steps": 2, "packs_per_step": 2}
-    done = run_seergate("train", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
-    assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
+    options = {"model": save(family, tmp_path / "model"), "output_dir": tmp_path / "run", "max_steps": 2}
+    options |= {"data": shared / "rows.jsonl", "token_cache": shared / "tokens", "packs_per_step": 2}
+    options |= {"max_length": 96, "block_size": 8, "recall_budgets": 16}
+    out = output_of("train", *(f"--{name.replace('_', '-')}={value}" for name, value in options.items()))
+    assert "step 2/2" in out
     packs = json.loads((tmp_path / "run" / "data.json").read_text())["packs"]
     alone = family in HYBRIDS
     assert packs == (len(LENGTHS) if alone else 4)
-    assert ("a pack holds one sample: the linear_attention layers of this " in done.stdout) == alone
+    assert ("a pack holds one sample: the linear_attention layers of this " in out) == alone
     bank = GateBank.from_pretrained(tmp_path / "run")
     assert bank.geometry.model_type == family and len(bank) >= 1
     assert all(torch.isfinite(parameter).all() for parameter in bank.parameters())
@@ -60,11 +55,8 @@ def test_a_family_trains_from_the_command_line(family: str, shared: Path, tmp_pa
 
 
 def test_the_plan_says_that_a_pack_holds_one_sample(tmp_path: Path) -> None:
-    plans = {}
-    for family in ("qwen3", "qwen3_next"):
-        options = {"recipe": "paper", "max_length": 1024, "block_size": 8}
-        run = load_train_config(str(save(family, tmp_path / family)), options)
-        plans[family] = make_plan(run, device="cpu")
-    packed, alone = plans["qwen3"], plans["qwen3_next"]
-    assert "a pack holds one sample: the linear_attention layers of this qwen3_next model carry" in alone.text()
-    assert "one sample" not in packed.text()
+    options = {"recipe": "paper", "max_length": 1024, "block_size": 8}
+    places = [str(save(family, tmp_path / family)) for family in ("qwen3", "qwen3_next")]
+    packed, alone = (make_plan(load_train_config(place, options), device="cpu").text() for place in places)
+    assert "a pack holds one sample: the linear_attention layers of this qwen3_next model carry" in alone
+    assert "one sample" not in packed

@@ -1,7 +1,4 @@
-"""Training data from the Hub: the real `datasets` client reads from a stand-in, downloading and streaming.
-
-The client reads the Hub's address when it is imported, so each test runs it in a process of its own.
-"""
+"""Training data from a stand-in for the Hub. The real client reads its address on import: each test has a process."""
 
 import io
 import json
@@ -29,11 +26,8 @@ CARD = b"""---
 configs:
 - config_name: short
   default: true
-  data_files:
-  - {split: train, path: data/train-*}
-  - {split: rest, path: data/rest-*}
-- config_name: long
-  data_files: long.parquet
+  data_files: [{split: train, path: data/train-*}, {split: rest, path: data/rest-*}]
+- {config_name: long, data_files: long.parquet}
 ---
 # Rows
 """
@@ -76,20 +70,21 @@ def hub(rows):
         yield standing_in
 
 
-def run(hub: Hub, tmp_path: Path, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+def run(hub: Hub, tmp_path: Path, *arguments: str, **settings: str) -> str:
+    """What ``python ARGUMENTS`` writes; it must succeed."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "TRANSFORMERS_"))}
     env |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1", **settings}
     env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TENSORBOARD_LOGGING": "0"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=250
-    )
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=250)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
     options = json.dumps([{"data": "org/rows"} | case for case in cases])
-    done = run(hub, tmp_path, "-c", READ, str(tmp_path / "tokens"), options, **settings)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    output = run(hub, tmp_path, "-c", READ, str(tmp_path / "tokens"), options, **settings)
+    return [json.loads(line) for line in output.splitlines()]
 
 
 def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
@@ -163,13 +158,10 @@ def test_training_reads_no_more_than_it_needs(hub, tmp_path):
     options = "--model tiny-reasoner --data org/rows --streaming --data-limit 20 --max-steps 2 --packs-per-step 1"
     options += " --max-length 512 --eval-packs 0 --save-steps 0"
     options += f" --token-cache {tmp_path / 'tokens'} --output-dir {tmp_path}"
-    done = run(hub, tmp_path, "train.py", *f"{options}/one".split())
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "samples of 20 rows" in done.stdout + done.stderr
+    assert "samples of 20 rows" in run(hub, tmp_path, "train.py", *f"{options}/one".split())
     assert list((tmp_path / "one").rglob("gate_model.safetensors"))
     second = hub.repos["datasets/org/rows"].tree()["data/train-1.parquet"].sha256
     assert hub.seen("GET", "/lfs/") and not hub.seen("GET", f"/lfs/{second}"), "the second file was not needed"
     before = len(hub.seen("GET", "/lfs/"))
-    again = run(hub, tmp_path, "train.py", *f"{options}/two --seed 1".split())
-    assert again.returncode == 0 and "samples of 20 rows" in again.stdout + again.stderr
+    assert "samples of 20 rows" in run(hub, tmp_path, "train.py", *f"{options}/two --seed 1".split())
     assert len(hub.seen("GET", "/lfs/")) <= before + 1, "rows that have been tokenised are not read again"

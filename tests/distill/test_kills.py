@@ -10,11 +10,11 @@ import pytest
 
 from seergate.distill import TrainConfig
 from tests.support.kills import PHASES, storm
+from tests.support.running import ROOT
 
-ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
 @pytest.mark.parametrize("kills", [4, pytest.param(15, marks=pytest.mark.soak)])
 def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig, kills: int) -> None:
     fell = storm(replace(config, packs_per_step=1, eval_packs=1), kills=kills)
@@ -22,7 +22,6 @@ def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig, kills: int) 
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
 def test_the_record_says_what_came_out(tmp_path: Path) -> None:
     file = tmp_path / "kills.json"
     command = [sys.executable, "-m", "tests.support.kills", "--kills", "2", "--record", str(file)]
@@ -30,7 +29,6 @@ def test_the_record_says_what_came_out(tmp_path: Path) -> None:
     assert done.returncode == 0 and "final gates bit-identical" in done.stdout, done.stderr[-2000:]
     record = json.loads(file.read_text())
     (row,) = record["rows"]
-    assert (
-        row["identical"] and row["kills"] == sum(row["by_phase"].values()) == 2 and set(row["by_phase"]) == set(PHASES)
-    )
+    assert row["identical"] and row["kills"] == sum(row["by_phase"].values()) == 2
+    assert set(row["by_phase"]) == set(PHASES)
     assert row["seconds"] > 0 and record["machine"]["torch"] and record["machine"]["commit"]

@@ -81,9 +81,8 @@ def test_a_run_begins_with_it(config: TrainConfig, tmp_path) -> None:
         if name.endswith("q_proj.weight"):
             torch.testing.assert_close(begun, torch.eye(16).expand_as(begun) / 2)  # two query heads of a group
         elif name.endswith("k_proj.weight"):
-            torch.testing.assert_close(
-                begun, torch.cat([share * torch.eye(16) for share in (0.25, 0.25, 0.5)]).expand_as(begun)
-            )
+            pooled = torch.cat([share * torch.eye(16) for share in (0.25, 0.25, 0.5)])
+            torch.testing.assert_close(begun, pooled.expand_as(begun))
         else:
             assert not begun.any()
     noise = torch.cat([x.flatten() for name, x in runs["random"].items() if "proj" in name])

@@ -2,11 +2,9 @@
 
 import itertools
 import os
-import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -19,43 +17,36 @@ from seergate.distill import TrainConfig, run_distillation
 from seergate.distill.callbacks import StepLog
 from seergate.distill.checkpoint import newest_checkpoint
 from seergate.distill.distributed import STEP_HOURS
-from tests.distill.conftest import Recorder, assert_identical, scalars, state, weights
+from tests.distill.conftest import Recorder, assert_identical, assert_same, scalars, state, weights
+from tests.support.evaluation import mostly_soak
+from tests.support.pairs import free_port
+from tests.support.running import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(sys.executable).parent
 STEPS = 5
 
 pytestmark = [pytest.mark.timeout(900)]  # processes that import everything, several at once
 
 
-def arguments(config: TrainConfig, tmp_path: Path) -> list[str]:
-    file = tmp_path / f"{config.run_dir.name}.yaml"
+def start(launcher: str, config: TrainConfig) -> subprocess.Popen[str]:
+    """Start two processes of a run on this machine."""
+    file = config.run_dir.with_suffix(".yaml")
     config.save(file)
-    return [str(ROOT / "train.py"), "--model", config.model, "--config", str(file)]
-
-
-def start(command: list[str]) -> subprocess.Popen[str]:
+    command = [*launch(launcher), str(ROOT / "train.py"), "--model", config.model, "--config", str(file)]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
 
 
-def finish(command: list[str]) -> str:
-    process = start(command)
+def finish(launcher: str, config: TrainConfig) -> str:
+    process = start(launcher, config)
     output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, output
     return output
 
 
-def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert (a[name] - b[name]).abs().max() <= tolerance, name
-
-
 def launch(launcher: str) -> list[str]:
-    """The beginning of a command that starts two processes on this machine."""
     options = {
         "torchrun": ["--nproc-per-node", "2", "--master-port"],
         "deepspeed": ["--num_gpus", "2", "--master_port"],
@@ -64,22 +55,20 @@ def launch(launcher: str) -> list[str]:
             "--dynamo_backend", "no", "--main_process_port",
         ],
     }  # fmt: skip
-    return [str(SCRIPTS / launcher), *options[launcher], str(random.SystemRandom().randint(20000, 60000))]
+    return [str(SCRIPTS / launcher), *options[launcher], str(free_port())]
 
 
 def agree(run: Path, other: Path) -> None:
     """Gates, optimizer and losses are the same but for the order of sums."""
-    assert_close(weights(run), weights(other), 1e-6)
-    assert_close(state(run), state(other), 1e-6)
+    for tensors in (weights, state):
+        torch.testing.assert_close(tensors(run), tensors(other), rtol=0, atol=1e-6)
     losses, others = scalars(run), scalars(other)
     assert len(losses) == len(others) == STEPS and dict(losses) == pytest.approx(dict(others), abs=1e-6)
 
 
 @pytest.fixture
 def alone(config: TrainConfig, tmp_path: Path) -> tuple[TrainConfig, Path]:
-    """A run in one process that nothing has disturbed. Its three packs a step cannot be shared evenly by two, and each
-    has rows of its own.
-    """
+    """A run in one process, undisturbed. Two cannot share its three packs a step evenly; each pack has other rows."""
     config = replace(config, row_stride=4, packs_per_step=3, max_steps=STEPS, save_steps=2, save_total_limit=3)
     return config, run_distillation(replace(config, output_dir=str(tmp_path / "alone")))
 
@@ -90,19 +79,15 @@ def copied_back(run: Path, name: str) -> Path:
     shutil.copytree(run, copy)
     for path in sorted((copy / "checkpoints").iterdir())[1:]:
         shutil.rmtree(path)
-    newest = newest_checkpoint(copy / "checkpoints")
-    assert newest is not None and newest.name == "step-00000002"
+    assert newest_checkpoint(copy / "checkpoints").name == "step-00000002"
     return copy
 
 
-@pytest.mark.parametrize(
-    "launcher", ["torchrun", *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepspeed", "accelerate"))]
-)
+@pytest.mark.parametrize("launcher", mostly_soak(("torchrun", "deepspeed", "accelerate"), "torchrun"))
 def test_two_processes_agree_with_one_and_go_on_in_one(alone: tuple[TrainConfig, Path], launcher: str) -> None:
     options, run = alone
     both = run.parent / "both"
-    command = [*launch(launcher), *arguments(replace(options, output_dir=str(both)), run.parent)]
-    output = finish(command)
+    output = finish(launcher, replace(options, output_dir=str(both)))
     assert "in 2 processes" in output and ("DeepSpeed ZeRO" in output) == (launcher == "deepspeed")
     assert output.count("the gates are in ") == output.count("3 packs a step: one less for 1 of 2 processes") == 1
     agree(both, run)
@@ -114,25 +99,23 @@ def test_two_processes_agree_with_one_and_go_on_in_one(alone: tuple[TrainConfig,
 def test_two_processes_resume_exactly(alone: tuple[TrainConfig, Path], launcher: str) -> None:
     options, run = alone
     both = run.parent / "both"
-    finish([*launch(launcher), *arguments(replace(options, output_dir=str(both)), run.parent)])
+    finish(launcher, replace(options, output_dir=str(both)))
     again = copied_back(both, "again")
-    output = finish([*launch(launcher), *arguments(replace(options, output_dir=str(again)), run.parent)])
+    output = finish(launcher, replace(options, output_dir=str(again)))
     assert f"continuing after step 2 of {STEPS}" in output
     assert_identical(state(again), state(both))
     two = copied_back(run, "two")  # of one process, in two
-    finish([*launch(launcher), *arguments(replace(options, output_dir=str(two)), run.parent)])
+    finish(launcher, replace(options, output_dir=str(two)))
     agree(two, run)
 
 
 @pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed in this process, which leaves nothing behind."""
     pytest.importorskip("deepspeed")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**variables, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(random.SystemRandom().randint(20000, 60000)))
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    yield
 
 
 def test_a_run_goes_on_with_deepspeed_and_without_it(alone: tuple[TrainConfig, Path], environment: None) -> None:
@@ -166,8 +149,8 @@ def steps_of(process: subprocess.Popen[str], count: int) -> list[int]:
 def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, max_steps=40, save_steps=3, eval_steps=4, logging_steps=1)  # its end is far
     whole = replace(config, output_dir=str(tmp_path / "whole"))
-    finish([*launch("deepspeed"), *arguments(whole, tmp_path)])
-    process = start([*launch("deepspeed"), *arguments(config, tmp_path)])
+    finish("deepspeed", whole)
+    process = start("deepspeed", config)
     assert steps_of(process, 1) == [1]
     processes = psutil.Process(process.pid).children(recursive=True)
     (second,) = (each for each in processes if "--local_rank=1" in each.cmdline())
@@ -176,11 +159,7 @@ def test_with_one_of_two_deepspeed_processes_killed_it_ends_bit_identical(config
     process.communicate(timeout=300)
     assert process.returncode != 0
     assert not psutil.wait_procs(processes, timeout=60)[1]
-    newest = newest_checkpoint(config.run_dir / "checkpoints")
-    assert newest is not None
-    reached = int(newest.name.removeprefix("step-"))
+    reached = int(newest_checkpoint(config.run_dir / "checkpoints").name.removeprefix("step-"))
     assert reached % 3 == 0 and 6 <= reached < 40
-    assert f"continuing after step {reached} of 40" in finish([*launch("deepspeed"), *arguments(config, tmp_path)])
-    for part in (".", "best"):
-        assert_identical(weights(config.run_dir / part), weights(whole.run_dir / part))
-    assert_identical(state(config.run_dir), state(whole.run_dir))
+    assert f"continuing after step {reached} of 40" in finish("deepspeed", config)
+    assert_same(config.run_dir, whole.run_dir)

@@ -1,5 +1,4 @@
-"""The loss and gradients of a pack against the model's own attention maps, obtained from transformers, segment by
-segment."""
+"""The loss and gradients of a pack against the attention maps of transformers' own model, segment by segment."""
 
 import copy
 
@@ -17,18 +16,18 @@ from seergate.models.hooks import QKHook
 from seergate.ops.torch_impl.teacher import Teacher
 from tests.support.models import prompt, tiny_model
 
+FAMILIES = "qwen3 qwen3_moe qwen2 llama phi3 gemma2 gemma3_text gemma4_text gpt_oss glm4 cohere2"
+
 
 def expected(bank, model, segments, row_start, reduction):
     """Loss with an autograd graph, from ``output_attentions`` of the plain eager model."""
     size, group = bank.config.block_size, bank.geometry.num_heads // bank.geometry.num_kv_heads
     sinks = bank.config.sink_blocks
     widest = max(-(-len(ids) // size) for ids in segments)
-    per_layer = []
     qk_hooks = {layer: QKHook(model, attention) for layer, attention in families.full_attention_modules(model)}
     kl, rows = {layer: [] for layer in qk_hooks}, 0
+    segments = [ids for ids in segments if len(ids)]
     for ids in segments:
-        if len(ids) == 0:
-            continue
         maps = model.get_decoder()(input_ids=ids[None], output_attentions=True, use_cache=False).attentions
         if len(maps) < model.config.num_hidden_layers:  # hybrids return the maps of their attention layers only
             maps = dict(zip(sorted(qk_hooks), maps, strict=True))
@@ -55,19 +54,12 @@ def expected(bank, model, segments, row_start, reduction):
             kl[layer].append(total.mean() * weight)
     for qk_hook in qk_hooks.values():
         qk_hook.remove()
-    alive = sum(len(ids) > 0 for ids in segments)
-    for parts in kl.values():
-        per_layer.append(sum(parts) / (rows if reduction == "row_mean" else alive))
-    return torch.stack(per_layer).mean() if reduction == "row_mean" else 10 * torch.stack(per_layer).sum()
+    if reduction == "row_mean":
+        return torch.stack([sum(parts) / rows for parts in kl.values()]).mean()
+    return 10 * torch.stack([sum(parts) / len(segments) for parts in kl.values()]).sum()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        *("qwen3", "qwen2", "llama", "phi3", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "glm4", "cohere2"),
-        "qwen3_moe",
-    ],
-)
+@pytest.mark.parametrize("family", FAMILIES.split())
 @pytest.mark.parametrize(
     ("reduction", "row_start", "sinks"), [("row_mean", 0.5, 0), ("published", 0.0, 0), ("row_mean", 0.0, 1)]
 )
@@ -80,9 +72,8 @@ def test_pack_against_the_models_own_maps(family, reduction, row_start, sinks):
     reference = expected(bank, model, [*segments, torch.empty(0, dtype=torch.long)], row_start, reduction)
     gradients = torch.autograd.grad(reference, list(bank.parameters()))
     borders = torch.tensor([0, 37, 38, 88, 95, 95], dtype=torch.int32)
-    loss = bank.distill_loss(
-        model, input_ids=torch.cat(segments)[None], cu_seqlens=borders, row_start=row_start, reduction=reduction
-    )
+    rows = {"row_start": row_start, "reduction": reduction}
+    loss = bank.distill_loss(model, input_ids=torch.cat(segments)[None], cu_seqlens=borders, **rows)
     (3 * loss).backward()
     torch.testing.assert_close(loss, reference, rtol=1e-4, atol=1e-6)
     for (name, parameter), gradient in zip(bank.named_parameters(), gradients, strict=True):
@@ -197,8 +188,7 @@ def test_queries_are_made_of_rows_that_count(model, monkeypatch):
             tiles = [rows[i : i + tile] for i in range(0, len(rows), tile)]
             assert seen == (4 if len(tiles) > 1 else 2) * tiles  # two layers; one tile is kept for the gradients
             gradients.append([parameter.grad.clone() for parameter in bank.parameters()])
-        for got, want in zip(*gradients, strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*gradients)
 
 
 def test_a_step_waits_for_no_device(model):

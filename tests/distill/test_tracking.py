@@ -12,10 +12,29 @@ import pytest
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.config import load_train_config
 from seergate.distill.tracking import check_trackers, open_trackers
-from seergate.errors import SeergateError
+from seergate.distill.trainer import scheduled_rate
+from tests.distill.conftest import scalars, trained
+from tests.support.running import refused
 
 STEP = StepLog(1, 0.5, [0.25, 0.75], {32: [0.5, 0.7]}, (0, 3), 0.1, 1e-3, 100, 2.0, 1.0)
 EVAL = EvalLog(1, [0.25, 0.75], {32: [[0.5, 0.6], [0.7, 0.9]]}, (0, 3))
+
+
+def test_tensorboard_holds_every_scalar_of_every_step(config):
+    out, heard = trained(config)
+    for name in (
+        "kl/mean", "kl/layer_0", "kl/layer_1", "loss", "recall_at_32/mean", "recall_at_128/layer_1", "grad_norm",
+        "learning_rate", "speed/tokens_per_second", "speed/memory_gb",
+    ):  # fmt: skip
+        assert [step for step, _ in scalars(out, name)] == list(range(1, 9)), name
+    for name, values in (
+        ("kl/mean", {log.step: log.kl for log in heard.steps}),
+        ("learning_rate", {step: scheduled_rate(config, step - 1) for step in range(1, 9)}),
+        ("held_out/kl", {log.step: log.kl for log in heard.evals}),
+        ("held_out/recall_at_32", {log.step: log.mean_recall()[32] for log in heard.evals}),
+    ):
+        assert dict(scalars(out, name)) == pytest.approx(values, rel=1e-5), name
+    assert [log.step for log in heard.evals] == [4, 8]
 
 
 def test_tensorboard_leaves_the_errors_of_threads_to_others(tmp_path: Path) -> None:
@@ -35,8 +54,7 @@ def test_a_tracker_that_is_not_installed_is_told_of() -> None:
     if importlib.util.find_spec("wandb"):
         check_trackers(config)
     else:
-        with pytest.raises(SeergateError, match="report_to names wandb, which is not installed; run: pip"):
-            check_trackers(config)
+        refused("report_to names wandb, which is not installed; run: pip", check_trackers, config)
 
 
 @pytest.mark.parametrize("service", ["wandb", "trackio"])

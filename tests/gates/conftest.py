@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from seergate import GateBank, GateConfig
+from seergate.models import families
+from seergate.models.packed_forward import TeacherCall, intercepted_attention
+from seergate.ops import reference
 from tests.support import evaluation
 from tests.support.models import tiny_model
 
@@ -49,6 +54,34 @@ def same_tensors(a: GateBank, b: GateBank) -> bool:
 def same(a: GateBank, b: GateBank) -> bool:
     """Whether gates have the same architecture and the same tensors, for the same model."""
     return a.config == b.config and not a.geometry.mismatches(b.geometry) and same_tensors(a, b)
+
+
+def attention_calls(model: PreTrainedModel, parts: Iterable[Tensor]) -> dict[int, list[TeacherCall]]:
+    """Layer -> what its attention gets in each of these sequences, in a model whose attention is the reference's."""
+    hooked = dict(families.full_attention_modules(model))
+    calls: dict[int, list[TeacherCall]] = {layer: [] for layer in hooked}
+
+    def attend(call: TeacherCall) -> Tensor:
+        calls[call.layer].append(call)
+        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
+        return reference.packed_attention(q, k, v, torch.tensor([0, len(q)]).int(), call.sm_scale)[0][None]
+
+    with intercepted_attention(model, hooked, attend), torch.no_grad():
+        for part in parts:
+            model(input_ids=part, use_cache=False)
+    return calls
+
+
+def queries_and_keys(calls: list[TeacherCall], gate: Any = None) -> tuple[Tensor, Tensor]:
+    """Those of all sequences, as the reference takes them: a layer's after RoPE, or a gate's of what is before it."""
+    queries, keys = [], []
+    for call in calls:
+        q, k, at = call.query_BHSD, call.key_BKSD, torch.arange(call.query_BHSD.shape[2])
+        if gate is not None:
+            q, k = gate.queries(call.q_pre_BHSD, at), gate.keys(gate.pool(call.k_pre_BKSD), at[:: gate.entry_tokens])
+        queries.append(q[0].transpose(0, 1))
+        keys.append(k[0].transpose(0, 1))
+    return torch.cat(queries), torch.cat(keys)
 
 
 def metadata(card: str) -> dict[str, Any]:

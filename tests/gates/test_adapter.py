@@ -18,11 +18,11 @@ from tests.support.running import refused
 
 
 @pytest.fixture
-def saved(bank, tmp_path):
-    """Gates and their directory; their base model is in `base` beside it."""
+def path(bank, tmp_path):
+    """The directory of saved gates; their base model is in `base` beside it."""
     bank.training_record = {"steps": 3}
     bank.save_pretrained(tmp_path / "gates")
-    return bank, tmp_path / "gates"
+    return tmp_path / "gates"
 
 
 def change(path, what, value):
@@ -36,8 +36,7 @@ def change(path, what, value):
     return set_entries(path / CONFIG, {what: value})
 
 
-def test_fresh_and_loaded_gates_ignore_the_default_dtype_and_device(saved):
-    bank, path = saved
+def test_fresh_and_loaded_gates_ignore_the_default_dtype_and_device(bank, path):
     model, before = tiny_model("qwen3"), torch.get_default_dtype()
     torch.manual_seed(0)
     expected = GateBank.for_model(model, GateConfig(8, 16))
@@ -54,9 +53,8 @@ def test_fresh_and_loaded_gates_ignore_the_default_dtype_and_device(saved):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
-def test_round_trip(saved, dtype):
+def test_round_trip(bank, path, dtype):
     """``None``: gates of two dtypes are saved in the wider one, since a scorer computes in one dtype."""
-    bank, path = saved
     bank.to(dtype or torch.float32)
     for _, gate in bank if dtype is None else ():
         gate.k_proj.bfloat16()
@@ -71,8 +69,7 @@ def test_round_trip(saved, dtype):
     assert keys == {f"layers.{i}.{name}.weight" for i in (0, 1) for name in ("q_proj", "k_proj", "q_norm", "k_norm")}
 
 
-def test_base_and_gates_are_loaded_together_and_saved_apart(saved, tmp_path):
-    bank, path = saved
+def test_base_and_gates_are_loaded_together_and_saved_apart(bank, path, tmp_path):
     model = seergate.load(path, token_budget=16, use_cache=True, max_position_embeddings=4000)
     assert model.config.max_position_embeddings == 4000, "fields of the model's configuration are options, too"
     direct = tiny_model("qwen3")
@@ -96,13 +93,12 @@ def test_base_and_gates_are_loaded_together_and_saved_apart(saved, tmp_path):
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_loading_with_options_is_attaching_to_a_model_loaded_with_them(saved, quantised):
+def test_loading_with_options_is_attaching_to_a_model_loaded_with_them(bank, path, quantised):
     """Device map, dtype and quantisation: the same logits, which differ from those without and of dense decoding."""
     options: dict = {"dtype": torch.bfloat16, "device_map": {"": "cpu"}}
     if quantised:
         quantization, transformers = pytest.importorskip("torchao.quantization"), pytest.importorskip("transformers")
         options["quantization_config"] = transformers.TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
-    bank, path = saved
     logits = {"max_new_tokens": 12, "output_logits": True, "return_dict_in_generate": True}
 
     def scores(model):
@@ -121,9 +117,8 @@ def test_loading_with_options_is_attaching_to_a_model_loaded_with_them(saved, qu
         seergate.load(path, token_budget=16, device_map={"": "nowhere"})
 
 
-def test_a_newer_adapter_warns_and_loads(saved):
+def test_a_newer_adapter_warns_and_loads(bank, path):
     """One warning for each, and none for a sound adapter."""
-    bank, path = saved
     before = (path / CONFIG).read_bytes()
     for what, value, message in (
         ("gate.sparkle", 1, "ignoring unknown sparkle$"),
@@ -169,19 +164,17 @@ def test_a_newer_adapter_warns_and_loads(saved):
         ("decode_defaults", {"token_budget": 0}, "gate_config.json: token_budget is 0"),
     ],
 )
-def test_damage_is_named(saved, what, value, message):
-    change(saved[1], what, value)
-    refused(message, GateBank.from_pretrained, saved[1])
+def test_damage_is_named(path, what, value, message):
+    change(path, what, value)
+    refused(message, GateBank.from_pretrained, path)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's own
-def test_peft_and_gates_live_together(saved):
+def test_peft_and_gates_live_together(bank, path):
     """Gates on a LoRA model, and LoRA on a model with gates; neither loads the files of the other."""
     peft = pytest.importorskip("peft", minversion=MIN_PEFT_VERSION)  # older ones are refused by transformers
-    bank, path = saved
-    lora = peft.get_peft_model(
-        tiny_model("qwen3"), peft.LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False)
-    )
+    random = peft.LoraConfig(target_modules=["v_proj"], r=2, init_lora_weights=False)
+    lora = peft.get_peft_model(tiny_model("qwen3"), random)
     lora.save_pretrained(path.parent / "lora")
     refused("looks like an adapter of PEFT", GateBank.from_pretrained, path.parent / "lora")
     with pytest.raises(ValueError, match="adapter_config.json|Can't find"):
@@ -195,7 +188,7 @@ def test_peft_and_gates_live_together(saved):
     assert model.generate(input_ids=prompt(60), max_new_tokens=4).shape == (1, 64)
 
 
-def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path, monkeypatch):
+def test_a_base_in_a_relative_directory_is_found_from_elsewhere(bank, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     bank = GateBank.for_model(AutoModelForCausalLM.from_pretrained("base"), GateConfig(8, 16))
     assert bank.geometry.base_model == "base"
@@ -220,17 +213,15 @@ def test_a_base_in_a_relative_directory_is_found_from_elsewhere(saved, tmp_path,
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "the model's RoPE frequencies"),
     ],
 )
-def test_another_base_is_refused_field_by_field(saved, tmp_path, family, options, message):
-    bank, path = saved
+def test_another_base_is_refused_field_by_field(bank, path, tmp_path, family, options, message):
     model = tiny_model(family, **options)
     refused(message, seergate.attach, model, bank, token_budget=16)
     model.save_pretrained(tmp_path / "other")
     refused(message, seergate.load, path, token_budget=16, base_model=tmp_path / "other")
 
 
-def test_arguments_that_cannot_be(model, saved, tmp_path):
+def test_arguments_that_cannot_be(model, bank, path, tmp_path):
     """Wrong decode options are named before the gates are read or the model is loaded."""
-    bank, path = saved
     (tmp_path / "file").write_text("")
     ids, read, loss = torch.ones(1, 40, dtype=torch.long), GateBank.from_pretrained, bank.distill_loss
     unserialisable = bank.derived()
@@ -274,10 +265,8 @@ def test_arguments_that_cannot_be(model, saved, tmp_path):
 
 
 def test_why_the_hub_gave_nothing_is_told_of_errors_that_are_each_other_s_cause():
-    for cause, reason in (
-        (ConnectionError("no route"), "the Hub could not be asked (no route)"),
-        (KeyError(), "none"),
-    ):
+    unasked = "the Hub could not be asked (no route)"
+    for cause, reason in ((ConnectionError("no route"), unasked), (KeyError(), "none")):
         error = ValueError("none")
         cause.__context__ = error
         with pytest.raises(SeergateError, match=re.escape(f"no rows: {reason}")), hub_call("no rows", asks=False):

@@ -71,11 +71,8 @@ def test_odd_names_break_nothing(bank, tmp_path, name):
 
 def test_results(bank, tmp_path):
     bank.results, bank.licence = RESULTS, {"license": "apache-2.0"}
-    bank.training_record = {
-        "kl_held_out": 0.125,
-        "kl_held_out_best": 0.1,
-        "config": {"data": "org/data", "max_steps": 800},
-    }
+    run = {"data": "org/data", "max_steps": 800}
+    bank.training_record = {"kl_held_out": 0.125, "kl_held_out_best": 0.1, "config": run}
     gates = tmp_path / "gates"
     text = saved(bank, gates)
     for row in (
@@ -153,9 +150,8 @@ def test_results_of_an_evaluation(bank, tmp_path):
     arguments = "--problems 2 --variables 8 --budget 64 --method dense,gate --no-report --max-new-tokens 8"
     output_of("eval", *arguments.split(), "--batch-size", "2", "--out", runs)
     own = GateBank.from_pretrained(shipped(TINY_GATES))
-    results = {
-        (row["method"], row["token_budget"], row["samples"]) for row in results_of(Path(runs), fingerprint(own))
-    }
+    rows = results_of(Path(runs), fingerprint(own))
+    results = {(row["method"], row["token_budget"], row["samples"]) for row in rows}
     assert results == {("dense", None, 2), ("gate", 64, 2)}
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))

@@ -94,9 +94,7 @@ def test_initialisation():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size is 0"),
-        ({"block_size": 257}, "block_size is 257"),
-        ({"block_size": True}, "block_size is True"),
+        *(({"block_size": size}, f"block_size is {size}") for size in (0, 257, True)),
         ({"gate_dim": 0}, "gate_dim is 0"),
         ({"gate_dim": 7}, "gate_dim is 7; it must be even"),
         ({"k_pooling": ()}, "k_pooling is ()"),

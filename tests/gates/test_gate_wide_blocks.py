@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
 
-import seergate
 from seergate import methods, ops
 from seergate.config import MAX_BLOCK_SIZE
 from seergate.ops import reference
 from tests.decode.test_decode import gates
-from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.decoding import forced_run
+from tests.support.models import prompt, tiny_model
 from tests.support.op_inputs import Pack, relative
 from tests.support.reference_decoder import ReferenceRow, Rule
 
@@ -43,16 +42,6 @@ def test_decoding_against_a_slow_decoder(name):
             twin = ReferenceRow(model, Rule(name, SIZE, token_budget=2 * SIZE), gated)
             twin.read(row[0].tolist())
             expected.append(twin.decode(forced[0].tolist()))
-        batch, cache, logits = left_padded(rows), DynamicCache(), []
-        mask = batch["attention_mask"]
-        with seergate.attached(model, method) as handle:
-            model(**batch, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
-            for token in forced[0]:
-                mask = torch.cat((mask, torch.ones(2, 1, dtype=mask.dtype)), 1)
-                places = mask.sum(1, keepdim=True) - 1
-                ids = token.expand(2, 1)
-                out = model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache)
-                logits.append(out.logits[:, -1])
-            density = handle.stats()["density"]
-    torch.testing.assert_close(torch.stack(logits, 1), torch.stack(expected), rtol=1e-9, atol=1e-9)
-    assert density < 0.9, "something is left out"
+    logits, _, stats = forced_run(model, method, rows, forced.expand(2, -1))
+    torch.testing.assert_close(logits[:, 1:], torch.stack(expected), rtol=1e-9, atol=1e-9)
+    assert stats["density"] < 0.9, "something is left out"

@@ -32,14 +32,10 @@ def hub(monkeypatch, tmp_path):
     """A Hub that the client of this process talks to, with an empty cache and no token of its own."""
     utils.disable_progress_bars()
     with Hub() as standing_in:
-        for name, value in {
-            "ENDPOINT": standing_in.url,
-            "HUGGINGFACE_CO_URL_TEMPLATE": standing_in.url + "/{repo_id}/resolve/{revision}/{filename}",
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_DISABLE_XET": True,
-            "HF_HUB_CACHE": str(tmp_path / "cache"),
-            "HF_TOKEN_PATH": str(tmp_path / "token"),
-        }.items():
+        settings = {"ENDPOINT": standing_in.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
+        settings |= {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "token")}
+        settings["HUGGINGFACE_CO_URL_TEMPLATE"] = standing_in.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in settings.items():
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)  # it remembers its endpoint
         monkeypatch.delenv("HF_TOKEN", raising=False)

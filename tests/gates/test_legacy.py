@@ -200,8 +200,6 @@ def tensor(name, change):
 Q0 = "model.layers.0.self_attn.attn_gate.attngate_linear_q.weight"
 K1 = "model.layers.1.self_attn.attn_gate.attngate_linear_k.weight"
 NORM0 = "model.layers.0.self_attn.attn_gate.attngate_qnorm.weight"
-
-
 UNREADABLE = "not a readable file of PyTorch tensors"
 DAMAGE = [
     ({"seerattn_gate_type": "Qavg_Kmaxminavg"}, "sparse prefill"),

@@ -4,15 +4,10 @@ import pytest
 import torch
 
 import seergate
-from seergate import GateBank, GateConfig
+from seergate import GateBank
 from seergate.fingerprint import fingerprint
 from tests.support.models import prompt
 from tests.support.running import output_of, refusal, refused, run_seergate
-
-
-@pytest.fixture
-def bank(model):
-    return GateBank.for_model(model, GateConfig(8, 16))
 
 
 def filled(like, value, dtype=torch.float32):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, GateConfig
@@ -13,9 +14,9 @@ from seergate.distill.config import TrainConfig
 from seergate.distill.losses.distill_loss import DistillSpec
 from seergate.distill.losses.teacher_forward import distill_step, distill_steps
 from seergate.fingerprint import fingerprint
-from seergate.models import families
 from seergate.models.packed_forward import intercepted_attention
 from seergate.ops import reference
+from tests.gates.conftest import attention_calls, queries_and_keys
 from tests.support.models import prompt, tiny_model
 from tests.support.naive_views import retention_for
 from tests.support.running import output_of, refused
@@ -23,7 +24,17 @@ from tests.support.steps import spec, step
 
 SIZE = 8
 KINDS = ["fast_kvzip", "trim_kv"]
-EACH = pytest.mark.parametrize("scorer", KINDS)
+
+
+@pytest.fixture(params=KINDS)
+def scorer(request):
+    """Each kind of retention gates."""
+    return request.param
+
+
+@pytest.fixture
+def bank(model, scorer):
+    return retention_for(model, scorer)
 
 
 def borders_of(*lengths):
@@ -34,40 +45,22 @@ def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
     """Loss, recall and gradients are those of autograd through the gate and the reference, sequence by sequence."""
     model, bank = model.double(), retention_for(model, "fast_kvzip").double()
     lengths, ids = [41, 1, 26], prompt(68, 4)
-    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, recall_budgets=(16,))
-    out.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in bank.named_parameters()}
-    bank.zero_grad()
+    options = {"row_start": 0.25, "recall_budgets": (16,)}
+    out = distill_step(bank, model, ids, borders_of(*lengths), **options)
+    gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
 
-    calls = {layer: [] for layer, _ in families.full_attention_modules(model)}
-
-    def attend(call):
-        calls[call.layer].append(call)
-        q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
-        return reference.packed_attention(q, k, v, borders_of(len(q)), call.sm_scale)[0][None]
-
-    with intercepted_attention(model, {}, attend), torch.no_grad():
-        for part in ids[0].split(lengths):
-            model(input_ids=part[None], use_cache=False)
     losses, recall = [], []
-    for layer, parts in calls.items():
-        q, k = (
-            torch.cat([getattr(call, name)[0].transpose(0, 1) for call in parts])
-            for name in ("query_BHSD", "key_BKSD")
-        )
-        scores = torch.cat([bank.gate(layer)(call.hidden_BSW)[0].T for call in parts])
-        loss, stats = reference.retention_kl(
-            q, k, scores, borders_of(*lengths), SIZE, row_start=0.25, recall_budgets=(16,)
-        )
+    for layer, calls in attention_calls(model, ids.split(lengths, 1)).items():
+        scores = torch.cat([bank.gate(layer)(call.hidden_BSW)[0].T for call in calls])
+        loss, stats = reference.retention_kl(*queries_and_keys(calls), scores, borders_of(*lengths), SIZE, **options)
         losses.append(loss)
         recall.append(stats.recall)
-    torch.stack(losses).mean().backward()
-    assert out.loss.item() == pytest.approx(torch.stack(losses).mean().item(), rel=1e-6)
+    loss = torch.stack(losses).mean()
+    assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(out.kl_per_layer, torch.stack(losses).detach().float())
     torch.testing.assert_close(out.recall, torch.stack(recall, 1).float())
-    for name, parameter in bank.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-9, msg=name)
-        assert gradients[name].any(), name
+    torch.testing.assert_close(gradients, torch.autograd.grad(loss, [*bank.parameters()]), rtol=1e-4, atol=1e-9)
+    assert all(gradient.any() for gradient in gradients)
 
 
 def test_trim_kv_learns_from_the_whole_model(model):
@@ -77,9 +70,7 @@ def test_trim_kv_learns_from_the_whole_model(model):
         gate.linear2.bias.data += 2.0  # ages of up to 40 leave something
     lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
     out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
-    out.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in bank.named_parameters()}
-    bank.zero_grad()
+    gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
 
     excess = []
 
@@ -103,19 +94,15 @@ def test_trim_kv_learns_from_the_whole_model(model):
                 ce, followed = ce - gated[row, part[row + 1]], followed + 1
         capacity = capacity + sum(excess) / len(excess)  # a sequence's rows, each over its length: its mean
     loss = kl / rows + ce / followed + capacity / len(ids[0])
-    loss.backward()
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert out.kl_per_layer.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
-    for name, parameter in bank.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-8, msg=name)
-        assert gradients[name].any(), name
+    torch.testing.assert_close(gradients, torch.autograd.grad(loss, [*bank.parameters()]), rtol=1e-3, atol=1e-8)
+    assert all(gradient.any() for gradient in gradients)
 
 
-@EACH
 @pytest.mark.parametrize("broken", ["gates", "model"])
-def test_what_is_not_finite_teaches_nothing(model, scorer, broken):
+def test_what_is_not_finite_teaches_nothing(model, bank, broken):
     """The loss says so, as that of other gates does; a run leaves the pack out."""
-    bank = retention_for(model, scorer)
     parameters = bank.parameters() if broken == "gates" else model.model.layers[0].self_attn.k_proj.parameters()
     next(parameters).data.flatten()[0] = torch.nan
     out = distill_step(bank, model, prompt(40, 3), target_budget=4, recall_budgets=(16,))
@@ -206,10 +193,9 @@ def test_gates_that_keep_everything_are_the_plain_model(model):
     assert distill_step(bank, model, ids, target_budget=10).loss.item() == pytest.approx(expected + over, rel=1e-4)
 
 
-@EACH
-def test_beside_others_in_one_forward(model, scorer):
+def test_beside_others_in_one_forward(model, bank):
     """In a forward that several gates learn from, each gets what it gets alone."""
-    bank, other = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+    other = GateBank.for_model(model, GateConfig(SIZE, 16))
     specs = [DistillSpec(other), DistillSpec(bank, target_budget=4)]
     together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
     alone = [distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))[0] for spec in specs]
@@ -217,9 +203,7 @@ def test_beside_others_in_one_forward(model, scorer):
         assert torch.equal(one.loss, both.loss) and torch.equal(one.recall, both.recall)
 
 
-@EACH
-def test_sequences_of_a_pack_do_not_mix(model, scorer):
-    bank = retention_for(model, scorer)
+def test_sequences_of_a_pack_do_not_mix(model, bank):
     run = partial(distill_step, bank, model, target_budget=4, recall_budgets=(16,))
     ids = prompt(70, 6)
     whole = run(ids, borders_of(70)).loss
@@ -236,20 +220,15 @@ def test_trained_by_the_command(tmp_path):
     options += ["--max-length", "300", "--eval-packs", "1", "--eval-steps", "2", "--output-dir", str(tmp_path)]
     output_of("ablate", "retention", "--report-to", "none", "--target-budget", "40", *options)
     for scorer in KINDS:
-        (record,) = [
-            path
-            for path in tmp_path.rglob("gate_config.json")
-            if f'"{scorer}"' in path.read_text() and "best" not in str(path)
-        ]
-        model = seergate.load(record.parent, token_budget=40)
+        records = [path for path in tmp_path.rglob("gate_config.json") if f'"{scorer}"' in path.read_text()]
+        (directory,) = [path.parent for path in records if path.parent.name != "best"]
+        model = seergate.load(directory, token_budget=40)
         assert seergate.handle_of(model).method.name == scorer
         ids = torch.tensor([[5, 6, 7]])
         assert model.generate(ids, max_new_tokens=4, min_new_tokens=4).shape == (1, 7)
 
 
-@EACH
-def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
-    bank = retention_for(model, scorer)
+def test_adapters_are_of_their_own_kind(model, bank, scorer, tmp_path):
     bank.save_pretrained(tmp_path)
     record = json.loads((tmp_path / "gate_config.json").read_text())
     width = {"fast_kvzip": 16, "trim_kv": 512}[scorer]
@@ -269,10 +248,8 @@ def test_adapters_are_of_their_own_kind(model, scorer, tmp_path):
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
 
 
-@EACH
-def test_options_beside_an_adapter(model, scorer, tmp_path):
+def test_options_beside_an_adapter(model, bank, scorer, tmp_path):
     """Those of the gates' method are taken, and the adapter's own hold unless others are given."""
-    bank = retention_for(model, scorer)
     model.save_pretrained(tmp_path / "base")
     bank.decode_defaults = {"token_budget": 24}
     bank.save_pretrained(tmp_path / "gates")
@@ -289,31 +266,26 @@ def test_options_beside_an_adapter(model, scorer, tmp_path):
     refused(f"decode_defaults of these gates has threshold, no option of '{scorer}'", seergate.attach, model, bank)
 
 
-@EACH
-def test_the_wrong_kind_is_refused(model, scorer):
-    retains, selects = retention_for(model, scorer), GateBank.for_model(model, GateConfig(SIZE, 16))
+def test_the_wrong_kind_is_refused(model, bank, scorer):
+    selects = GateBank.for_model(model, GateConfig(SIZE, 16))
     attach, gate = partial(seergate.attach, model), seergate.methods.Gate
     joined = partial(seergate.methods.make_method, f"{scorer}+gate", token_budget=64, read_budget=16)
     for call, message in (
-        (partial(gate, bank=retains), f"score tokens for eviction; they are for the method '{scorer}'"),
-        (
-            partial(attach, scorer, bank=selects),
-            f"scorer 'attn_gate', for the method 'gate'; '{scorer}' needs gates of",
-        ),
+        (partial(gate, bank=bank), f"score tokens for eviction; they are for the method '{scorer}'"),
+        (partial(attach, scorer, bank=selects), f"'attn_gate', for the method 'gate'; '{scorer}' needs gates of"),
         (partial(attach, scorer), f"the method '{scorer}' needs gates"),
-        (partial(attach, retains, seergate.DecodeConfig(token_budget=64)), "takes no DecodeConfig"),
-        (partial(attach, retains, token_budget=16, threshold=0.1), "has no option 'threshold'"),
+        (partial(attach, bank, seergate.DecodeConfig(token_budget=64)), "takes no DecodeConfig"),
+        (partial(attach, bank, token_budget=16, threshold=0.1), "has no option 'threshold'"),
         (partial(joined, bank=selects), "takes two kinds of gates"),
-        (partial(seergate.attach, tiny_model("qwen3", hidden_size=96), retains), "these gates are for another model"),
-        (partial(attach, retains, storage=seergate.Paging()), "evicts tokens, and a paged cache keeps all"),
-        (partial(attach, retains, correction=seergate.Rectify()), "evicts, and rectification needs all tokens"),
+        (partial(seergate.attach, tiny_model("qwen3", hidden_size=96), bank), "these gates are for another model"),
+        (partial(attach, bank, storage=seergate.Paging()), "evicts tokens, and a paged cache keeps all"),
+        (partial(attach, bank, correction=seergate.Rectify()), "evicts, and rectification needs all tokens"),
     ):
         refused(message, call)
 
 
-@EACH
-def test_with_the_gate_on_what_they_keep(model, scorer):
-    evictor = seergate.methods.method_class(scorer)(bank=retention_for(model, scorer), token_budget=32, interval=4)
+def test_with_the_gate_on_what_they_keep(model, bank, scorer):
+    evictor = seergate.methods.method_class(scorer)(bank=bank, token_budget=32, interval=4)
     gate = seergate.methods.Gate(bank=GateBank.for_model(model, GateConfig(SIZE, 16)), token_budget=16)
     with seergate.attached(model, seergate.methods.GateOnEvictor(evictor=evictor, gate=gate)) as handle:
         assert model.generate(prompt(60, 8), max_new_tokens=20, do_sample=False).shape == (1, 80)
@@ -324,11 +296,8 @@ def test_with_the_gate_on_what_they_keep(model, scorer):
         refused(missing, model.generate, prompt(60, 8), max_new_tokens=2)
 
 
-@EACH
-def test_layers_without_gates_keep_everything(model, scorer):
-    method = seergate.methods.make_method(scorer, bank=retention_for(model, scorer).subset([1]), token_budget=24)
-    from transformers import DynamicCache
-
+def test_layers_without_gates_keep_everything(model, bank, scorer):
+    method = seergate.methods.make_method(scorer, bank=bank.subset([1]), token_budget=24)
     cache = DynamicCache()
     with seergate.attached(model, method):
         model.generate(prompt(60, 8), past_key_values=cache, max_new_tokens=8, do_sample=False)

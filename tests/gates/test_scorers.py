@@ -6,20 +6,21 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, GateConfig
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.fingerprint import fingerprint
-from seergate.models import families
-from seergate.models.hooks import QKHook
 from seergate.models.published import export_published
 from seergate.ops import reference
+from tests.gates.conftest import attention_calls, queries_and_keys
 from tests.support.models import gates, left_padded, prompt, tiny_model
 from tests.support.running import refused
 
 SIZE = 8
 TOKEN_SCORERS = ("msa", "indexer")
+CONFIGS = [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in TOKEN_SCORERS)]
 BY_TOKEN = pytest.mark.parametrize("scorer", TOKEN_SCORERS)
 
 
@@ -94,8 +95,6 @@ def test_an_indexer_tells_blocks_apart_for_every_kv_head(model):
 def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
     ids, bank, keys = prompt(3 * SIZE + 5), gates(model, scorer=scorer), []
     for first in (1, 2 * SIZE, ids.shape[1]):
-        from transformers import DynamicCache
-
         cache = DynamicCache()
         with seergate.attached(model, bank, token_budget=512):
             rest = ids[:, first:].split(1, 1) if first < ids.shape[1] else ()
@@ -110,9 +109,7 @@ def test_entries_of_a_prompt_are_those_of_single_tokens(model, scorer):
     assert torch.equal(kg[2 * SIZE : 3 * SIZE], kg[:SIZE]) and torch.equal(kg[: 2 * SIZE], keys[-1][0, 0, : 2 * SIZE])
 
 
-@pytest.mark.parametrize(
-    "config", [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": s} for s in TOKEN_SCORERS)]
-)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_decoding(model, config):
     """A budget for everything is dense; a small one is the same in a padded batch, static, paged and drafted."""
     bank, ids = gates(model, **config), prompt(37, 1)
@@ -135,10 +132,7 @@ def test_decoding(model, config):
         assert torch.equal(run(ids), sparse)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [{"scorer": "attn_gate", "q_pooling": "none"}, *({"scorer": name} for name in ("attn_gate", *TOKEN_SCORERS))],
-)
+@pytest.mark.parametrize("config", [{"scorer": "attn_gate"}, *CONFIGS])
 @pytest.mark.parametrize("target", ["max", "sum"])
 def test_gradients_of_all_parameters(model, config, target):
     """The trainer's loss and gradients are those of autograd through the whole scorer and the reference."""
@@ -148,46 +142,18 @@ def test_gradients_of_all_parameters(model, config, target):
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
     options = {"target": target, "row_start": 0.25}
     out = distill_step(bank, model, ids, borders, recall_budgets=(16,), **options)
-    out.loss.backward()
-    gradients = {name: p.grad.clone() for name, p in bank.named_parameters()}
-    bank.zero_grad()
+    gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
 
-    qk_hooks = {layer: QKHook(model, module) for layer, module in families.full_attention_modules(model)}
-    pre, post = {layer: [] for layer in qk_hooks}, {layer: [] for layer in qk_hooks}
-    for part in ids[0].split(lengths):
-        cache = model(input_ids=part[None]).past_key_values
-        for layer, qk_hook in qk_hooks.items():
-            q, k = qk_hook.take()
-            pre[layer].append((q, k))
-            rotary = families.decoder_of(model).rotary_emb(q, torch.arange(len(part))[None])
-            post[layer].append((turned(q, *rotary)[0], cache.layers[layer].keys[0]))
-    losses = []
+    calls, losses = attention_calls(model, ids.split(lengths, 1)), []
     for layer, gate in bank:
-        places = [torch.arange(length) for length in lengths]
-        queries = torch.cat([gate.queries(q, at)[0] for (q, _), at in zip(pre[layer], places, strict=True)], 1)
-        step = gate.entry_tokens
-        keys = torch.cat(
-            [gate.keys(gate.pool(k), at[::step])[0] for (_, k), at in zip(pre[layer], places, strict=True)], 1
-        )
-        q, k = (torch.cat(parts, 1).transpose(0, 1) for parts in zip(*post[layer], strict=True))
-        loss, _ = reference.scorer_kl(
-            q, k, queries.transpose(0, 1), keys.transpose(0, 1), borders, SIZE, scores=gate.scores,
-            entry_tokens=step, **options,
-        )  # fmt: skip
-        losses.append(loss)
+        each = *queries_and_keys(calls[layer]), *queries_and_keys(calls[layer], gate)
+        how = {"scores": gate.scores, "entry_tokens": gate.entry_tokens}
+        losses.append(reference.scorer_kl(*each, borders, SIZE, **how, **options)[0])
     loss = torch.stack(losses).mean()
-    loss.backward()
     assert out.loss.item() == pytest.approx(loss.item(), rel=1e-6)
     assert out.recall.min() > 0 and out.recall.max() <= 1 + 1e-6
-    for name, parameter in bank.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
-    assert any(g.any() for name, g in gradients.items() if "q_proj" in name)
-
-
-def turned(q, cos, sin):
-    """RoPE as the model applies it."""
-    first, second = q.chunk(2, -1)
-    return q * cos[:, None] + torch.cat((-second, first), -1) * sin[:, None]
+    torch.testing.assert_close(gradients, torch.autograd.grad(loss, [*bank.parameters()]), rtol=1e-4, atol=1e-7)
+    assert all(gradient.any() for gradient in gradients)
 
 
 @BY_TOKEN
