@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("method", metavar="METHOD", help="for which method: lazy_eviction or tri_attention")
     eval_args(parser, "model", "max_new_tokens")
     parser.add_argument("--task", default="chain_sum", help="a task's name or a .jsonl file [%(default)s]")
-    parser.add_argument("--grader", help="of a file, whose prompts depend on it: as for `seergate eval` [math]")
+    parser.add_argument("--grader", help="of a file, whose prompts depend on it; as for eval [math]")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
     parser.add_argument("--share", type=float, default=0.8, help="of tokens inside the window [%(default)s]")

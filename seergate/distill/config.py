@@ -454,7 +454,7 @@ def _check_names(names: Iterable[str], where: str = "") -> None:
 
 
 def _expanded(value: Any) -> Any:
-    """Replace a leading ``~/`` by the home directory, as shells do, but not in files and after ``--output-dir=``."""
+    """Replace a leading ``~/`` by the home directory; shells do not in files and after ``--output-dir=``."""
     return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 

@@ -131,9 +131,10 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
         return _limited(load_from_disk(str(path)), config.data_limit)
     suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    if packed := [file for file in inside if file.suffix in COMPRESSED and Path(file.stem).suffix in suffixes]:
-        raise SeergateError(f"{packed[0]} is compressed and would not be read; decompress it")
     files = [file for file in inside if file.suffix in suffixes]
+    unread = [file for file in inside if file.suffix in COMPRESSED and Path(file.stem).suffix in suffixes]
+    if packed := [file for file in unread if not file.with_suffix("").exists()]:
+        raise SeergateError(f"{packed[0]} is compressed and would not be read; decompress it")
     if not files:
         raise SeergateError(f"{path} holds no data: it must be a file, or hold files, of type {', '.join(suffixes)}")
     aside = [file for file in files if HELD_OUT_NAMES.search(str(file.relative_to(path)))] if path.is_dir() else []

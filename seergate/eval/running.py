@@ -28,6 +28,7 @@ from seergate.eval.tasks.registry import TASKS
 from seergate.eval.tasks.task import Problem, Task
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import Method
+from seergate.models.attach import attached
 from seergate.models.families import check_length, family_of, why_no_longer
 from seergate.models.gate_bank import GateBank
 from seergate.models.gated_model import check_base
@@ -118,6 +119,10 @@ def run_plan(plan: SweepPlan) -> Path:
     torch.set_num_threads(threads)
     loader = partial(load_worker, plan, path, threads)
     model = load_model(path, plan.dtype, plan.device)
+    for spec in specs:  # what this model cannot have is refused before the first answer
+        if not spec.uncalibrated:
+            with attached(model, spec.method(spec.bank(banks)), correction=spec.correction):
+                pass
     with EvalProgress(len(specs)) as progress:
         plan = replace(plan, on_progress=progress)
         chosen = plan.sampling or task.sampling

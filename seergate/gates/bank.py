@@ -148,7 +148,8 @@ class Gates(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> Self:
         """A copy on the CPU in another dtype; a SeergateError if it is not in `DTYPES` or a number overflows."""
-        return self.derived({name: tensor.to(dtype) for name, tensor in self.state_dict().items()})
+        tensors = {name: tensor.to(dtype) for name, tensor in self.state_dict().items()}
+        return self.holding(tensors, f"these gates in {dtype}", **self.record())
 
     def subset(self, layers: Iterable[int]) -> Self:
         """A copy with the gates of some layers, without results; the model's other layers will be dense, or read what

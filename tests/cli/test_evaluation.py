@@ -12,12 +12,13 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.eval import make_task
+from seergate.eval.running import run_plan
 from seergate.eval.settings import grid, with_each
 from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan, named_gates
 from tests.support import evaluation as support
 from tests.support.models import tiny_model
-from tests.support.running import output_of, refusal, run_seergate
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 
 def output(*arguments):
@@ -214,3 +215,11 @@ def test_an_evaluation_keeps_to_the_positions_of_the_model(tmp_path):
     assert config["generation"]["max_total_tokens"] == 24
     (sample,) = read_samples(tmp_path / "runs" / "dense")
     assert sample["n_tokens"] <= 20
+
+
+def test_a_method_that_a_model_cannot_have_is_refused_before_any_answer(tmp_path):
+    tiny_model("hunyuan_v1_dense", vocab_size=len(support.tokenizer())).save_pretrained(tmp_path)
+    support.tokenizer().save_pretrained(tmp_path)
+    plan = {"model": str(tmp_path), "task": "chain_sum", "method": ["dense", "streaming_llm"], "budget": 64}
+    refused("re-positions keys", run_plan, SweepPlan.of(plan | {"out": str(tmp_path / "runs")}))
+    assert not list((tmp_path / "runs").iterdir())

@@ -123,5 +123,8 @@ def test_a_missing_or_broken_file_is_refused(data_config, tmp_path, plain, name,
 def test_a_compressed_file_of_a_folder_is_not_left_out_in_silence(data_config, tmp_path, plain):
     (tmp_path / "rows").mkdir()
     write(tmp_path / "rows" / "a.jsonl", [chat("<think>I think</think>1")])
+    (tmp_path / "rows" / "a.jsonl.gz").write_bytes(b"\x1f\x8b")
+    data = replace(data_config, data=str(tmp_path / "rows"))
+    assert prepare_data(data, plain).report.rows == 1, "it is there decompressed, too"
     (tmp_path / "rows" / "b.jsonl.gz").write_bytes(b"\x1f\x8b")
-    refused(r"b\.jsonl\.gz is compressed", prepare_data, replace(data_config, data=str(tmp_path / "rows")), plain)
+    refused(r"b\.jsonl\.gz is compressed", prepare_data, data, plain)

@@ -10,9 +10,11 @@ from seergate.eval.generation.engine import Batch, Limit, sample_bytes
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.prompts import encode
 from seergate.models.attach import attached
+from tests.decode.test_passes import SHARED
 from tests.eval.test_engine import LONG, PROMPTS, requests_for, run, tokens
 from tests.support import evaluation as support
 from tests.support import naive_views
+from tests.support.models import tiny_model
 from tests.support.running import refused
 
 
@@ -149,3 +151,11 @@ def test_methods_that_evict_get_the_rows_that_they_have_room_for(monkeypatch):
             sizes.append(estimated_batch(model.device, sample_bytes(model, prompt, 2000)))
     # 6.4 MB; dense: 2000 tokens of 512 bytes. h2o: 80 tokens of 512 and 2 layers of 2 heads of 4 bytes: 42240
     assert sizes == [6, 151]
+
+
+@pytest.mark.parametrize(("family", "options", "fixed"), [("qwen3_5_text", {}, True), ("gemma4_text", SHARED, False)])
+def test_layers_without_keys_are_counted(family, options, fixed):
+    """Linear attention holds the same at every length; layers that read the keys of others hold nothing."""
+    with attached(tiny_model(family, **options), "dense") as handle:
+        short, long = (sample_bytes(handle.model, [5] * 20, length) for length in (200, 400))
+    assert short < long and (long == 2 * short) is not fixed

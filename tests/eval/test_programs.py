@@ -188,8 +188,11 @@ def test_the_task(tmp_path):
     assert plain_behind.prompt == f"def other():\n    return 1\n\n{plain.problems()[0].prompt}"
     assert behind.gold == first.gold  # the program that is run does not have it
     assert {"\ndef", "\nclass", "\nif", "\nprint", "\n#"} <= set(plain.stop)
-    message = "the grader 'program' is for humaneval only; give another for .*other"
-    refused(message, make_task, str(file.with_suffix(".jsonl")), grader="program")
+    for grader, message in (
+        ("program", "is for humaneval only; give another for .*other"),
+        ("foo", "is no grader 'foo'"),
+    ):
+        refused(message, make_task, str(file.with_suffix(".jsonl")), grader=grader)
     with pytest.raises(ValueError, match="problems is 0"):
         make_task("humaneval", problems=0)
 

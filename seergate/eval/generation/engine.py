@@ -304,7 +304,11 @@ def sample_bytes(model: PreTrainedModel, prompt: Sequence[int], longest: int) ->
     batch.add([prompt])
     for layer in batch.cache.layers:
         if not isinstance(layer, GatedLayer) or layer.state is None:
-            total += (layer.keys.nbytes + layer.values.nbytes) * longest / len(prompt)
+            # linear attention has no keys but states, and a layer that reads another's keys has neither
+            keys = [getattr(layer, name, None) for name in ("keys", "values")]
+            states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
+            for tensors, times in ((keys, longest / len(prompt)), (states, 1)):
+                total += times * sum(tensor.nbytes for tensor in tensors if tensor is not None)
             continue
         state, resident = layer.state, longest
         if isinstance(state, CompressingState) and not state.compresses_once:

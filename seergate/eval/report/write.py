@@ -16,6 +16,7 @@ from markdown.extensions.toc import slugify
 from markdown.treeprocessors import Treeprocessor
 from markdown.util import AtomicString
 
+from seergate.durable import check_writable
 from seergate.escaping import html_text, markdown_block, markdown_code, markdown_text, with_policy
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.generation.engine import Limit
@@ -61,7 +62,7 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
     """
     sweeps = load_sweeps(root, *others)
     out = out or root
-    out.mkdir(parents=True, exist_ok=True)
+    check_writable(out)
     parts, plots, sentences = [], [], []
     one_task_each = len({sweep.task for sweep in sweeps}) == len(sweeps)  # which the headings name
     for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):

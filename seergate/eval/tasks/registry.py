@@ -15,7 +15,7 @@ from typing import Any
 
 from seergate.checks import check_count, holds_turns, is_int
 from seergate.errors import SeergateError, did_you_mean
-from seergate.eval.grading.graders import BOXED, GRADERS, check_gold
+from seergate.eval.grading.graders import BOXED, GRADERS, check_gold, check_grader
 from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.method_text import read_options
 from seergate.eval.sampling import Sampling
@@ -74,6 +74,7 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
         check_count("problems", problems, 1)
     if not Path(path).is_file():
         raise SeergateError(f"the task file {path} does not exist")
+    check_grader(grader)
     if grader == PROGRAM:
         raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; give another for {path}")
     return Task(
