@@ -101,9 +101,9 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
 
 
 SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4} | {
-    "layer_types": ["sliding_attention", "full_attention"] * 2
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": False}
 }
-"""A Gemma 4 whose last layers read the keys of earlier ones."""
+"""A Gemma 4 whose last layers read the keys of earlier ones, with as many KV heads in all layers."""
 
 
 def attempts():

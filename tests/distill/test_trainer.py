@@ -151,7 +151,7 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(config, monkeypatch):
     messages = [text for text in heard.messages if "no finite loss" in text]
     assert [text.split(" packs")[0] for text in messages] == ["step 1: 1 of 2", "step 3: 2 of 2"]
     assert "(3 in this run)" in messages[1]
-    assert [log.step for log in heard.steps if log.learning_rate == 0] == [3]
+    assert [log.learning_rate > 0 for log in heard.steps] == [True, True, False, True]
     gates = [
         {name: x for name, x in load_file(path / "state.safetensors").items() if name.startswith("gates.")}
         for path in sorted((out / "checkpoints").iterdir())

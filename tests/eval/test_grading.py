@@ -143,13 +143,14 @@ ANSWERS = r"""
     .0000672 != .0000673    5\text{ inches}^2 != 5\text{ inches}^3 || 5\text{ cm}^2 || 5\text{ inches}
     5\text{ cm} != 5\text{ m} || 5\text{ cm}^2
 """
-"""Gold answers == answers that are right, and != those that are wrong or of which a part would be left unread."""
+"""Gold answer == right || right != wrong || wrong, or of which a part would be left unread; four spaces between."""
 
 
 @pytest.mark.parametrize("line", [*re.split(r"\n? {4}", ANSWERS.strip()), "5 == 2\u200b+3"])
 def test_right_and_wrong_answers(judges, line):
     others, _, wrong = line.partition(" != ")
     gold, _, right = others.partition(" == ")
+    assert right or wrong, "a line that says nothing"
     for answer in filter(None, right.split(" || ")):
         verdict = judges.grade("math", f"so \\boxed{{{answer}}}", gold)
         assert verdict.correct, (answer, verdict.reason)

@@ -50,7 +50,7 @@ def check(lengths, options, block_size, blocks, turns, dtype):
     k = torch.randn(len(lengths), kv_heads, columns // len(options["kinds"])).to(dtype)
     sizes = *k.shape[1:], block_size, width, blocks, turns
     recent, compressed = caches(lengths, *sizes, dtype, options["weight"].dtype)
-    want = recent.clone(), compressed.double()
+    want = recent.clone(), compressed.to(torch.float64, copy=True)
     exact = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
     reference.update_compressed_keys(k, ends, *want, block_size=block_size, **exact)
     ops.update_compressed_keys(k, ends, recent, compressed, block_size=block_size, **options)
