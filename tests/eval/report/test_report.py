@@ -116,6 +116,7 @@ def test_nothing_to_report_is_told(tmp_path):
     def check_refusal(message, place=tmp_path):
         refused(message, write_report, place)
 
+    (tmp_path / "config.yaml").write_text("")  # as of a run that failed before its first sample
     check_refusal("holds no runs")
     check_refusal("does not exist", tmp_path / "nowhere")
     write_run(tmp_path / "tasks" / "aime", "dense", None, lambda i: True)
