@@ -99,7 +99,8 @@ def run_plan(plan: SweepPlan) -> Path:
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are matched once the model is loaded
 
-    methods = [spec.method(spec.bank(banks)) for spec in specs if not spec.uncalibrated]
+    known = [spec for spec in specs if not spec.uncalibrated]
+    methods = [spec.method(spec.bank(banks)) for spec in known]
     config = check_model(
         path, methods, [bank for spec in specs if spec.has_gates and (bank := spec.bank(banks)) is not None]
     )
@@ -119,10 +120,9 @@ def run_plan(plan: SweepPlan) -> Path:
     torch.set_num_threads(threads)
     loader = partial(load_worker, plan, path, threads)
     model = load_model(path, plan.dtype, plan.device)
-    for spec in specs:  # what this model cannot have is refused before the first answer
-        if not spec.uncalibrated:
-            with attached(model, spec.method(spec.bank(banks)), correction=spec.correction):
-                pass
+    for spec, method in zip(known, methods, strict=True):  # what the model cannot have is refused before any answer
+        with attached(model, method, correction=spec.correction):
+            pass
     with EvalProgress(len(specs)) as progress:
         plan = replace(plan, on_progress=progress)
         chosen = plan.sampling or task.sampling

@@ -18,7 +18,7 @@ def test_samples_without_their_settings_are_refused(tmp_path):
 
 
 def test_settings_of_a_run_without_samples_are_replaced(tmp_path):
-    """That of one that failed before its first sample, for want of memory or by its options."""
+    """A run may fail before its first sample, for lack of memory or because of an option."""
     small(tmp_path)
     edit_samples(tmp_path, lambda rows: [])
     assert small(tmp_path, seed=1) == small(tmp_path, seed=1)

@@ -70,7 +70,7 @@ def test_query_heads_that_choose_pages_apart_against_a_simulation(group):
 
 
 def test_what_query_heads_that_choose_apart_read():
-    """Of pages 0, 2 and the current one that two heads choose three are read; each head's recall is of its own two."""
+    """Two query heads choose two of three pages each: all three are read; a head's recall counts its own two."""
     chosen = union(Selection(torch.tensor([[[0, 4], [2, 4], [1, 4], [1, 4]]]).int(), torch.full((1, 4), 2).int()), 2)
     assert chosen.indices.tolist() == [[[0, 2, 4], [1, 4, -1]]] and chosen.counts.tolist() == [[3, 2]]
     density, recall = {}, {}

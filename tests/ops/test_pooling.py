@@ -17,7 +17,7 @@ ALL = ("max", "min", "avg")
 
 @BOTH
 def test_worked_examples(pool_keys):
-    """A whole block, one that is partial as there are no more tokens, and rows of some length."""
+    """A full block, a last block with fewer tokens, and rows of different lengths."""
     k = torch.tensor([[1.0, -2.0], [3.0, 0.0]])[None, None]
     assert pool_keys(k, 2, ALL).tolist() == [[[[3, 0, 1, -2, 2, -1]]]]
     assert pool_keys(k, 2, ("avg", "max")).tolist() == [[[[2, -1, 3, 0]]]]
