@@ -87,7 +87,7 @@ class Part:
 
 PARTS = {
     "texts": Part("KL", 512, 16, *["perplexity:length=2560:scored=64"] * 2, "--dtype float32"),
-    "needles": Part("needles", 512, 64, *["needle:keys=4:length=3584"] * 2, "--dtype float32 --batch-size 1"),
+    "needles": Part("needles", 512, 64, *["needle:keys=4:length=3584"] * 2, "--dtype bfloat16 --batch-size 1"),
     "gsm8k": Part(
         *("GSM8K", 256, 128, *["gsm8k:shots=4"] * 2),
         "--dtype bfloat16 --batch-size 32 --max-new-tokens 400 --temperature 0",
