@@ -324,11 +324,12 @@ class LayerBinding:
         if self.first:
             passes.begin(slots)
         if slots is not None:
-            if passes.slots is not None and slots != passes.slots:
-                raise SeergateError(
-                    f"layer {self.layer} of this cache holds {slots:,} tokens and others {passes.slots:,}: a pass "
-                    "failed or was interrupted; crop the cache to the smaller number, or start a new one"
-                )
+            for index, held in self._ungated_lengths(cache, new) if self.first else [(self.layer, slots)]:
+                if passes.slots not in (None, held):
+                    raise SeergateError(
+                        f"layer {index} of this cache holds {held:,} tokens and others {passes.slots:,}: a pass "
+                        "failed or was interrupted; crop the cache to the smaller number, or start a new one"
+                    )
             if self.window is not None and slots + new > self.window:
                 raise SeergateError(
                     f"the text has {slots + new:,} tokens, more than layer {self.layer} attends to (its "
@@ -376,6 +377,15 @@ class LayerBinding:
         if torch.is_grad_enabled() and reads_cache and context.on_host and any(x.requires_grad for x in inputs):
             output = WithoutBackward.apply(output, *inputs)
         return output, weights
+
+    def _ungated_lengths(self, cache: Cache, new: int) -> list[tuple[int, int]]:
+        """Ungated attention layers of a cache, and the tokens that they held before the pass, in the first gated layer
+        of it.
+        """
+        ungated = [
+            (i, x) for i, x in enumerate(cache.layers) if isinstance(x, (DynamicLayer, StaticSlidingWindowLayer))
+        ]
+        return [(i, int(x.get_seq_length()) - new * (i < self.layer)) for i, x in ungated]
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""

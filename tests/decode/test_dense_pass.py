@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
+import seergate
 from seergate.decode.step import newest_tokens_attention
+from tests.support.models import prompt, tiny_model
 from tests.support.steps import step
 
 
@@ -34,3 +37,14 @@ def test_against_the_definition(group, new, ends):
         output = newest_tokens_attention(step(*given, ends, new, sm_scale=width**-0.5))
         assert output.dtype == dtype
         torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "options"), [("gemma2", {"attn_logit_softcapping": 1.0}), ("gpt_oss", {})])
+def test_soft_caps_and_sinks_of_a_dense_pass_are_the_models_own(family, options):
+    model, ids = tiny_model(family, **options), prompt(30)
+    with seergate.attached(model, "quest", token_budget=4096, block_size=8) as handle:
+        model(ids[:, :26], past_key_values=(cache := DynamicCache(config=model.config)))
+        with handle.passes.forced("dense"):
+            logits = model(ids[:, 26:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, model(ids).logits[:, 26:], rtol=1e-4, atol=1e-4)

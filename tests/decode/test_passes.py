@@ -153,6 +153,12 @@ def test_what_does_not_go_together(pair):
     seergate.attach(model, "dense").detach()
 
 
+def test_rectification_of_windows_needs_a_newer_transformers(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    with pytest.raises(SeergateError, match=r"layers of kind sliding_attention \(transformers 5.17.0\)"):
+        seergate.attach(tiny_model("gemma3_text"), "oracle", token_budget=256, correction=Rectify(4))
+
+
 def test_rectification_within_a_block_needs_no_keys_before_rope():
     """Of the models whose RoPE has a form of its own: as often as this, what gates remember is enough."""
     model = tiny_model("hunyuan_v1_dense")
@@ -360,6 +366,30 @@ def test_a_cache_in_which_a_pass_ended_between_layers_is_refused_until_it_is_cro
             cache.crop(before)
             again = model(ids[:, before:], past_key_values=cache).logits[:, -1]
             torch.testing.assert_close(again, model(ids).logits[:, -1], rtol=2e-4, atol=2e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("where", "held"), [(0, "layer 0 of this cache holds 41"), (1, "layer 2 of this cache holds 40")]
+)
+def test_a_pass_that_ended_before_or_after_all_gated_layers(static, where, held):
+    """Layers with sliding windows have a token more or less than the only gated layer, which is between them."""
+    kinds, ids = ["sliding_attention", "full_attention", "sliding_attention"], prompt(41)
+    model = tiny_model("gemma3_text", num_hidden_layers=3, layer_types=kinds)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with seergate.attached(model, "quest", token_budget=4096, block_size=8):
+        cache = StaticCache(model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
+        model(ids[:, :40], past_key_values=cache)
+        hook = model.model.layers[where].mlp.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[:, 40:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(SeergateError, match=f"{held} tokens and others 4[01]: a pass failed"):
+            model(ids[:, 40:], past_key_values=cache)
 
 
 def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():

@@ -120,6 +120,18 @@ def test_the_host_knows_the_lengths_but_in_compiled_steps(model, monkeypatch, un
     assert seen == 2 * [None if unseen else [length] for length in range(31, 35) for _ in range(2)]
 
 
+def test_a_last_chunk_of_one_token_is_not_decoded_in_compiled_code(model, monkeypatch):
+    """On a cache that a compiled step has filled."""
+    monkeypatch.setattr(call, "is_compiling", lambda: True)
+    ids, cache = prompt(43), StaticCache(model.config, max_cache_len=48)
+    with torch.no_grad(), seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK) as handle:
+        for begin, end in ((0, 40), (40, 41), (41, 42)):
+            model(ids[:, begin:end], past_key_values=cache)
+        with handle.passes.prefilling(in_chunks=True):
+            model(ids[:, 42:], past_key_values=cache)
+        assert handle.stats()["steps"] == 2
+
+
 def test_overflow_is_refused_before_the_write(monkeypatch):
     """The host counts along: the device is not asked, but after compiled steps."""
     model, device_reads = tiny_model("qwen3"), []
