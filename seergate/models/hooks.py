@@ -540,8 +540,10 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
     """Raise `SeergateError` if a decoded token is masked and the method evicts, since it uses every token's query."""
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
-    for row, real in enumerate(valid[:, 0].tolist()):
-        if not real and layer.rows.total[row] > 0:
+    for row, (real, total) in enumerate(
+        zip(valid[:, 0].tolist(), layer.rows.total, strict=False)
+    ):  # none in a new cache
+        if not real and total > 0:
             raise SeergateError(
                 f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
                 "one; drop the row from the batch instead (cache.batch_select_indices)"

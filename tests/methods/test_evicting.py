@@ -18,7 +18,7 @@ from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
 from seergate.methods.scoring import TILE
 from seergate.methods.streaming_llm import StreamingState
-from tests.support.decoding import forced_run
+from tests.support.decoding import Decoding, forced_run
 from tests.support.evictors import EVICTORS, GROUPS, model_of
 from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.naive import Simulation
@@ -300,3 +300,16 @@ def test_a_decoded_token_that_is_masked_is_refused():
             with outcome:
                 model(prompt(1).expand(2, 1), attention_mask=mask, past_key_values=cache)
     assert cache.layers[0].rows.resident == [21, 13]
+
+
+@torch.inference_mode()
+def test_padded_prompts_that_come_token_by_token():
+    """Whose first token is padding in one row."""
+    model, short = model_of(4), prompt(13, 2)
+    batch = left_padded([prompt(20, 1), short])
+    with seergate.attached(model, "h2o", token_budget=8):
+        alone, rows = [Decoding(model, ids[:, :1], mask[:, :1]) for ids, mask in ((short, short > 0), batch.values())]
+        for each, ids, mask in ((alone, short, short > 0), (rows, *batch.values())):
+            for i in range(1, ids.shape[1]):
+                each.read(ids[:, i : i + 1], mask[:, i : i + 1])
+    torch.testing.assert_close(rows.logits[1], alone.logits[0], rtol=1e-4, atol=1e-4)
