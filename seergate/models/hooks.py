@@ -382,10 +382,10 @@ class LayerBinding:
         """Ungated attention layers of a cache, and the tokens that they held before the pass, in the first gated layer
         of it.
         """
-        ungated = [
-            (i, x) for i, x in enumerate(cache.layers) if isinstance(x, (DynamicLayer, StaticSlidingWindowLayer))
-        ]
-        return [(i, int(x.get_seq_length()) - new * (i < self.layer)) for i, x in ungated]
+        decoder: Any = families.decoder_of(self.handle.model)  # a model of which layers were taken has fewer
+        ungated = zip(range(len(decoder.layers)), cache.layers, strict=False)
+        kinds = (DynamicLayer, StaticSlidingWindowLayer)
+        return [(i, int(x.get_seq_length()) - new * (i < self.layer)) for i, x in ungated if isinstance(x, kinds)]
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
@@ -540,9 +540,8 @@ def refuse_masked(layer: GatedLayer, valid: Tensor | None, new: int) -> None:
     """Raise `SeergateError` if a decoded token is masked and the method evicts, since it uses every token's query."""
     if valid is None or new > 1 or not isinstance(layer.method, CompressingMethod):
         return
-    for row, (real, total) in enumerate(
-        zip(valid[:, 0].tolist(), layer.rows.total, strict=False)
-    ):  # none in a new cache
+    rows = zip(valid[:, 0].tolist(), layer.rows.total, strict=False)  # none in a new cache
+    for row, (real, total) in enumerate(rows):
         if not real and total > 0:
             raise SeergateError(
                 f"the attention_mask hides the token that row {row} decodes, and {layer.method.name!r} counts every "
