@@ -283,6 +283,8 @@ class LayerBinding:
     def __init__(self, handle: Attachment, layer: int, attention: nn.Module) -> None:
         self.handle, self.layer, self.attention = handle, layer, attention
         self.first = layer == next(iter(handle.stats_.layers))
+        decoder: Any = families.decoder_of(handle.model)
+        self.num_layers = len(decoder.layers)  # a cache has more if layers were taken out of the model
         self.spec = layer_spec(handle.model, layer, attention)
         config = families.text_config(handle.model)
         windowed = families.layer_type(config, layer) == "sliding_attention"
@@ -382,10 +384,9 @@ class LayerBinding:
         """Ungated attention layers of a cache, and the tokens that they held before the pass, in the first gated layer
         of it.
         """
-        decoder: Any = families.decoder_of(self.handle.model)  # a model of which layers were taken has fewer
-        ungated = zip(range(len(decoder.layers)), cache.layers, strict=False)
-        kinds = (DynamicLayer, StaticSlidingWindowLayer)
-        return [(i, int(x.get_seq_length()) - new * (i < self.layer)) for i, x in ungated if isinstance(x, kinds)]
+        kinds = DynamicLayer, StaticSlidingWindowLayer
+        ungated = [(i, x) for i, x in enumerate(cache.layers[: self.num_layers]) if isinstance(x, kinds)]
+        return [(i, int(x.get_seq_length()) - new * (i < self.layer)) for i, x in ungated]
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:
         """Return `valid_tokens`. A mask that agrees with the first layer's cache is not read again in the others."""
