@@ -292,6 +292,7 @@ class LayerBinding:
         self.qk_hook = QKHook(handle.model, attention)
         self.arriving: tuple[GatedLayer, ForwardContext] | None = None  # set by the pre-hook, used by `attend`
         self.swap = AttentionSwap(attention, self.before_forward, self.attend)
+        self._after = attention.register_forward_hook(self.after_forward)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a forward pass."""
@@ -305,6 +306,7 @@ class LayerBinding:
     def remove(self) -> None:
         """Remove all hooks and restore the module's configuration."""
         self.swap.undo()
+        self._after.remove()
         self.qk_hook.remove()
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -352,6 +354,15 @@ class LayerBinding:
         positions = kwargs.get("position_ids")
         self.arriving = layer, ForwardContext(mode, valid, positions, hidden, on_host, passes)
         return args, {**kwargs, cache_keyword(kwargs): self if layer.shared else None}
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Refuse a module that did not come to `attend`; it has attended to its new tokens only."""
+        if self.arriving is not None:
+            raise SeergateError(
+                f"{type(module).__name__} of layer {self.layer} computes attention by itself and does not call the "
+                "function that its configuration names: its code is not transformers' own, or was replaced; load the "
+                "model without trust_remote_code and without patches of its attention"
+            )
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens as a cache does, for a module whose keys and values later layers read."""

@@ -344,6 +344,18 @@ def test_what_a_failed_pass_leaves_is_released_by_the_next_and_not_copied(model)
         assert handle.bindings[1].arriving is None and not handle.bindings[1].qk_hook._caught
 
 
+def test_attention_that_calls_no_attention_function_is_refused(model, monkeypatch):
+    """As of a patched forward; the module has no cache, so every step would see its own token only."""
+
+    def patched(hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+        return attention.o_proj(attention.q_proj(hidden_states)), None
+
+    attention = model.model.layers[1].self_attn
+    monkeypatch.setattr(attention, "forward", patched)
+    with seergate.attached(model, "quest", token_budget=32, block_size=8):
+        refused("Qwen3Attention of layer 1 computes attention by itself", model.generate, prompt(40), max_new_tokens=2)
+
+
 @pytest.mark.parametrize("before", [0, 40])
 def test_a_cache_in_which_a_pass_ended_between_layers_is_refused_until_it_is_cropped(model, before):
     """Retried, the first layer would have the tokens twice."""
