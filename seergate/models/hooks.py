@@ -330,9 +330,10 @@ class LayerBinding:
         if slots is not None:
             for index, held in self._ungated_lengths(cache, new) if self.first else [(self.layer, slots)]:
                 if passes.slots not in (None, held):
+                    crop = "" if self.first else "crop the cache to the smaller number, or "
                     raise SeergateError(
                         f"layer {index} of this cache holds {held:,} tokens and others {passes.slots:,}: a pass "
-                        "failed or was interrupted; crop the cache to the smaller number, or start a new one"
+                        f"failed or was interrupted; {crop}start a new one"
                     )
             if self.window is not None and slots + new > self.window:
                 raise SeergateError(

@@ -400,8 +400,24 @@ def test_a_pass_that_ended_before_or_after_all_gated_layers(static, where, held)
         with pytest.raises(KeyboardInterrupt):
             model(ids[:, 40:], past_key_values=cache)
         hook.remove()
-        with pytest.raises(SeergateError, match=f"{held} tokens and others 4[01]: a pass failed"):
+        with pytest.raises(SeergateError, match=f"{held} tokens and others 4[01]: .*; start a new one"):
             model(ids[:, 40:], past_key_values=cache)
+
+
+def test_a_model_of_which_the_last_layers_were_taken(monkeypatch):
+    """Its caches have those layers still, without a token."""
+    model, ids = (
+        tiny_model(
+            "gemma3_text",
+            num_hidden_layers=3,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+        prompt(40),
+    )
+    monkeypatch.setattr(model.model, "layers", model.model.layers[:1])
+    want = model.generate(ids, max_new_tokens=4)
+    with seergate.attached(model, "quest", token_budget=4096, block_size=8):
+        assert torch.equal(model.generate(ids, max_new_tokens=4), want)
 
 
 def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():
