@@ -154,7 +154,7 @@ def test_what_does_not_go_together(pair):
 
 
 def test_rectification_of_windows_needs_a_newer_transformers(monkeypatch):
-    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    monkeypatch.setattr("seergate.models.attach.transformers.__version__", "5.17.0")
     with pytest.raises(SeergateError, match=r"layers of kind sliding_attention \(transformers 5.17.0\)"):
         seergate.attach(tiny_model("gemma3_text"), "oracle", token_budget=256, correction=Rectify(4))
 
