@@ -94,7 +94,9 @@ def test_results(bank, tmp_path):
         "accuracy (%), p > 0.004": 70.0,
         "KL from the model's attention (nats per row)": 0.125,
     }
-    local = bank.derived(training={**bank.training_record, "config": {"data": "data/rows.jsonl", "data_revision": None}})
+    local = bank.derived(
+        training={**bank.training_record, "config": {"data": "data/rows.jsonl", "data_revision": None}}
+    )
     assert "datasets" not in metadata(saved(local, tmp_path / "local"))
     again, card = GateBank.from_pretrained(gates), ModelCard.load(gates / "README.md")
     assert again.results == RESULTS and again.licence == bank.licence
