@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from seergate.checks import is_number
+from seergate.checks import is_int, is_number
 from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
@@ -55,6 +55,18 @@ _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-in
 def is_gguf(config: TrainConfig) -> bool:
     """Return whether the frozen model is a GGUF file; each process reads such a file in full."""
     return gguf_file(config.model) is not None
+
+
+def own_format(shape: Any) -> tuple[str, int | None] | None:
+    """Return the format of a quantised checkpoint and its bits per weight, if known; MXFP4, which transformers may
+    convert, is none.
+    """
+    own = getattr(shape, "quantization_config", None) or {}
+    known = (
+        4 if own.get("load_in_4bit") else 8 if own.get("load_in_8bit") or own.get("quant_method") == "fp8" else None
+    )
+    name, bits = own.get("quant_method", "bitsandbytes"), own.get("bits", known)
+    return None if not own or name == "mxfp4" else (name, bits if is_int(bits) else None)
 
 
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
@@ -116,8 +128,13 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
 
 def with_run_rope(shape: Any, config: TrainConfig) -> Any:
     """Set the run's RoPE in a model's configuration; raises `SeergateError` if the model does not suit the run."""
+    quantized, memory = config.quantize != "none", config.base_memory_gb
+    for name, asked in (("quantize", quantized), ("shard_base", config.shard_base)):
+        if asked and own_format(shape):
+            raise SeergateError(
+                f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, which is quantised"
+            )
     if is_gguf(config):
-        quantized, memory = config.quantize != "none", config.base_memory_gb
         for name, given in (("quantize", quantized), ("shard_base", config.shard_base), ("base_memory_gb", memory)):
             if given:
                 raise SeergateError(
