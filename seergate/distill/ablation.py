@@ -132,7 +132,7 @@ def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     """Pin all runs of a study to the same commits. With several processes, each run pins its own commits instead."""
     from seergate.distill import commits
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         return dict(configs)
     pinned = {}
     for number, (variant, given) in enumerate(configs.items()):

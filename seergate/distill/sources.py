@@ -128,7 +128,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from datasets import load_from_disk
 
-        return _limited(load_from_disk(str(path)), config.data_limit)
+        return _limited(load_from_disk(str(path)).with_format(None), config.data_limit)  # one may be saved with it
     suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]
     files = [file for file in inside if file.suffix in suffixes]
