@@ -19,6 +19,7 @@ from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
+from seergate.gates.files import WEIGHTS_FILE
 from seergate.models.families import (
     decoder_of,
     family_of,
@@ -334,7 +335,8 @@ def _fingerprint(path: Path) -> str | None:
     if not is_local_model(path):
         return None
     file = gguf_file(path)
-    files = [p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")] if file is None else [file]
+    weights = (p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
+    files = [p for p in weights if p.name != WEIGHTS_FILE] if file is None else [file]  # gates may be beside them
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(files):
         size = file.stat().st_size
