@@ -59,15 +59,17 @@ def is_gguf(config: TrainConfig) -> bool:
 
 
 def own_format(shape: Any) -> tuple[str, int | None] | None:
-    """Return the format of a quantised checkpoint and its bits per weight, if known; MXFP4, which transformers may
-    convert, is none.
-    """
+    """Return the format of a quantised checkpoint, and its bits per weight if they are known."""
     own = getattr(shape, "quantization_config", None) or {}
-    known = (
-        4 if own.get("load_in_4bit") else 8 if own.get("load_in_8bit") or own.get("quant_method") == "fp8" else None
-    )
-    name, bits = own.get("quant_method", "bitsandbytes"), own.get("bits", known)
-    return None if not own or name == "mxfp4" else (name, bits if is_int(bits) else None)
+    name, eight = own.get("quant_method", "bitsandbytes"), own.get("load_in_8bit")
+    bits = own.get("bits", 4 if own.get("load_in_4bit") else 8 if eight or name == "fp8" else None)
+    return (name, bits if is_int(bits) else None) if own else None
+
+
+def is_divisible(shape: Any) -> bool:
+    """Return whether a checkpoint can be sharded: it is not quantised, or in MXFP4, which transformers may convert."""
+    own = own_format(shape)
+    return own is None or own[0] == "mxfp4"
 
 
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
@@ -130,8 +132,9 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
 def with_run_rope(shape: Any, config: TrainConfig) -> Any:
     """Set the run's RoPE in a model's configuration; raises `SeergateError` if the model does not suit the run."""
     quantized, memory = config.quantize != "none", config.base_memory_gb
-    for name, asked in (("quantize", quantized), ("shard_base", config.shard_base)):
-        if asked and own_format(shape):
+    again, divided = quantized and own_format(shape) is not None, config.shard_base and not is_divisible(shape)
+    for name, refused in (("quantize", again), ("shard_base", divided)):
+        if refused:
             raise SeergateError(
                 f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, which is quantised"
             )

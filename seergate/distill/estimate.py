@@ -121,7 +121,8 @@ class Plan:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         c = self.config
         whole = self.precision.endswith(("float16", "float32")) and c.base_memory_gb is None and not is_gguf(c)
-        ways = "--quantize, --base-memory-gb, more processes or " if whole else ""
+        ways = "a smaller --base-memory-gb or " if c.base_memory_gb is not None else ""
+        ways = "--quantize, --base-memory-gb, more processes or " if whole else ways
         return f"does NOT fit in {room}: {ways}a smaller --max-length would need less"
 
     def _time(self) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from seergate.distill.base_model import base_dtype, is_gguf, own_format
+from seergate.distill.base_model import base_dtype, is_divisible, is_gguf, own_format
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
 from seergate.distill.losses.teacher_forward import tile_rows
@@ -92,7 +92,7 @@ def estimate_memory(
         loading = 0  # each layer is read directly to its device
     elif config.shard_base:
         loading = -(-loading // processes)
-    elif device.type == "cpu" and config.quantize == "none" and not own_format(model.config):
+    elif device.type == "cpu" and config.quantize == "none" and own_format(model.config) is None:
         source = next(model.parameters()).dtype
         if source == base_dtype(config, device):
             base, loading = base - embedding, 0
@@ -129,7 +129,7 @@ def decide_sharding(
     if config.shard_base is not None:
         return config
     copies = replace(config, shard_base=False)
-    whole = is_gguf(config) or own_format(model.config)
+    whole = is_gguf(config) or not is_divisible(model.config)
     if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or whole:
         return copies
     fits = estimate_memory(model, bank, copies, device, processes).total <= room

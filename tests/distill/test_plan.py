@@ -116,6 +116,8 @@ def test_a_quantised_checkpoint_is_counted_so_and_not_divided(tmp_path, own, sha
     linear, rest = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96), 64 * 100 + 64 + 2 * (2 * 64 + 2 * 16)
     assert plan.memory.base == share * linear + 2 * rest
     assert words in plan.text() and "NOT fit in 1.1 GB: a smaller --max-length" in plan.text()
+    limited = make_plan(replace(run, base_memory_gb=0.001), memory_gb=1.1)
+    assert "NOT fit in 1.1 GB: a smaller --base-memory-gb or a smaller --max-length" in limited.text()
     for option in ({"quantize": "bnb-4bit"}, {"shard_base": True}):
         with pytest.raises(ValueError, match=f"^{next(iter(option))} is .*; it must be left out for .* quantised"):
             make_plan(replace(run, **option), memory_gb=24, processes=8)
