@@ -246,7 +246,7 @@ def question(row: Any) -> list[dict[str, str]]:
     messages = [_message(turn) for turn in turns]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages:
+    if not messages or not messages[-1]["content"].strip():
         raise MalformedRow("no messages, prompt or question")
     for message in messages:
         _check_unicode(message["role"] + message["content"])
