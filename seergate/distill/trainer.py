@@ -153,7 +153,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, 
         datasets.disable_progress_bars()
     members: list[_Run] = []
     try:
-        with offline(world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
+        with offline(world.size > 1 and world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
             for name, (config, callbacks) in runs.items():
                 config = config.in_processes(world.size)
                 if through_model:  # gradients flow through the model, which cannot be sharded
