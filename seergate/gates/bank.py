@@ -152,9 +152,9 @@ class Gates(nn.Module):
         return self.holding(tensors, f"these gates in {dtype}", **self.record())
 
     def subset(self, layers: Iterable[int]) -> Self:
-        """A copy with the gates of some layers, without results and figures that are means over more layers; the model's
-        other layers will be dense, or read what an anchor selects. Anchors among the decode defaults that have no gate
-        any more are left out.
+        """A copy with the gates of some layers, without results and means over more layers; the model's other layers
+        will be dense, or read what an anchor selects. Anchors among the decode defaults that have no gate any more are
+        left out.
 
         Raises:
             SeergateError: if a layer has no gate, or ``layers`` is empty.
