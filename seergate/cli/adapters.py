@@ -129,7 +129,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _push(options: argparse.Namespace) -> None:
     """Read the gates, describe them, upload them."""
-    from seergate.gates import CARD_FILE, Source, base_note, check_repo_id, read_card, save_adapter
+    from seergate.gates import CARD_FILE, Source, base_note, check_target, read_card, save_adapter
     from seergate.models.gate_bank import GateBank
 
     if (directory := directory_here(options.directory)) is None:
@@ -142,7 +142,7 @@ def _push(options: argparse.Namespace) -> None:
     bank = GateBank.from_pretrained(directory)
     _describe(bank, options)
     if options.dry_run:
-        check_repo_id(options.repo_id)
+        check_target(options.repo_id, options.revision, options.subfolder, options.create_pr)
         with tempfile.TemporaryDirectory() as place:
             if card := read_card(directory):
                 (Path(place) / CARD_FILE).write_text(card, encoding="utf-8")

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run the command given by ``argv``, by default the process's arguments, and return the exit code (`guarded`)."""
     work: list[Callable[[], None]] = []
     # All processes of a machine find the same error in the options, before they can communicate: one reports it.
-    tell = partial(print_error, is_reporter=_number("LOCAL_RANK") == 0)
+    tell = partial(print_error, is_reporter=_number("WORLD_SIZE") <= 1 or _number("LOCAL_RANK") == 0)
     return guarded(lambda: work.append(parse_command(argv, prog)), tell, INTERRUPT) or exit_code_of(work[0])
 
 
@@ -125,7 +125,7 @@ def print_plan(config: TrainConfig) -> None:
     """Print the options as YAML for ``--config``, followed by the plan as comments."""
     from seergate.distill.estimate import make_plan
 
-    plan = make_plan(config, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    plan = make_plan(config, processes=_number("WORLD_SIZE") or 1)
     config = replace(config, max_length=plan.config.max_length)
     print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
     print("\n".join(f"# {line}" for line in plan.text().splitlines()))

@@ -124,7 +124,7 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
             name = variant if len(chosen) == 1 else f"{study.name}, {variant}"
             groups.setdefault(tuple(getattr(config, option) for option in FROZEN), {})[name] = config
     for runs in groups.values():
-        run_together({name: (config, []) for name, config in runs.items()})
+        run_together({name: (config, []) for name, config in runs.items()}, compared=True)
     return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]
 
 
@@ -132,7 +132,7 @@ def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
     """Pin all runs of a study to the same commits. With several processes, each run pins its own commits instead."""
     from seergate.distill import commits
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         return dict(configs)
     pinned = {}
     for number, (variant, given) in enumerate(configs.items()):
@@ -196,8 +196,6 @@ def _outcome(variant: str, config: TrainConfig) -> Outcome:
     from safetensors.torch import load_file
 
     record = json.loads((config.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["training"]
-    if not record["data"]["held_out"]:
-        raise SeergateError(f"{config.run_dir} holds no evaluation: there are too few packs to hold any out")
     parameters = sum(weight.numel() for weight in load_file(config.run_dir / "gate_model.safetensors").values())
     kl, shares = record["kl_held_out"], record["recall_held_out"] or {}
     recall = {int(budget): share for budget, share in shares.items()}

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from seergate.checks import is_number
+from seergate.checks import is_int, is_number
 from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
+from seergate.gates.files import WEIGHTS_FILE
 from seergate.models.families import (
     decoder_of,
     family_of,
@@ -55,6 +56,20 @@ _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-in
 def is_gguf(config: TrainConfig) -> bool:
     """Return whether the frozen model is a GGUF file; each process reads such a file in full."""
     return gguf_file(config.model) is not None
+
+
+def own_format(shape: Any) -> tuple[str, int | None] | None:
+    """Return the format of a quantised checkpoint, and its bits per weight if they are known."""
+    own = getattr(shape, "quantization_config", None) or {}
+    name, eight = own.get("quant_method", "bitsandbytes"), own.get("load_in_8bit")
+    bits = own.get("bits", 4 if own.get("load_in_4bit") else 8 if eight or name == "fp8" else None)
+    return (name, bits if is_int(bits) else None) if own else None
+
+
+def is_divisible(shape: Any) -> bool:
+    """Return whether a checkpoint can be sharded: it is not quantised, or in MXFP4, which transformers may convert."""
+    own = own_format(shape)
+    return own is None or own[0] == "mxfp4"
 
 
 def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
@@ -116,8 +131,14 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
 
 def with_run_rope(shape: Any, config: TrainConfig) -> Any:
     """Set the run's RoPE in a model's configuration; raises `SeergateError` if the model does not suit the run."""
+    quantized, memory = config.quantize != "none", config.base_memory_gb
+    again, divided = quantized and own_format(shape) is not None, config.shard_base and not is_divisible(shape)
+    for name, refused in (("quantize", again), ("shard_base", divided)):
+        if refused:
+            raise SeergateError(
+                f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, which is quantised"
+            )
     if is_gguf(config):
-        quantized, memory = config.quantize != "none", config.base_memory_gb
         for name, given in (("quantize", quantized), ("shard_base", config.shard_base), ("base_memory_gb", memory)):
             if given:
                 raise SeergateError(
@@ -317,7 +338,8 @@ def _fingerprint(path: Path) -> str | None:
     if not is_local_model(path):
         return None
     file = gguf_file(path)
-    files = [p for p in path.iterdir() if p.suffix in (".safetensors", ".bin")] if file is None else [file]
+    weights = (p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
+    files = [p for p in weights if p.name != WEIGHTS_FILE] if file is None else [file]  # gates may be beside them
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(files):
         size = file.stat().st_size

@@ -239,6 +239,7 @@ _RULES: tuple[tuple[str, Callable[[Any], object], str], ...] = (
         bool,
         "a name or a path, or left out",
     ),
+    ("output_dir token_cache", lambda path: Path(path).parts[:1] != ("~",), "written out: only a shell replaces ~"),
     ("warmup_steps save_steps eval_steps eval_packs", lambda number: number >= 0, "0 or a positive integer"),
     ("learning_rate", lambda rate: 0 < rate < math.inf, "a positive number"),
     ("base_memory_gb", lambda size: 0 < size < math.inf, "a positive number of gigabytes"),
@@ -453,11 +454,6 @@ def _check_names(names: Iterable[str], where: str = "") -> None:
             raise SeergateError(f"{where}{name!r} is not an option of training; {did_you_mean(str(name), options)}")
 
 
-def _expanded(value: Any) -> Any:
-    """Replace a leading ``~/`` by the home directory; shells do not in files and after ``--output-dir=``."""
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
-
-
 def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
     """Return the configuration of a run: the recipe's defaults, overridden by the preset, then by ``overrides``.
 
@@ -470,10 +466,10 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         SeergateError: if the model is none of these (the message suggests a preset), or an option is unknown.
         ValueError: if an option is out of range.
     """
-    overrides = {name: value if name == "data" else _expanded(value) for name, value in (overrides or {}).items()}
+    overrides = dict(overrides or {})
     if model is None:
         model = overrides.get("model", DEFAULT_PRESET)
-    model = _expanded(os.fspath(model) if isinstance(model, os.PathLike) else model)
+    model = os.fspath(model) if isinstance(model, os.PathLike) else model
     preset = preset_of(model)
     values: dict[str, Any] = {"model": model} if preset is None else read_options(preset)
     overrides.pop("model", None)

@@ -139,8 +139,8 @@ class DistributedState:
 
 def init_distributed(*, alone: bool = False) -> DistributedState:
     """Connect to the other processes, if any; with ``alone``, also make a process group for a single process."""
-    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    size, rank = int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("RANK") or 0)
+    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
     if not 0 <= rank < size:
         raise SeergateError(
             f"RANK is {rank} and WORLD_SIZE {size}; start the processes with torchrun, which sets both, or unset RANK"

@@ -252,6 +252,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "gradient_accumulation_steps": most,
         "train_batch_size": most * world_size,
         "gradient_clipping": config.max_grad_norm,
+        "zero_force_ds_cpu_optimizer": False,  # with an offloaded optimizer, DeepSpeed would refuse the run's AdamW
     }
     for name, value in implied.items():
         if values.setdefault(name, value) != value:

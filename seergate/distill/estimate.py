@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from seergate.config import SCORERS
-from seergate.distill.base_model import base_dtype, gate_config, is_gguf, with_run_rope, within_positions
+from seergate.distill.base_model import base_dtype, gate_config, is_gguf, own_format, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
@@ -35,6 +35,7 @@ class Plan:
 
     Attributes:
         shape: one line about the model and its gates.
+        precision: dtype or format of the frozen model's weights.
         memory: memory of tensors per process, in bytes.
         libraries: memory that is not available for tensors, in bytes; see `overhead`.
         capacity: memory of the device, in bytes.
@@ -47,6 +48,7 @@ class Plan:
 
     config: TrainConfig
     shape: str
+    precision: str
     device: torch.device
     processes: int
     memory: Memory
@@ -83,11 +85,10 @@ class Plan:
     def text(self) -> str:
         """Format the plan for the console."""
         c, m, where = self.config, self.memory, self.device.type
-        precision = base_dtype(c, self.device) if c.quantize == "none" else c.quantize
         share = f", 1/{self.processes}" if c.shard_base else ""
         elsewhere = "the other processes" if c.shard_base else "host memory or on disk"
         rows = {
-            f"frozen model ({str(precision).removeprefix('torch.')}, without LM head){share}": m.base,
+            f"frozen model ({self.precision}, without LM head){share}": m.base,
             "gates (float32)": m.gates,
             "gradients": m.gradients,
             "AdamW" + (", ZeRO share" if c.deepspeed else ""): m.moments,
@@ -119,8 +120,9 @@ class Plan:
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         c = self.config
-        whole = c.quantize == "none" and c.base_memory_gb is None and not is_gguf(c)
-        ways = "--quantize, --base-memory-gb, more processes or " if whole else ""
+        whole = self.precision.endswith(("float16", "float32")) and c.base_memory_gb is None and not is_gguf(c)
+        ways = "a smaller --base-memory-gb or " if c.base_memory_gb is not None else ""
+        ways = "--quantize, --base-memory-gb, more processes or " if whole else ways
         return f"does NOT fit in {room}: {ways}a smaller --max-length would need less"
 
     def _time(self) -> str:
@@ -181,9 +183,13 @@ def make_plan(
     memory = estimate_memory(model, bank, config, processes=processes, device=place)
     gated, layers = len(bank), int(text_config(model).num_hidden_layers)
     parameters = memory.gates // 4
+    precision = str(base_dtype(config, place)).removeprefix("torch.")
+    if own := own_format(shape):
+        precision = own[0] if own[1] else f"counted as {precision}, not {own[0]}"
     return Plan(
         config=config,
         shape=f"{layers} layers, {gated} with a gate, {parameters:,} parameters in the gates",
+        precision=precision if config.quantize == "none" else config.quantize,
         device=place,
         processes=processes,
         memory=memory,

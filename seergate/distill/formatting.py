@@ -110,10 +110,11 @@ def _keeps_reasoning(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     if _reasoning_key(tokenizer, template):
         return True
     try:
-        text = _render(tokenizer, _PROBE, template)
+        text, question = (_render(tokenizer, turns, template) for turns in (_PROBE, _PROBE[:1]))
     except MalformedRow:
         return False
-    return _PROBE_REASONING in text and text.count(OPEN) == 1 and text.count(CLOSE) == 1
+    # A system prompt of the template may name the tags (SmolLM3, Phi-4-reasoning).
+    return _PROBE_REASONING in text and all(text.count(tag) - question.count(tag) == 1 for tag in (OPEN, CLOSE))
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], template: str) -> str:
@@ -220,7 +221,9 @@ class Formatter:
         else:
             raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
-        tags = text.count(OPEN) - sum(message["content"].count(OPEN) for message in messages[:-1])
+        system = [message for message in messages[:1] if message["role"] == "system"]
+        tags = text.count(OPEN) - _render(self.tokenizer, [*system, _PROBE[0]], self.template).count(OPEN)
+        tags -= sum(message["content"].count(OPEN) for message in messages[len(system) : -1])
         if OPEN in answer and (tags != in_tags or reasoning not in text):
             raise MalformedRow("reasoning that the chat template does not keep")
         if tags > 1:
@@ -243,7 +246,7 @@ def question(row: Any) -> list[dict[str, str]]:
     messages = [_message(turn) for turn in turns]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
-    if not messages:
+    if not messages or not messages[-1]["content"].strip():
         raise MalformedRow("no messages, prompt or question")
     for message in messages:
         _check_unicode(message["role"] + message["content"])

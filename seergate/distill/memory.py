@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from seergate.distill.base_model import base_dtype, is_gguf
+from seergate.distill.base_model import base_dtype, is_divisible, is_gguf, own_format
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
 from seergate.distill.losses.teacher_forward import tile_rows
@@ -85,14 +85,14 @@ def estimate_memory(
         processes: number of processes that share DeepSpeed's optimizer state and a sharded frozen model.
     """
     decoder: Any = decoder_of(model)
-    width, layers = base_dtype(config, device).itemsize, [_bytes(layer, config, device) for layer in decoder.layers]
+    width, layers = base_dtype(config, device).itemsize, [_bytes(x, model, config, device) for x in decoder.layers]
     embedding = width * (_numbers(decoder) - _numbers(decoder.layers))
     base, loading = sum(layers) + embedding, width * (_numbers(model) - _numbers(decoder))
     if config.base_memory_gb is not None:
         loading = 0  # each layer is read directly to its device
     elif config.shard_base:
         loading = -(-loading // processes)
-    elif device.type == "cpu" and config.quantize == "none":
+    elif device.type == "cpu" and config.quantize == "none" and own_format(model.config) is None:
         source = next(model.parameters()).dtype
         if source == base_dtype(config, device):
             base, loading = base - embedding, 0
@@ -129,7 +129,8 @@ def decide_sharding(
     if config.shard_base is not None:
         return config
     copies = replace(config, shard_base=False)
-    if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or is_gguf(config):
+    whole = is_gguf(config) or not is_divisible(model.config)
+    if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or whole:
         return copies
     fits = estimate_memory(model, bank, copies, device, processes).total <= room
     return copies if fits else replace(config, shard_base=True)
@@ -195,8 +196,11 @@ def _numbers(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _bytes(layer: nn.Module, config: TrainConfig, device: torch.device) -> int:
-    """Return the bytes of a layer's weights; quantisation applies to its linear layers only."""
-    width = base_dtype(config, device).itemsize
+def _bytes(layer: nn.Module, model: PreTrainedModel, config: TrainConfig, device: torch.device) -> int:
+    """Return the bytes of a layer's weights; quantisation applies to its linear layers only. Quantised checkpoints
+    have an eighth more for scales, as nf4.
+    """
+    width, own = base_dtype(config, device).itemsize, own_format(model.config)
+    each = BYTES_PER_WEIGHT.get(config.quantize, own[1] * 1.125 / 8 if own and own[1] else width)
     linear = sum(m.weight.numel() for m in layer.modules() if isinstance(m, nn.Linear))
-    return int(BYTES_PER_WEIGHT.get(config.quantize, width) * linear + width * (_numbers(layer) - linear))
+    return int(each * linear + width * (_numbers(layer) - linear))

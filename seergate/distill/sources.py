@@ -128,9 +128,10 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from datasets import load_from_disk
 
-        return _limited(load_from_disk(str(path)), config.data_limit)
+        return _limited(load_from_disk(str(path)).with_format(None), config.data_limit)  # one may be saved with it
     suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
-    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+    every = glob.glob(f"{glob.escape(str(path))}/**", recursive=True)  # in folders that are links, too; nothing hidden
+    inside = sorted(map(Path, every)) if path.is_dir() else [path]
     files = [file for file in inside if file.suffix in suffixes]
     unread = [file for file in inside if file.suffix in COMPRESSED and Path(file.stem).suffix in suffixes]
     if packed := [file for file in unread if not file.with_suffix("").exists()]:

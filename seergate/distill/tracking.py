@@ -82,7 +82,8 @@ class WandbLike(Tracker):
 def check_trackers(config: TrainConfig) -> None:
     """Raise `SeergateError` early if a tracker of ``config.report_to`` is not installed."""
     for name in config.report_to:
-        if name != "none" and importlib.util.find_spec(name) is None:
+        # A directory with the name, such as that of W&B's logs, is found without an origin.
+        if name != "none" and getattr(importlib.util.find_spec(name), "origin", None) is None:
             raise SeergateError(f"report_to names {name}, which is not installed; run: pip install {name}")
 
 

@@ -121,7 +121,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
         run.unlock()
 
 
-def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> list[Path]:
+def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, compared: bool = False) -> list[Path]:
     """Train several runs with one frozen model, which computes each pack once for all of them.
 
     Each run gives the same result as on its own. Returns the directories of the adapters.
@@ -129,6 +129,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
     Args:
         runs: name -> configuration and callbacks of the run. Only the first run with steps to take shows them; every
             message begins with the name of its run.
+        compared: refuse, before training, a run with too little data to hold packs out.
     """
     configs = [config for config, _ in runs.values()]
     for name in FROZEN:
@@ -152,7 +153,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
         datasets.disable_progress_bars()
     members: list[_Run] = []
     try:
-        with offline(world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
+        with offline(world.size > 1 and world.local_rank != 0):  # `in_turn`: local rank 0 has filled the cache
             for name, (config, callbacks) in runs.items():
                 config = config.in_processes(world.size)
                 if through_model:  # gradients flow through the model, which cannot be sharded
@@ -161,6 +162,11 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]]) -> 
                 members[-1].begin()
             for run in members:
                 run.gather()
+                if compared and not run.data.held_out:
+                    raise CommonError(
+                        f"{run.dir} has no held-out packs to compare: at most a tenth of {len(run.data.train)} packs "
+                        "is held out; give more data, or a smaller max_length"
+                    )
             # The runs share the model, so it is sharded if one of them has no memory for a full copy.
             sharded = world.from_main(lambda: any(run.needs_sharding() for run in members))
             base, shown = None, False

@@ -152,8 +152,9 @@ class Gates(nn.Module):
         return self.holding(tensors, f"these gates in {dtype}", **self.record())
 
     def subset(self, layers: Iterable[int]) -> Self:
-        """A copy with the gates of some layers, without results; the model's other layers will be dense, or read what
-        an anchor selects. Anchors among the decode defaults that have no gate any more are left out.
+        """A copy with the gates of some layers, without results and means over more layers; the model's other layers
+        will be dense, or read what an anchor selects. Anchors among the decode defaults that have no gate any more are
+        left out.
 
         Raises:
             SeergateError: if a layer has no gate, or ``layers`` is empty.
@@ -166,14 +167,17 @@ class Gates(nn.Module):
         geometry, defaults = replace(self.geometry, layers=tuple(indices)), dict(self.decode_defaults)
         if "anchors" in defaults:
             defaults["anchors"] = [layer for layer in defaults["anchors"] if layer in indices]
-        return self.derived(tensors, geometry=geometry, decode_defaults=defaults, results=())
+        means = ("kl_", "recall_held_out") if len(indices) < len(self.geometry.layers) else ()
+        training = {name: value for name, value in self.training_record.items() if not name.startswith(means)}
+        return self.derived(tensors, geometry=geometry, decode_defaults=defaults, training=training, results=())
 
     def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:
         """A copy with the gates of the anchor layers only, and these anchors as decode default, so that the layers
         above them reuse their selection (`DecodeConfig.anchors`); ``training`` is added to the training record.
         """
         defaults = {**self.decode_defaults, "anchors": list(anchors)}
-        return self.subset(anchors).derived(decode_defaults=defaults, training={**self.training_record, **training})
+        some = self.subset(anchors)
+        return some.derived(decode_defaults=defaults, training={**some.training_record, **training})
 
 
 def make_gate(config: GateConfig, geometry: ModelGeometry) -> Scorer | RetentionGate:

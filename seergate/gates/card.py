@@ -111,12 +111,12 @@ def _metadata(bank: Gates, source: Source) -> Any:
     """The card's metadata, in the Hub's vocabulary; results and the held-out loss become its `model-index`."""
     from huggingface_hub import EvalResult, ModelCardData
 
-    base, dataset = bank.geometry.base_model, _options(bank).get("data")
+    base, options = bank.geometry.base_model, _options(bank)
     data: dict[str, Any] = {name: bank.licence.get(name) for name in LICENCE}
     if is_hub_id(base):
         data |= {"base_model": base, "base_model_relation": "adapter"}
-    if isinstance(dataset, str) and is_hub_id(dataset):
-        data["datasets"] = [dataset]
+    if is_hub_id(str(options.get("data"))) and options.get("data_revision"):  # no local data has a revision
+        data["datasets"] = [options["data"]]
     measurements = []  # type and name of a dataset; type, value and name of a metric
     for result in bank.results:
         task, accuracy = str(result.get("task", "unknown")), result.get("accuracy")
@@ -126,7 +126,7 @@ def _metadata(bank: Gates, source: Source) -> Any:
             metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), {limit}"
             measurements.append((str(result.get("dataset", task)), task, *metric))
     if isinstance(kl := bank.training_record.get("kl_held_out"), (int, float)):
-        trained_on = str(_options(bank).get("data", "training data"))
+        trained_on = str(options.get("data", "training data"))
         name = "loss" if bank.config.retention else "KL from the model's attention (nats per row)"
         measurements.append((trained_on, f"{trained_on}, held out", "kl_divergence", round(kl, 6), name))
     if measurements:

@@ -18,10 +18,15 @@ from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
 OWN_NAME = re.compile(r"[\w-][\w.-]*")
 
 
-def check_repo_id(repo_id: str) -> None:
-    """Check that a name has the form ``org/name``, or ``name`` for a repository in the user's namespace."""
+def check_target(repo_id: str, revision: str | None, subfolder: str | None, create_pr: bool) -> None:
+    """Check that a name has the form ``org/name``, or ``name`` for a repository in the user's namespace, and what else
+    can be checked of the place of a push without the Hub.
+    """
     if not isinstance(repo_id, str) or not (HUB_ID.fullmatch(repo_id) or OWN_NAME.fullmatch(repo_id)):
         raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name, or name for one of your own")
+    if create_pr and revision not in (None, "main"):
+        raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
+    _inside(subfolder)
 
 
 def fetch(
@@ -105,9 +110,7 @@ def push_adapter(
     Raises:
         SeergateError: for a wrong argument, or if the Hub refuses, with its reason.
     """
-    check_repo_id(repo_id)
-    if create_pr and revision not in (None, "main"):
-        raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")
+    check_target(repo_id, revision, subfolder, create_pr)
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api, inside = HfApi(token=token), _inside(subfolder)

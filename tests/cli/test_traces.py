@@ -97,7 +97,10 @@ def test_answers_have_a_length_of_their_own(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ([{"text": "asks nothing"}, {"messages": []}], "(2 malformed (no messages, prompt or question))"),
+        (
+            [{"text": "asks nothing"}, {"messages": []}, {"prompt": " "}],
+            "(3 malformed (no messages, prompt or question))",
+        ),
         ([{"prompt": "which gives " * 99}], "(1 too long to be answered)"),
     ],
 )

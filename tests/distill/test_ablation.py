@@ -83,10 +83,11 @@ def test_an_ended_study_is_evaluated_again_where_that_is_not_recorded(config, mo
     assert_identical(weights(run), before)
 
 
-def test_variants_without_held_out_packs_cannot_be_compared(config):
+def test_variants_without_held_out_packs_are_refused_before_training(config):
     configs = variant_configs(study := Study("s", {}, {"a": {"rope": True}}), config.model, options_of(config))
-    with pytest.raises(SeergateError, match="/a holds no evaluation: there are too few packs"):
+    with pytest.raises(SeergateError, match="/a has no held-out packs to compare: at most a tenth of . packs"):
         run_study(study, {"a": replace(configs["a"], data_limit=9, max_steps=1)})
+    assert not (configs["a"].run_dir / "train_config.yaml").exists()
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 
 from seergate.cli import train as command
 from seergate.cli.console import guarded
-from seergate.distill.distributed import CommonError
+from seergate.distill.distributed import CommonError, init_distributed
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
 from tests.support.pairs import ROOT, pair
@@ -31,7 +31,7 @@ def rank(monkeypatch):
 
 
 @pytest.mark.parametrize("argv", [["--model", "Qwn3-8B"], ["--max-steps", "many"], ["--max-stepps", "5"]])
-def test_a_bad_option_is_told_once_by_each_machine(rank, capsys, argv):
+def test_a_bad_option_is_told_once_by_each_machine(rank, capsys, monkeypatch, argv):
     texts = []
     for number in (0, 3, 8, 15):
         rank(number)
@@ -39,6 +39,10 @@ def test_a_bad_option_is_told_once_by_each_machine(rank, capsys, argv):
         texts.append(capsys.readouterr().err)
     assert texts[0].startswith("error: ") and texts[0].count("\n") == 1
     assert texts == [texts[0], "", f"[rank 8] {texts[0]}", ""]
+    monkeypatch.setenv("WORLD_SIZE", "")  # and a LOCAL_RANK that is left of another run
+    monkeypatch.delenv("RANK")
+    assert command.main(argv) == 2 and capsys.readouterr().err == texts[0]
+    assert init_distributed().size == 1
 
 
 def test_a_process_without_a_gpu_says_so_itself(rank, capsys, monkeypatch, tmp_path):

@@ -125,15 +125,6 @@ def test_accumulated_packs_are_each_processes() -> None:
     assert plain.in_processes(4) is plain
 
 
-def test_a_home_directory_is_also_found_where_no_shell_expands_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "c.yaml").write_text("model: ~/model\ntoken_cache: ~/tokens\n")
-    (tmp_path / "model").mkdir()
-    config = resolve({"config": str(tmp_path / "c.yaml"), "output_dir": "~/run"})
-    names = {"model": "model", "token_cache": "tokens", "output_dir": "run"}
-    assert {name: getattr(config, name) for name in names} == {k: str(tmp_path / v) for k, v in names.items()}
-
-
 def test_yaml_round_trip(tmp_path: Path) -> None:
     config = load_train_config("tiny-reasoner", {"k_pooling": "avg", "chat_template": "/some/täglich.jinja"})
     config.save(tmp_path / "c.yaml")
@@ -227,6 +218,7 @@ def test_mistakes_that_would_fail_later_are_refused_before():
         ({"model": "checkpoints/none"}, "model directory 'checkpoints/none' does not exist"),
         ({"blocksize": 32}, "'blocksize' is not an option of training; did you mean 'block_size'"),
         ({"push_to_hub": "notanid"}, r"push_to_hub is 'notanid'; it must be a Hub repository \(org/name\)"),
+        ({"output_dir": "~/run"}, "output_dir is '~/run'; it must be written out: only a shell replaces ~"),
         ({"chat_template": "nowhere.jinja"}, "chat_template is 'nowhere.jinja'"),
         ({"revision": "v1"}, "revision is 'v1', but .*tiny-reasoner lies on this machine; it must be left out"),
     ):

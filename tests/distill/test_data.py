@@ -223,6 +223,19 @@ def test_think_tags_in_the_question_are_not_mistaken_for_reasoning(tokenizer: Pr
     assert "Reason between <think> and </think>." in text and "<think>" in text.split("</think>.")[-1]
 
 
+@pytest.mark.parametrize("written", ["{{ messages[0].content }}", "Answer as <think> Thought </think> Solution."])
+def test_a_template_whose_system_prompt_names_the_tags_is_used(written: str) -> None:
+    """Like those of SmolLM3 and Phi-4-reasoning; the first one keeps a row's own system turn."""
+    system = "<|im_start|>system<|im_sep|>" + written
+    turns = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}{% endfor %}"
+    )
+    row = {"messages": [{"role": "system", "content": "Use <think>."}, *chat("<think>a</think>b")["messages"]]}
+    text = Formatter(byte_tokenizer(system + turns)).text(row).text
+    assert text.startswith(system.replace("{{ messages[0].content }}", "Use <think>."))
+    assert text.endswith("<|im_start|>assistant<|im_sep|><think>a</think>b")
+
+
 @pytest.mark.parametrize("over_length", ["truncate", "drop"])
 def test_long_samples_are_cut_or_left_out_and_counted(data_config, tokenizer, over_length):
     data_config = replace(data_config, over_length=over_length, max_length=200)

@@ -22,9 +22,12 @@ def test_every_local_format_gives_the_same_samples(data_config, tmp_path, plain)
     (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
     dataset = Dataset.from_list(rows)
     dataset.to_parquet(str(tmp_path / "rows.parquet"))
-    dataset.save_to_disk(str(tmp_path / "disk"))
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder" / "a.jsonl", rows[:9])
+    dataset.with_format("numpy").save_to_disk(str(tmp_path / "disk"))
+    for folder in ("folder/.ipynb_checkpoints", "elsewhere"):
+        (tmp_path / folder).mkdir(parents=True)
+    write(tmp_path / "folder/.ipynb_checkpoints/a-checkpoint.jsonl", [chat("<think>an older row</think>0")])
+    write(tmp_path / "elsewhere" / "a.jsonl", rows[:9])
+    (tmp_path / "folder" / "a").symlink_to(tmp_path / "elsewhere")
     dataset.select(range(9, 20)).to_parquet(str(tmp_path / "blob"))
     (tmp_path / "folder" / "b.parquet").symlink_to(tmp_path / "blob")  # as in the Hub's cache
     dataset.select([]).to_parquet(str(tmp_path / "folder" / "c.parquet"))  # as Spark writes

@@ -92,6 +92,37 @@ def test_what_does_not_fit_names_the_options_that_need_less() -> None:
     assert sharded.memory.moments == plan.memory.moments // 4 and sharded.memory.buckets == 80e6
 
 
+@pytest.mark.parametrize(
+    ("own", "share", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4}, 0.5625, "(awq,"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1.125, "(bitsandbytes,"),
+        ({"quant_method": "fp8"}, 1.125, "(fp8,"),
+        ({"quant_method": "compressed-tensors"}, 2.0, "(counted as bfloat16, not compressed-tensors,"),
+    ],
+)
+def test_a_quantised_checkpoint_is_counted_so_and_not_divided(tmp_path, own, share, words) -> None:
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
+    config = Qwen3Config(vocab_size=100, num_key_value_heads=2, quantization_config=own, **shape)
+    config.save_pretrained(tmp_path)
+    run = load_train_config(str(tmp_path), {"max_length": 4096})
+    plan = make_plan(run, memory_gb=1.1, processes=8)
+    linear, rest = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96), 64 * 100 + 64 + 2 * (2 * 64 + 2 * 16)
+    assert plan.memory.base == share * linear + 2 * rest
+    assert words in plan.text() and "NOT fit in 1.1 GB: a smaller --max-length" in plan.text()
+    limited = make_plan(replace(run, base_memory_gb=0.001), memory_gb=1.1)
+    assert "NOT fit in 1.1 GB: a smaller --base-memory-gb or a smaller --max-length" in limited.text()
+    for option in ({"quantize": "bnb-4bit"}, {"shard_base": True}):
+        with pytest.raises(ValueError, match=f"^{next(iter(option))} is .*; it must be left out for .* quantised"):
+            make_plan(replace(run, **option), memory_gb=24, processes=8)
+
+
 def test_on_a_processor_weights_are_pages_of_their_file():
     """Measured on a Qwen3-8B cut to two layers: 1.9 GB at its own precision, 10.2 GB when it had to be converted."""
     runs = [load_train_config("qwen3-8b", {"dtype": dtype}) for dtype in ("bfloat16", "float32")]

@@ -70,7 +70,7 @@ def test_each_further_layer_brings_the_answers_nearest(deep, texts):
     assert {plan for plan in seen if len(plan) == 2} == pairs and best_plan == min(pairs, key=seen.get)
 
 
-def test_what_cannot_be_told_apart_is_refused(deep, texts):
+def test_what_cannot_be_told_apart_is_refused(deep, texts, monkeypatch):
     method = methods.Gate(bank=gates(deep).double(), token_budget=128)
     for change, count, message in (
         ({}, 1, r"the longest text has 89 tokens, all of which gate \(128\) reads; give"),
@@ -83,6 +83,8 @@ def test_what_cannot_be_told_apart_is_refused(deep, texts):
     ):
         with pytest.raises(ValueError, match=message):
             find_dense_layers(deep, replace(method, **change), texts, count)
+    monkeypatch.setattr(deep.config, "max_position_embeddings", 80)
+    refused("the longest text has 89 tokens; the model has 80 positions", find_dense_layers, deep, method, texts, 1)
     message, task = "no right answer of two tokens or more to compare on; take var", make_task("chain_sum", problems=1)
     refused(message, answered, load_tokenizer(TINY), task)
 

@@ -71,7 +71,7 @@ def test_odd_names_break_nothing(bank, tmp_path, name):
 
 def test_results(bank, tmp_path):
     bank.results, bank.licence = RESULTS, {"license": "apache-2.0"}
-    run = {"data": "org/data", "max_steps": 800}
+    run = {"data": "org/data", "data_revision": "0" * 40, "max_steps": 800}
     bank.training_record = {"kl_held_out": 0.125, "kl_held_out_best": 0.1, "config": run}
     gates = tmp_path / "gates"
     text = saved(bank, gates)
@@ -94,6 +94,10 @@ def test_results(bank, tmp_path):
         "accuracy (%), p > 0.004": 70.0,
         "KL from the model's attention (nats per row)": 0.125,
     }
+    local = bank.derived(
+        training={**bank.training_record, "config": {"data": "data/rows.jsonl", "data_revision": None}}
+    )
+    assert "datasets" not in metadata(saved(local, tmp_path / "local"))
     again, card = GateBank.from_pretrained(gates), ModelCard.load(gates / "README.md")
     assert again.results == RESULTS and again.licence == bank.licence
     assert {entry["task"].get("name") for entry in facts["model-index"][0]["results"]} == {None}
@@ -126,7 +130,8 @@ def test_metadata_of_the_gates_that_were_there_before_goes(bank, tmp_path):
     card.write_text("---\ndatasets:\n- org/own\nlanguage: de\n---\n", encoding="utf-8")
     assert metadata(saved(bank, card.parent))["datasets"] == ["org/own"]
     bank.results, bank.licence = RESULTS, {"license": "mit"}
-    bank.training_record, bank.geometry = {"config": {"data": "org/data"}}, replace(base, base_model="org/base")
+    bank.training_record = {"config": {"data": "org/data", "data_revision": "main"}}
+    bank.geometry = replace(base, base_model="org/base")
     assert metadata(saved(bank, card.parent)).keys() > {"model-index", "datasets", "base_model", "base_model_relation"}
     other = GateBank(bank.config, replace(base, base_model=None))
     facts = metadata(saved(other, card.parent))

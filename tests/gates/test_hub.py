@@ -44,7 +44,10 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def bank(bank):
-    bank.training_record = {"config": {"data": "open-r1/OpenR1-Math-220k", "max_steps": 3}, "kl_held_out": 0.5}
+    bank.training_record = {
+        "config": {"data": "open-r1/OpenR1-Math-220k", "data_revision": "0" * 40},
+        "kl_held_out": 0.5,
+    }
     return bank
 
 

@@ -18,7 +18,11 @@ def filled(like, value, dtype=torch.float32):
 
 
 def test_subset_and_conversion(bank, model, tmp_path):
-    half = bank.subset([1])
+    means = {"kl_held_out": 0.5, "kl_held_out_best": 0.25, "kl_last_step": 1.0, "recall_held_out": {"64": 0.5}}
+    bank = bank.derived(training={"tokens_seen": 9, **means})
+    half, both = bank.subset([1]), bank.subset([0, 1])
+    assert half.training_record == bank.with_anchors([0]).training_record == {"tokens_seen": 9}
+    assert both.training_record == bank.training_record, "means over these layers"
     assert half.geometry.layers == (1,) and len(half) == 1
     assert torch.equal(half.gate(1).q_proj.weight, bank.gate(1).q_proj.weight)
     with seergate.attached(model, half, token_budget=16) as handle:

@@ -104,7 +104,8 @@ def find_dense_layers(
         report: called with every choice that was tried and its distance on each text, ``[len(texts)]``.
 
     Raises:
-        SeergateError: if the method reads all of every text, so that all choices are equal, or if it has anchors.
+        SeergateError: if the method reads all of every text, so that all choices are equal, or if it has anchors; if a
+            text is longer than the model allows.
     """
     method = replace(method, dense_layers=())
     if method.anchors:
@@ -114,6 +115,7 @@ def find_dense_layers(
     layers = [layer for layer, _ in families.full_attention_modules(model) if method.selects_in(layer)]
     check_count("count", count, 1, len(layers))
     longest = max(len(prompt) + len(reply) - 1 for prompt, reply in texts)
+    families.check_length(families.text_config(model), longest, "the longest text")
     if method.reads_all(longest):
         raise SeergateError(
             f"the longest text has {longest} tokens, all of which {method.name} ({method.nominal}) reads; give longer "
