@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from functools import partial
 from typing import Any
 
 MEMORY = 4 << 30
@@ -21,7 +22,11 @@ OUT_OF_MEMORY = 77
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Test two answers for mathematical equivalence with math-verify; return the verdict and its reason."""
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, grader, parse, verify
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from math_verify import LatexExtractionConfig, grader, parse, parser, verify
+
+    # By default the two letters of R / r would be one.
+    parser.latex2sympy = partial(latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False))
 
     # Parse as LaTeX only: math-verify's other parser takes any number from plain text. Its units are off, as they
     # would remove a last letter such as h (`grading.mathematics` removes units). Time is limited outside.
