@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from functools import partial
 from typing import Any
 
 MEMORY = 4 << 30
@@ -25,8 +24,9 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from math_verify import LatexExtractionConfig, grader, parse, parser, verify
 
-    # By default the two letters of R / r would be one.
-    parser.latex2sympy = partial(latex2sympy, conversion_config=ConversionConfig(lowercase_symbols=False))
+    # By default the two letters of R / r would be one, and those of i/2 and 0.5i two, as one would be complex.
+    config = ConversionConfig(lowercase_symbols=False)
+    parser.latex2sympy = lambda text, is_real, **how: latex2sympy(text, is_real=True, conversion_config=config, **how)
 
     # Parse as LaTeX only: math-verify's other parser takes any number from plain text. Its units are off, as they
     # would remove a last letter such as h (`grading.mathematics` removes units). Time is limited outside.
@@ -59,20 +59,24 @@ def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bo
     Leading zeros are no decimals: 1.23e-30 is rounded to 36. Matrices are compared by element.
     """
     from math_verify.grader import get_pct_val
-    from sympy import Float, Rational
+    from sympy import Float, I, Rational
 
     if gold.is_Matrix and answer.is_Matrix:
         gold, answer = gold.doit(), answer.doit()
         return gold.shape == answer.shape and all(map(_equal, gold.flat(), answer.flat()))
     rounded = gold.has(Float) or answer.has(Float)
-    # A percent sign may be missing in one of the two. Floats come from decimals, which are exact.
+    # A percent sign may be missing in one of the two. Floats come from decimals, which are exact; i is a symbol.
     for pair in (gold, answer), (get_pct_val(gold, gold), get_pct_val(answer, answer)):
-        a, b = (side.xreplace({x: Rational(str(x)) for x in side.atoms(Float)}).doit() for side in pair)
+        units = ({x: I for x in side.free_symbols if x.name == "i"} for side in pair)
+        a, b = (
+            side.xreplace({x: Rational(str(x)) for x in side.atoms(Float)} | unit).doit()
+            for side, unit in zip(pair, units, strict=True)
+        )
         if a == b or _is_zero(a - b):
             return True
         if rounded and a.is_number and b.is_number:
-            digits = rounding + _leading_zeros(a)
-            if a.round(digits) == b.round(digits):
+            digits = rounding + max(map(_leading_zeros, (a, b)))
+            if not a.round(digits) - b.round(digits):  # 5 and 5.0 are unequal
                 return True
     return False
 
