@@ -147,6 +147,8 @@ ANSWERS = r"""
     \{1,2\} == \{1,1,2\}    \begin{pmatrix}1&1\end{pmatrix} == \begin{bmatrix}1 & 1 \\ \end{bmatrix}
     \frac{R}{r} == R/r != 1 || \frac{r}{R}    2\Delta == 2Δ != 2\delta    5 == ¥5 || ₹ 5 != ¥6    0 != 0.0000001
     \frac{3-i}{2} == 1.5-0.5i || \frac12(3-i) != 1.5+0.5i    5 == |3+4i| || 5.0000001 || 4.9999999 != 5.00001
+    x=5, y=\pi r == (5,\pi r) || 5, πr || y=\pi r, x=5 || 5 \text{ and } \pi r != (\pi r,5) || \pi r, 5 || x=\pi r, y=5
+    x_1=2, x_2=3 == 3,2 || \{2,3\}    a=1;b=2 == (1,2) != (2,1)    x=1, x=2 == 2,1 || x=2, x=1
     2i == (1+i)^2 || \frac{i}{.5} || \sqrt{-4} != 2 || i^2    -2\sqrt{3}+2i == 4e^{5i\pi/6}
     \sum_{i=1}^{n} i == \frac{n(n+1)}{2} != \frac{n^2}{2}
 """

@@ -217,7 +217,7 @@ def _words(text: str, letters: set[str]) -> set[str]:
 
 
 def _values(text: str) -> list[str]:
-    """The values that a text lists outside of brackets, without spaces and what precedes ``=``."""
+    """The values that a text lists outside of brackets, without what precedes ``=``."""
     depth = 0
     text = re.sub(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", lambda match: match[0].replace(",", ""), text)  # thousands
     for match in re.finditer(r"\\\\|\\q?quad(?![A-Za-z])|\\[{}]|\\[A-Za-z]+|[()\[\]{}]|[,;&\n]", text):
@@ -228,7 +228,7 @@ def _values(text: str) -> list[str]:
             depth -= 1
         elif depth <= 0 and (token in (",", ";", "&", "\n", "\\\\") or token.endswith("quad")):
             text = text[: match.start()] + "\0" * len(token) + text[match.end() :]
-    return [value.rpartition("=")[2] for part in text.split("\0") if (value := "".join(part.split()))]
+    return [part.rpartition("=")[2].strip() for part in text.split("\0") if part.strip()]
 
 
 def _brackets(text: str) -> str:
@@ -294,10 +294,15 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     if re.match(_RELATION, bare) and not _RELATION.search(gold):
         raise MisreadError("a relation without a left side")
     values, gold_values = _values(answer), _values(gold)
-    repeated, gold_repeated = (sorted(Counter(each).values()) for each in (values, gold_values))
+    repeated, gold_repeated = (
+        sorted(Counter("".join(value.split()) for value in each).values()) for each in (values, gold_values)
+    )
     lists = min(len(values), len(gold_values)) > 1 and not re.search(r"\\(?:begin|pm|mp)", gold + answer)
     if lists and repeated != gold_repeated and max(repeated + gold_repeated) > 1:
         raise MisreadError("values are repeated in one of the two answers only")
     if len(values) > 1 and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
         raise MisreadError("several values, where the gold answer is one")
+    names = re.findall(r"([A-Za-z])[^,;&=]*=", gold)  # x = 5, y = 3
+    if len(set(names)) == len(gold_values) > 1 and "=" not in answer and (bracket := _brackets(answer)) != "{":
+        gold, answer = f"({', '.join(gold_values)})", answer if bracket else f"({answer})"
     return gold, value if named and "=" not in gold + value and _NAME.fullmatch(name) else answer
