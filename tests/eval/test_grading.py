@@ -150,6 +150,7 @@ ANSWERS = r"""
     x=5, y=\pi r == (5,\pi r) || 5, πr || y=\pi r, x=5 || 5 \text{ and } \pi r != (\pi r,5) || \pi r, 5 || x=\pi r, y=5
     x_1=2, x_2=3 == 3,2 || \{2,3\}    a=1;b=2 == (1,2) != (2,1)    x=1, x=2 == 2,1 || x=2, x=1
     2i == (1+i)^2 || \frac{i}{.5} || \sqrt{-4} != 2 || i^2    -2\sqrt{3}+2i == 4e^{5i\pi/6}
+    \{x\mid x>0\} == \{ x \mid x > 0 \} != \{x\mid x>1\}    i=3 != i=4    \pi r != \pir
     \sum_{i=1}^{n} i == \frac{n(n+1)}{2} != \frac{n^2}{2}
 """
 """Gold answer == right || right != wrong || wrong, or of which a part would be left unread; four spaces between."""

@@ -64,14 +64,11 @@ def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bo
     if gold.is_Matrix and answer.is_Matrix:
         gold, answer = gold.doit(), answer.doit()
         return gold.shape == answer.shape and all(map(_equal, gold.flat(), answer.flat()))
+    gold, answer = (each.xreplace({x: I for x in each.free_symbols if x.name == "i"}) for each in (gold, answer))
     rounded = gold.has(Float) or answer.has(Float)
-    # A percent sign may be missing in one of the two. Floats come from decimals, which are exact; i is a symbol.
+    # A percent sign may be missing in one of the two. Floats come from decimals, which are exact.
     for pair in (gold, answer), (get_pct_val(gold, gold), get_pct_val(answer, answer)):
-        units = ({x: I for x in side.free_symbols if x.name == "i"} for side in pair)
-        a, b = (
-            side.xreplace({x: Rational(str(x)) for x in side.atoms(Float)} | unit).doit()
-            for side, unit in zip(pair, units, strict=True)
-        )
+        a, b = (side.xreplace({x: Rational(str(x)) for x in side.atoms(Float)}).doit() for side in pair)
         if a == b or _is_zero(a - b):
             return True
         if rounded and a.is_number and b.is_number:

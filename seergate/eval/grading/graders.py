@@ -225,7 +225,8 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
-    if answer == gold or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
+    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", each) for each in (gold, answer))  # { x } as {x}
+    if text == right or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
         return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)

@@ -294,11 +294,9 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     if re.match(_RELATION, bare) and not _RELATION.search(gold):
         raise MisreadError("a relation without a left side")
     values, gold_values = _values(answer), _values(gold)
-    repeated, gold_repeated = (
-        sorted(Counter("".join(value.split()) for value in each).values()) for each in (values, gold_values)
-    )
+    counts = [sorted(Counter("".join(value.split()) for value in each).values()) for each in (values, gold_values)]
     lists = min(len(values), len(gold_values)) > 1 and not re.search(r"\\(?:begin|pm|mp)", gold + answer)
-    if lists and repeated != gold_repeated and max(repeated + gold_repeated) > 1:
+    if lists and counts[0] != counts[1] and max(counts[0] + counts[1]) > 1:
         raise MisreadError("values are repeated in one of the two answers only")
     if len(values) > 1 and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
         raise MisreadError("several values, where the gold answer is one")
