@@ -142,6 +142,16 @@ ANSWERS = r"""
     5 != 5\cup\{6\} || \pm 5 || 5... || 5,\ldots || 1,2,\dots,5 || f'=5    \frac{2}{3} != \frac13E_1+\frac23E_2
     .0000672 != .0000673    5\text{ inches}^2 != 5\text{ inches}^3 || 5\text{ cm}^2 || 5\text{ inches}
     5\text{ cm} != 5\text{ m} || 5\text{ cm}^2
+    \frac{1}{6} == 0.1\overline{6} || .1\bar 6 != 0.16 || 0.\overline{16} || 1.\overline{6}    0.\overline{9} == 1
+    1,1,2 == 2,1,1 || x=1, x=1, x=2 || 1, 2, \text{ and } 1 != 1,2    1,-1 == -1,1 || \pm 1 != 1,-1,1
+    \{1,2\} == \{1,1,2\}    \begin{pmatrix}1&1\end{pmatrix} == \begin{bmatrix}1 & 1 \\ \end{bmatrix}
+    \frac{R}{r} == R/r != 1 || \frac{r}{R}    2\Delta == 2Δ != 2\delta    5 == ¥5 || ₹ 5 != ¥6    0 != 0.0000001
+    \frac{3-i}{2} == 1.5-0.5i || \frac12(3-i) != 1.5+0.5i    5 == |3+4i| || 5.0000001 || 4.9999999 != 5.00001
+    x=5, y=\pi r == (5,\pi r) || 5, πr || y=\pi r, x=5 || 5 \text{ and } \pi r != (\pi r,5) || \pi r, 5 || x=\pi r, y=5
+    x_1=2, x_2=3 == 3,2 || \{2,3\}    a=1;b=2 == (1,2) != (2,1)    x=1, x=2 == 2,1 || x=2, x=1
+    2i == (1+i)^2 || \frac{i}{.5} || \sqrt{-4} != 2 || i^2    -2\sqrt{3}+2i == 4e^{5i\pi/6}
+    \{x\mid x>0\} == \{ x \mid x > 0 \} != \{x\mid x>1\}    i=3 != i=4    \pi r != \pir
+    \sum_{i=1}^{n} i == \frac{n(n+1)}{2} != \frac{n^2}{2}
 """
 """Gold answer == right || right != wrong || wrong, or of which a part would be left unread; four spaces between."""
 
@@ -371,10 +381,17 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         *(("number", text, "1.75", "7/4", True) for text in ("1 3/4", r"1\frac{3}{4}", "1¾")),
         *(("number", text, "3000000", "3000000", True) for text in ("3 million", r"3\times 10^6", "3e6")),
         ("number", "x = −5", "-5", "-5", True),
+        *(("number", rf"={text}", "-.75", "-3/4", True) for text in (r"\frac{-3}{4}", r"-\frac{1.5}{2}")),
+        ("number", r"\frac{3,000}{-4,000}", "-0.75", "-3/4", True),
+        *(("number", f"-₹{text}", "-1234567", "-1234567", True) for text in ("12,34,567", "1'234'567")),
+        ("number", "the bits 110 011", "11", "011", True),
+        ("number", r"\frac{1}{0}", "1", "1", True),
         ("number", "-$.50.", "-0.5", "-.50", True),
         *(("number", text, "2", None, False) for text in ("x²", r"2\pi", r"\frac{x}{2}", "√2", "1/0")),
         *(("contains", text, gold, text, True) for text, gold in CONTAINED.items()),
         ("contains", "Parisian", "Paris", "Parisian", False),
+        *(("contains", text, "5", text, False) for text in ("2.5", "it is 5.75.", "5.5")),
+        *(("contains", text, "5", text, True) for text in ("5.", "5.2.2020", "31.12.5", "1.5 or 5")),
     ],
 )
 def test_answers_without_a_box(grader, completion, gold, pred, correct):

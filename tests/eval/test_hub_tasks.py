@@ -102,6 +102,7 @@ def test_a_file_whose_name_is_also_a_pattern_is_read_as_it_is(tmp_path):
         ("none.jsonl", None, "does not exist"),
         ("x.txt", "{}", "must end in"),
         ("bad.jsonl", "{", "cannot be read"),
+        ("big.csv", f"problem,answer\na,{10**30}\n", "big.csv: .*too large"),
         ("x.jsonl", '{"question": "?", "answer": "1"}', "record 0 of .* has no field 'problem'; it has question"),
         *((f"empty.{kind}", text, f"empty.{kind}") for kind in ("jsonl", "json", "csv") for text in ("", "\n")),
     ],

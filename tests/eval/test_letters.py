@@ -20,7 +20,7 @@ ONE = r"""
 """
 
 
-@pytest.mark.parametrize("answer", [*re.split(r" \|\| |\n +", ONE.strip()), " C ", "C\n4 eV", "C\u200b"])
+@pytest.mark.parametrize("answer", [*re.split(r" \|\| |\n +", ONE.strip()), " C ", "C\n4 eV", "C\u200b", "（Ｃ）"])
 def test_one_letter_however_it_is_written(answer):
     assert letter(answer).correct, letter(answer).reason
     assert not letter(answer, "B").correct

@@ -21,7 +21,12 @@ OUT_OF_MEMORY = 77
 def compare(gold: str, answer: str) -> tuple[bool, str]:
     """Test two answers for mathematical equivalence with math-verify; return the verdict and its reason."""
     from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, grader, parse, verify
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from math_verify import LatexExtractionConfig, grader, parse, parser, verify
+
+    # By default the two letters of R / r would be one, and those of i/2 and 0.5i two, as one would be complex.
+    config = ConversionConfig(lowercase_symbols=False)
+    parser.latex2sympy = lambda text, is_real, **how: latex2sympy(text, is_real=True, conversion_config=config, **how)
 
     # Parse as LaTeX only: math-verify's other parser takes any number from plain text. Its units are off, as they
     # would remove a last letter such as h (`grading.mathematics` removes units). Time is limited outside.
@@ -54,11 +59,12 @@ def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bo
     Leading zeros are no decimals: 1.23e-30 is rounded to 36. Matrices are compared by element.
     """
     from math_verify.grader import get_pct_val
-    from sympy import Float, Rational
+    from sympy import Float, I, Rational
 
     if gold.is_Matrix and answer.is_Matrix:
         gold, answer = gold.doit(), answer.doit()
         return gold.shape == answer.shape and all(map(_equal, gold.flat(), answer.flat()))
+    gold, answer = (each.xreplace({x: I for x in each.free_symbols if x.name == "i"}) for each in (gold, answer))
     rounded = gold.has(Float) or answer.has(Float)
     # A percent sign may be missing in one of the two. Floats come from decimals, which are exact.
     for pair in (gold, answer), (get_pct_val(gold, gold), get_pct_val(answer, answer)):
@@ -66,8 +72,8 @@ def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bo
         if a == b or _is_zero(a - b):
             return True
         if rounded and a.is_number and b.is_number:
-            digits = rounding + _leading_zeros(a)
-            if a.round(digits) == b.round(digits):
+            digits = rounding + max(map(_leading_zeros, (a, b)))
+            if not a.round(digits) - b.round(digits):  # 5 and 5.0 are unequal
                 return True
     return False
 

@@ -116,19 +116,35 @@ def _whole(part: str) -> str:
     """A pattern for a text with no letter or digit beside it, unless one of the two is of a script without spaces."""
     letter, ends = rf"[^\W_{_UNSPACED}]", [re.match(f"[{_UNSPACED}]", end) for end in (part[0], part[-1])]
     before, after = "" if ends[0] else f"(?<!{letter})", "" if ends[1] else f"(?!{letter})"
+    if part[0].isdigit():  # 5 is not in 2.5, but 2020 in 21.12.2020
+        before += r"(?:(?<!\d\.)|(?<=\.\d\.)|(?<=\.\d\d\.))"
+    if part[-1].isdigit():
+        after += r"(?!\.\d+(?!\d|\.\d))"
     return before + re.escape(part) + after
 
 
-_GROUP = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
-_SPACED = re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)")  # 10 000, as no number begins with 0
-_FRACTION = re.compile(r"(?:(\d)\s{0,3})?\\[dt]?frac\s*(?:\{(\d+)\}\s*\{(\d+)\}|(\d)\s*(\d))")
+_GROUP = re.compile(r"(?<=\d)(?:['’\u00a0\u2009\u202f]|\{,\}|,\\!|\\[,;: ])(?=\d{3}(?!\d))")  # between thousands
+_SPACED = re.compile(  # 10 000, as no decimal number begins with 0; not 110 011
+    r"(?<![\d.,])(?![01]{3}(?: [01]{3})* [01]{0,2}1)[1-9]\d{0,2}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)"
+)
+_PART = r"\{\s*([-+]?\d{1,99}(?:,\d{3}){0,9}(?:\.\d{1,99})?)\s*\}"
+_FRACTION = re.compile(rf"(?:(\d)\s{{0,3}})?\\[dt]?frac\s*(?:{_PART}\s*{_PART}|(\d)\s*(\d))")
 _POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d_.^/])(?<![\^_}]\{)(?<!sqrt\{)"  # no part of a name, of a number, a power, a denominator, a root
-    r"((?:(?<![A-Za-z\d)}])[-+])?)(?:\\?[$€£])?"
-    r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
+    r"((?:(?<![A-Za-z\d)}])[-+])?)(?:\\?[$€£¥₹])?"
+    r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:(?:\d{1,3}(?:,\d{3})+|\d\d?(?:,\d\d)+,\d{3})(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
     r"(?!\.?\d|/\d|\^\{?[-\d]|\s*\\(?:sqrt|pi)(?![A-Za-z]))([A-Za-z_]*)"
 )
+
+
+def _quotient(match: re.Match[str]) -> str:
+    """A fraction of LaTeX as ``a/b``, behind the whole number before it."""
+    top, bottom = (Fraction((match[i] or match[i + 2]).replace(",", "")) for i in (2, 3))
+    if not bottom:
+        return match[0]
+    value = "/".join(map(str, (top / bottom).as_integer_ratio()))
+    return f"{match[1]} {value}" if match[1] else value
 
 
 def last_number(text: str) -> str | None:
@@ -138,7 +154,7 @@ def last_number(text: str) -> str | None:
     """
     text = _SPACED.sub(lambda match: match[0].replace(" ", ","), _GROUP.sub(",", text[-10_000:]))
     text = multiplied(latex(text))
-    text = _FRACTION.sub(lambda m: f"{m[1] or ''} {m[2] or m[4]}/{m[3] or m[5]}".strip(), text)
+    text = _FRACTION.sub(_quotient, text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
     numbers = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
     if not numbers:
@@ -186,7 +202,8 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     ``4 eV``, ``A proton`` and ``C because A is wrong`` hold no letter; ``A, C``, ``A or C`` and
     ``A. 4 eV or C. 5 eV`` hold two.
     """
-    text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", INVISIBLE.sub("", answer))
+    text = unicodedata.normalize("NFKC", INVISIBLE.sub("", answer))  # （Ｃ） as (C)
+    text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", text)
     text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
     if re.match(rf"[A-Z]{_DASH}", text, re.IGNORECASE):
         text = re.sub(rf"\b([A-Ja-j]){_DASH}", r"\1. ", text)
@@ -200,7 +217,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
-_WORDS = re.compile(r"[A-Za-z][a-z]{2,}(?: [A-Za-z][a-z]*)*")  # no product such as aBc, in which case matters
+_WORDS = re.compile(r"[A-Za-z]|[A-Za-z][a-z]{2,}(?: [A-Za-z][a-z]*)*")  # no product such as aBc, in which case matters
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
@@ -208,7 +225,8 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
-    if answer == gold or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
+    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", each) for each in (gold, answer))  # { x } as {x}
+    if text == right or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
         return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)

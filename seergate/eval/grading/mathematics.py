@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections import Counter
 
 SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"
 """A space within a line: a command of LaTeX, or a space character of any width."""
@@ -32,6 +33,7 @@ _THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)"
 _NOTHING = re.compile(
     r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
 )
+_RECURRING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))(?![\d.])")
 _MIXED = re.compile(rf"(?<![\w.^}}/])(\d+){SPACE}+(\d+)/(\d+)(?!\.?\d|/)")
 _MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MULTIPLE = re.compile(
@@ -76,6 +78,13 @@ def multiplied(text: str) -> str:
     return _MULTIPLE.sub(power, text)
 
 
+def _recurring(match: re.Match[str]) -> str:
+    r"""A recurring decimal as a fraction: ``0.1\overline{6}`` as ``\frac{15}{90}``."""
+    whole, fixed, period = match[1], match[2], match[3] or match[4]
+    top = int(whole + fixed + period) - int(f"0{whole}{fixed}")
+    return rf"\frac{{{top}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
+
+
 def plain(text: str) -> str:
     r"""Normalise an answer for math-verify: nothing around the formula, no punctuation at the end; ``^\circ``
     for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
@@ -97,6 +106,7 @@ def plain(text: str) -> str:
     text = _FRACTION.sub(
         lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
     )
+    text = _RECURRING.sub(_recurring, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
     text = multiplied(text)
     words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
@@ -132,13 +142,13 @@ _SIGNS = """
 """
 """The commands of LaTeX that math-verify interprets correctly."""
 
-_FOREIGN = re.compile(r"[^\x20-\x7e\s£€]|['?#@`]|\.\.\.|\+\s*\Z")
+_FOREIGN = re.compile(r"[^\x20-\x7e\s£€¥₹]|['?#@`]|\.\.\.|\+\s*\Z")
 _DENIAL = re.compile(  # words that change what a name before "=" or a number before them means
     "no|not|none|never|if|unless|when|where|for|or|and|but|except|than|least|most|more|less|mod|modulo|at|is|are|was|dozen"
     "|squared|cubed|factorial|hal(?:f|ves)|thirds?|(?:four|fif|six|seven|eigh|nin|ten|hundred|thousand|million)ths?"
 )
 _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤≥≠]")
-_CURRENCY = re.compile(r"\A[£€]\s*(?=\d)|(?<=\d)\s*[£€]\Z")
+_CURRENCY = re.compile(r"\A[£€¥₹]\s*(?=\d)|(?<=\d)\s*[£€¥₹]\Z")
 _NUMBER = re.compile(r"-?\d[\d.,]*")
 _UNIT_SIGN = re.compile(rf"\\?\$\s*({_NUMBER.pattern})|({_NUMBER.pattern})\s*\^\s*\{{?\s*\\circ\s*\}}?")
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
@@ -206,18 +216,19 @@ def _words(text: str, letters: set[str]) -> set[str]:
     return {word.lower() for word in (*words, *re.findall(r"[A-Za-z0-9]+", inside))}
 
 
-def _several(text: str) -> bool:
-    """True if a text lists several values outside of brackets."""
+def _values(text: str) -> list[str]:
+    """The values that a text lists outside of brackets, without what precedes ``=``."""
     depth = 0
-    text = re.sub(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", "0", text)  # a number with separated thousands
-    for token in re.findall(r"\\\\|\\q?quad(?![A-Za-z])|\\[{}]|\\[A-Za-z]+|[()\[\]{}]|[,;&\n]", text):
+    text = re.sub(r"(?<![\d.])\d{1,3}(?:,\d{3})+(?!\d)", lambda match: match[0].replace(",", ""), text)  # thousands
+    for match in re.finditer(r"\\\\|\\q?quad(?![A-Za-z])|\\[{}]|\\[A-Za-z]+|[()\[\]{}]|[,;&\n]", text):
+        token = match[0]
         if token[-1] in "([{":
             depth += 1
         elif token[-1] in ")]}":
             depth -= 1
         elif depth <= 0 and (token in (",", ";", "&", "\n", "\\\\") or token.endswith("quad")):
-            return True
-    return False
+            text = text[: match.start()] + "\0" * len(token) + text[match.end() :]
+    return [part.rpartition("=")[2].strip() for part in text.split("\0") if part.strip()]
 
 
 def _brackets(text: str) -> str:
@@ -258,7 +269,7 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("a set and a tuple")
     if not _RELATION.search(gold):
         gold = _JOINED.sub(", ", gold)
-    if _several(gold) or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
+    if len(_values(gold)) > 1 or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
     upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(_TEXT, gold + answer))))
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
@@ -282,6 +293,14 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("a relation, where the gold answer is none")
     if re.match(_RELATION, bare) and not _RELATION.search(gold):
         raise MisreadError("a relation without a left side")
-    if _several(answer) and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
+    values, gold_values = _values(answer), _values(gold)
+    counts = [sorted(Counter("".join(value.split()) for value in each).values()) for each in (values, gold_values)]
+    lists = min(len(values), len(gold_values)) > 1 and not re.search(r"\\(?:begin|pm|mp)", gold + answer)
+    if lists and counts[0] != counts[1] and max(counts[0] + counts[1]) > 1:
+        raise MisreadError("values are repeated in one of the two answers only")
+    if len(values) > 1 and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
         raise MisreadError("several values, where the gold answer is one")
+    names = re.findall(r"([A-Za-z])[^,;&=]*=", gold)  # x = 5, y = 3
+    if len(set(names)) == len(gold_values) > 1 and "=" not in answer and (bracket := _brackets(answer)) != "{":
+        gold, answer = f"({', '.join(gold_values)})", answer if bracket else f"({answer})"
     return gold, value if named and "=" not in gold + value and _NAME.fullmatch(name) else answer

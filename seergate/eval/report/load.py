@@ -142,7 +142,7 @@ class Setting:
         config, environment = self.config, self.config.get("environment", {})
         return store.flatten(
             {
-                "task": _without(config["task"], "source", "file", "problems"),
+                "task": _without(config["task"], "source", "shots_source", "file", "problems"),
                 "model": {name: config["model"].get(name) for name in ("fingerprint", "rope")},
                 "generation": config["generation"],
                 "environment": {name: environment.get(name) for name in GRADES_WITH.values()},

@@ -175,6 +175,8 @@ class HubTask:
                 return datasets.load_dataset(
                     self.repository, self.config, split=split or self.split, revision=self.revision
                 )
+            except datasets.exceptions.DatasetGenerationError as error:
+                raise error.__cause__ or error from None
             except StopIteration as error:  # how `datasets` reports an empty file
                 raise SeergateError(f"the {what} of {self.name!r} are missing: {place} is empty") from error
 

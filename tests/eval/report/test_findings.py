@@ -107,6 +107,12 @@ def test_sections_say_why_they_are_separate(runs):
     assert "not all runs have" not in write_report(runs).markdown.read_text(), "the headings name the tasks"
 
 
+def test_copies_of_the_worked_examples_are_no_difference(runs):
+    for label in ("quest-32", "quest-64"):
+        reconfigure(runs / label, task={"shots_source": f"{label}.jsonl"})
+    assert len(load_sweeps(runs)) == 1
+
+
 def test_software_that_differs_is_told(runs):
     reconfigure(runs / "quest-64", environment={"torch": "3"})
     assert any("different software: torch 2, 3; differences may" in line for line in cautions(sweep_of(runs)))
