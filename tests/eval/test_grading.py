@@ -151,7 +151,10 @@ ANSWERS = r"""
     x_1=2, x_2=3 == 3,2 || \{2,3\}    a=1;b=2 == (1,2) != (2,1)    x=1, x=2 == 2,1 || x=2, x=1
     2i == (1+i)^2 || \frac{i}{.5} || \sqrt{-4} != 2 || i^2    -2\sqrt{3}+2i == 4e^{5i\pi/6}
     \{x\mid x>0\} == \{ x \mid x > 0 \} != \{x\mid x>1\}    i=3 != i=4    \pi r != \pir
-    \sum_{i=1}^{n} i == \frac{n(n+1)}{2} != \frac{n^2}{2}
+    \sum_{i=1}^{n} i == \frac{n(n+1)}{2} != \frac{n^2}{2}    x^2+C == x^2+c != x^2+x    x=5 == X=5    2N == 2n
+    A == \text{a} || (a)    \begin{pmatrix}A\end{pmatrix} == \begin{array}{cc}a\end{array}    x+X == X+x != 2x || 2X
+    O(n) == O(N) != o(n)    October 10 == \text{october 10} != october 11    x+y=0, x-y=0 == y=x, y=-x != y=x, y=2x
+    (1,2),(2,1) == x=1,y=2; x=2,y=1    1,1,2 == a=b=1, c=2    a=1, b=1, c=2 != a=1, c=2 || 1,2
 """
 """Gold answer == right || right != wrong || wrong, or of which a part would be left unread; four spaces between."""
 
@@ -385,13 +388,12 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         ("number", r"\frac{3,000}{-4,000}", "-0.75", "-3/4", True),
         *(("number", f"-₹{text}", "-1234567", "-1234567", True) for text in ("12,34,567", "1'234'567")),
         ("number", "the bits 110 011", "11", "011", True),
-        ("number", r"\frac{1}{0}", "1", "1", True),
         ("number", "-$.50.", "-0.5", "-.50", True),
-        *(("number", text, "2", None, False) for text in ("x²", r"2\pi", r"\frac{x}{2}", "√2", "1/0")),
+        *(("number", text, "2", None, False) for text in ("x²", r"2\pi", r"\frac{x}{2}", "√2", "1/0", r"\frac{2}{0}")),
         *(("contains", text, gold, text, True) for text, gold in CONTAINED.items()),
         ("contains", "Parisian", "Paris", "Parisian", False),
         *(("contains", text, "5", text, False) for text in ("2.5", "it is 5.75.", "5.5")),
-        *(("contains", text, "5", text, True) for text in ("5.", "5.2.2020", "31.12.5", "1.5 or 5")),
+        *(("contains", text, "5", text, True) for text in ("5.", "$5.00", "5.2.2020", "31.12.5", "1.5 or 5")),
     ],
 )
 def test_answers_without_a_box(grader, completion, gold, pred, correct):

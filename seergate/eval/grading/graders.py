@@ -119,7 +119,7 @@ def _whole(part: str) -> str:
     if part[0].isdigit():  # 5 is not in 2.5, but 2020 in 21.12.2020
         before += r"(?:(?<!\d\.)|(?<=\.\d\.)|(?<=\.\d\d\.))"
     if part[-1].isdigit():
-        after += r"(?!\.\d+(?!\d|\.\d))"
+        after += r"(?!\.0*[1-9]\d*(?!\d|\.\d))"
     return before + re.escape(part) + after
 
 
@@ -142,7 +142,7 @@ def _quotient(match: re.Match[str]) -> str:
     """A fraction of LaTeX as ``a/b``, behind the whole number before it."""
     top, bottom = (Fraction((match[i] or match[i + 2]).replace(",", "")) for i in (2, 3))
     if not bottom:
-        return match[0]
+        return f"{top}/0"  # no number
     value = "/".join(map(str, (top / bottom).as_integer_ratio()))
     return f"{match[1]} {value}" if match[1] else value
 
@@ -217,7 +217,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
-_WORDS = re.compile(r"[A-Za-z]|[A-Za-z][a-z]{2,}(?: [A-Za-z][a-z]*)*")  # no product such as aBc, in which case matters
+_WORDS = re.compile(r"[A-Za-z][a-z]{2,}(?: [A-Za-z][a-z]*| \d+)*")  # no product such as aBc, in which case matters
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:

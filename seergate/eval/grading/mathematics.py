@@ -151,6 +151,8 @@ _RELATION = re.compile(r"\\(?:[gl]eq?(?:slant|q)?|[gl]t|neq?)(?![A-Za-z])|[<>≤
 _CURRENCY = re.compile(r"\A[£€¥₹]\s*(?=\d)|(?<=\d)\s*[£€¥₹]\Z")
 _NUMBER = re.compile(r"-?\d[\d.,]*")
 _UNIT_SIGN = re.compile(rf"\\?\$\s*({_NUMBER.pattern})|({_NUMBER.pattern})\s*\^\s*\{{?\s*\\circ\s*\}}?")
+_COMMAND = r"\\(?:begin|end)\{\w*\}(?:\{[clr| ]*\})?|\\[A-Za-z]+"
+_LETTER = re.compile(rf"{_COMMAND}|[Oo]\(|([A-Za-z])")  # O(n) is not o(n)
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
 _NAME = re.compile(rf"\s*(?:{_TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
 _BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
@@ -209,9 +211,7 @@ def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
 def _words(text: str, letters: set[str]) -> set[str]:
     """The words in a formula. Adjacent letters are a product, not a word, if the gold answer has all of them."""
     inside = " ".join(match[1] for match in re.finditer(_TEXT, text))
-    outside = re.sub(
-        r"\\(?:begin|end)\{\w*\}(?:\{[clr| ]*\})?|\\[A-Za-z]+|(?<=[A-Za-z])_\{[^{}]*\}", " ", re.sub(_TEXT, " ", text)
-    )
+    outside = re.sub(rf"{_COMMAND}|(?<=[A-Za-z])_\{{[^{{}}]*\}}", " ", re.sub(_TEXT, " ", text))
     words = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
     return {word.lower() for word in (*words, *re.findall(r"[A-Za-z0-9]+", inside))}
 
@@ -229,6 +229,13 @@ def _values(text: str) -> list[str]:
         elif depth <= 0 and (token in (",", ";", "&", "\n", "\\\\") or token.endswith("quad")):
             text = text[: match.start()] + "\0" * len(token) + text[match.end() :]
     return [part.rpartition("=")[2].strip() for part in text.split("\0") if part.strip()]
+
+
+def _in_case(gold: str, answer: str) -> str:
+    """The answer with its letters in the gold answer's case, except those that one of the two has in both cases."""
+    right, given = ({match[1] for match in _LETTER.finditer(text)} for text in (gold, answer))
+    others = {letter for letter in given - right if letter and letter.swapcase() in right - given}
+    return _LETTER.sub(lambda match: match[1].swapcase() if match[1] in others else match[0], answer)
 
 
 def _brackets(text: str) -> str:
@@ -295,12 +302,13 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("a relation without a left side")
     values, gold_values = _values(answer), _values(gold)
     counts = [sorted(Counter("".join(value.split()) for value in each).values()) for each in (values, gold_values)]
-    lists = min(len(values), len(gold_values)) > 1 and not re.search(r"\\(?:begin|pm|mp)", gold + answer)
+    names = [set(re.findall(r"([A-Za-z])[^,;&=]*=", text)) for text in (gold, answer)]  # x = 5, y = 3
+    lists = min(len(values), len(gold_values)) > 1 and (len(names[0]) > 1) == (len(names[1]) > 1)
+    lists = lists and not re.search(r"\\(?:begin|pm|mp)|[-+][^,;&=]*=", f"{gold}, {answer}")  # x + y = 0, x - y = 0
     if lists and counts[0] != counts[1] and max(counts[0] + counts[1]) > 1:
         raise MisreadError("values are repeated in one of the two answers only")
     if len(values) > 1 and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
         raise MisreadError("several values, where the gold answer is one")
-    names = re.findall(r"([A-Za-z])[^,;&=]*=", gold)  # x = 5, y = 3
-    if len(set(names)) == len(gold_values) > 1 and "=" not in answer and (bracket := _brackets(answer)) != "{":
+    if len(names[0]) == len(gold_values) > 1 and "=" not in answer and (bracket := _brackets(answer)) != "{":
         gold, answer = f"({', '.join(gold_values)})", answer if bracket else f"({answer})"
-    return gold, value if named and "=" not in gold + value and _NAME.fullmatch(name) else answer
+    return gold, _in_case(gold, value if named and "=" not in gold + value and _NAME.fullmatch(name) else answer)
