@@ -144,6 +144,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
             f"{path} holds {aside[0].relative_to(path)}, which by its name is not to be trained on; name the files, "
             "or a folder of them, that are"
         )
+    files = sorted({file.resolve(): file for file in reversed(files)}.values())  # once, if a link leads to it again
     stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     return _copied(config.data, _file_rows, cache, files=stamps, limit=config.data_limit)
 

@@ -28,6 +28,8 @@ def test_every_local_format_gives_the_same_samples(data_config, tmp_path, plain)
     write(tmp_path / "folder/.ipynb_checkpoints/a-checkpoint.jsonl", [chat("<think>an older row</think>0")])
     write(tmp_path / "elsewhere" / "a.jsonl", rows[:9])
     (tmp_path / "folder" / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "folder" / "latest").symlink_to("a")
+    (tmp_path / "folder" / "itself").symlink_to(".")
     dataset.select(range(9, 20)).to_parquet(str(tmp_path / "blob"))
     (tmp_path / "folder" / "b.parquet").symlink_to(tmp_path / "blob")  # as in the Hub's cache
     dataset.select([]).to_parquet(str(tmp_path / "folder" / "c.parquet"))  # as Spark writes

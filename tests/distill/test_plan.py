@@ -118,6 +118,9 @@ def test_a_quantised_checkpoint_is_counted_so_and_not_divided(tmp_path, own, sha
     assert words in plan.text() and "NOT fit in 1.1 GB: a smaller --max-length" in plan.text()
     limited = make_plan(replace(run, base_memory_gb=0.001), memory_gb=1.1)
     assert "NOT fit in 1.1 GB: a smaller --base-memory-gb or a smaller --max-length" in limited.text()
+    Qwen3Config(**{**config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}).save_pretrained(tmp_path)
+    assert "NOT fit in 1.1 GB: more processes or a smaller" in make_plan(run, memory_gb=1.1).text()
+    config.save_pretrained(tmp_path)
     for option in ({"quantize": "bnb-4bit"}, {"shard_base": True}):
         with pytest.raises(ValueError, match=f"^{next(iter(option))} is .*; it must be left out for .* quantised"):
             make_plan(replace(run, **option), memory_gb=24, processes=8)
