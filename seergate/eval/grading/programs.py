@@ -106,7 +106,7 @@ def answered_program(completion: str, gold: str) -> str | None:
     functions = [block for block in blocks if definition in block or _BODY.match(block)]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program
-    program = re.sub(r"(?m)^from __future__ import .*\n?", "", program)  # must be the first line, which the prompt has
+    program = re.sub(r"(?m)^from __future__ import .*\n?", "", program)  # must come first, where the prompt is
     return f"\n{program}" if program.strip() else None
 
 
