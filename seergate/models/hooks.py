@@ -284,7 +284,7 @@ class LayerBinding:
         self.handle, self.layer, self.attention = handle, layer, attention
         self.first = layer == next(iter(handle.stats_.layers))
         decoder: Any = families.decoder_of(handle.model)
-        self.num_layers = len(decoder.layers)  # a cache has more if layers were taken out of the model
+        self.decoder_config, self.num_layers = decoder.config, len(decoder.layers)
         self.spec = layer_spec(handle.model, layer, attention)
         config = families.text_config(handle.model)
         windowed = families.layer_type(config, layer) == "sliding_attention"
@@ -329,7 +329,7 @@ class LayerBinding:
             passes.begin(slots)
         if slots is not None:
             for index, held in self._ungated_lengths(cache, new) if self.first else [(self.layer, slots)]:
-                if passes.slots not in (None, held):
+                if passes.slots is not None and held != passes.slots:
                     crop = "" if self.first else "crop the cache to the smaller number, or "
                     raise SeergateError(
                         f"layer {index} of this cache holds {held:,} tokens and others {passes.slots:,}: a pass "
@@ -394,10 +394,11 @@ class LayerBinding:
 
     def _ungated_lengths(self, cache: Cache, new: int) -> list[tuple[int, int]]:
         """Ungated attention layers of a cache, and the tokens that they held before the pass, in the first gated layer
-        of it.
+        of it. A cache may have more layers than the model runs.
         """
         kinds = DynamicLayer, StaticSlidingWindowLayer
-        ungated = [(i, x) for i, x in enumerate(cache.layers[: self.num_layers]) if isinstance(x, kinds)]
+        run = min(self.num_layers, self.decoder_config.num_hidden_layers)
+        ungated = [(i, x) for i, x in enumerate(cache.layers[:run]) if isinstance(x, kinds)]
         return [(i, int(x.get_seq_length()) - new * (i < self.layer)) for i, x in ungated]
 
     def _shown_slots(self, cache: Cache, layer: GatedLayer, mask: Tensor | None, hidden: Tensor) -> Tensor | None:

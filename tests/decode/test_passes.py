@@ -404,20 +404,19 @@ def test_a_pass_that_ended_before_or_after_all_gated_layers(static, where, held)
             model(ids[:, 40:], past_key_values=cache)
 
 
-def test_a_model_of_which_the_last_layers_were_taken(monkeypatch):
+@pytest.mark.parametrize("where", ["model", "configuration"])
+def test_a_model_of_which_the_last_layers_were_taken(where, monkeypatch):
     """Its caches have those layers still, without a token."""
-    model, ids = (
-        tiny_model(
-            "gemma3_text",
-            num_hidden_layers=3,
-            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-        ),
-        prompt(40),
-    )
-    monkeypatch.setattr(model.model, "layers", model.model.layers[:1])
-    want = model.generate(ids, max_new_tokens=4)
-    with seergate.attached(model, "quest", token_budget=4096, block_size=8):
-        assert torch.equal(model.generate(ids, max_new_tokens=4), want)
+    kinds = ["full_attention", "sliding_attention", "sliding_attention"]
+    model, ids = tiny_model("gemma3_text", num_hidden_layers=3, layer_types=kinds), prompt(40)
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    if where == "model":
+        monkeypatch.setattr(model.model, "layers", model.model.layers[:1])
+    else:
+        model.config.num_hidden_layers = 1
+    want = model.generate(ids, past_key_values=caches[0], max_new_tokens=4)
+    with seergate.attached(model, "quest", token_budget=4096, block_size=8, dense_layers=()):
+        assert torch.equal(model.generate(ids, past_key_values=caches[1], max_new_tokens=4), want)
 
 
 def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():
@@ -430,6 +429,16 @@ def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():
         for layer in model.model.layers:
             layer.compile(backend="eager")
         assert torch.equal(model.generate(ids, **options), want)
+
+
+@torch.no_grad()
+def test_a_compiled_model_with_windows_and_a_dynamic_cache():
+    """The compiler reads the lengths of a cache as symbols."""
+    model, ids = tiny_model("gemma3_text"), prompt(41)
+    with seergate.attached(model, "quest", token_budget=4096, block_size=8):
+        model(ids[:, :40], past_key_values=(cache := DynamicCache(config=model.config)))
+        logits = torch.compile(model.forward, backend="eager")(ids[:, 40:], past_key_values=cache).logits
+    torch.testing.assert_close(logits[:, -1], model(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("new", [20, 1])
