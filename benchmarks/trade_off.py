@@ -160,10 +160,8 @@ def _panel_of_methods(axes: Any, rows: list[dict[str, Any]]) -> None:
         own = [row for row in rows if row["method"] == method]
         points = sorted((100 * row["bytes_read_per_step"] / dense, *_interval(row, key, factor)) for row in own)
         x, y, low, high = zip(*points, strict=True)
-        drawn = style(method) | {
-            "linewidth": 1,
-            "fillstyle": "none" if "," in method else "full",
-        }  # hollow: has options
+        fill = "none" if "," in method else "full"  # hollow: a method with options
+        drawn = style(method) | {"linewidth": 1, "fillstyle": fill}
         axes.errorbar(x, y, [low, high], label=method, capsize=2, elinewidth=0.8, **drawn)
     axes.set_xlabel("bytes read per step, % of dense")
     axes.set_xlim(0, 1.05 * axes.get_xlim()[1])

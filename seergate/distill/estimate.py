@@ -120,10 +120,13 @@ class Plan:
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         c = self.config
-        whole = self.precision.endswith(("float16", "float32")) and c.base_memory_gb is None and not is_gguf(c)
-        ways = "a smaller --base-memory-gb or " if c.base_memory_gb is not None else ""
-        ways = "--quantize, --base-memory-gb, more processes or " if whole else ways
-        ways = "more processes or " if self.precision.endswith("mxfp4") and not ways else ways  # may be divided
+        whole = self.precision.endswith(("float16", "float32")) and not is_gguf(c)
+        if c.base_memory_gb is not None:
+            ways = "a smaller --base-memory-gb or "
+        elif self.precision.endswith("mxfp4"):  # may be divided
+            ways = "more processes or "
+        else:
+            ways = "--quantize, --base-memory-gb, more processes or " if whole else ""
         return f"does NOT fit in {room}: {ways}a smaller --max-length would need less"
 
     def _time(self) -> str:

@@ -267,9 +267,8 @@ def test_shipped_files_are_found_from_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sweep = ["sweep", "configs/sweeps/methods.yaml"]
     assert "problems is 0" in refusal(run_seergate(*sweep, "--problems", "0")), "the file is read"
-    listed = output_of("push", "checkpoints/tiny-reasoner/gates", "me/gates", "--dry-run")
-    assert "not uploaded: README.md" in listed
     push = ["push", "checkpoints/tiny-reasoner/gates", "me/gates", "--dry-run"]
+    assert "not uploaded: README.md" in output_of(*push)
     assert "must be a path inside the repository" in refusal(run_seergate(*push, "--subfolder", "../x"))
     assert "a pull request goes to main" in refusal(run_seergate(*push, "--create-pr", "--revision", "v1"))
     assert "the configuration file configs/none.yaml does not exist" in refusal(
