@@ -67,7 +67,10 @@ def regrade(
         if name == PROGRAM and task["name"] != "humaneval":
             raise SeergateError(f"the grader {PROGRAM!r} is for humaneval only; {directory} is of {task['name']}")
         for sample in samples if grader else ():
-            check_gold(name, sample["gold"])
+            try:
+                check_gold(name, sample["gold"])
+            except SeergateError as error:
+                raise SeergateError(f"{directory}, problem {sample['problem_id']}: {error}") from None
         before = clustered(by_problem(samples, "correct")).mean
         with GradingPool(processes, run_programs=run_programs) as pool:
             grades = pool.grade_all((name, graded_text(s), s["gold"]) for s in samples)

@@ -163,6 +163,7 @@ def test_a_run_that_was_regraded_says_by_what_and_is_not_continued_otherwise(tmp
     small(tmp_path)
     before = (tmp_path / "config.yaml").read_bytes()
     edit_samples(tmp_path, lambda rows: [row | {"gold": "A"} for row in rows[:2]])
+    refused(r"problem \S+: the answer 'A' must be a number", regrade, tmp_path, grader="number")
     regrade(tmp_path, grader="letter", dry_run=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
     assert regrade(tmp_path, grader="letter").changed == []  # and yet the next sample would be graded otherwise
