@@ -10,6 +10,7 @@ from seergate import GateBank, GateConfig
 from seergate.cache.forward import VERIFIED_TOKENS
 from tests.support.decoding import Decoding
 from tests.support.models import prompt, tiny_model
+from tests.support.reasoning import Words, repeating
 from tests.support.running import refused
 
 LENGTH, START = 30 + 2 * VERIFIED_TOKENS + 7, 30
@@ -53,6 +54,15 @@ def test_it_is_what_decoding_token_by_token_says(model, name, start):
         assert counted["steps"] == steps["steps"] and counted["density"] == steps["density"], "the same choices"
     dense = seergate.score(model, ids, start=start).log_probs
     assert (name == "dense" or start > START) == bool((scores.log_probs - dense).abs().max() < 1e-5)
+
+
+@torch.no_grad()
+def test_blocks_are_shared_before_the_next_token(model):
+    ids = repeating(7, 12)
+    with seergate.attached(model, "reason_cache", tokenizer=Words(), block_size=4, warm_up=0) as handle:
+        expected = one_by_one(model, ids, 5)
+        assert handle.stats()["sharing"]["shared_blocks"] > 5
+        torch.testing.assert_close(seergate.score(model, ids, start=5).log_probs, expected, rtol=0, atol=1e-6)
 
 
 @torch.no_grad()

@@ -94,6 +94,11 @@ class Segmenter:
         self.feed(ids)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self.steps or self._open)
+
+    @property
     def _begin(self) -> int:
         return self.steps[-1].end if self.steps else self._start
 
