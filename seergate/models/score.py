@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,7 @@ def score(
         ValueError: if a shape, ``start`` or the mask is invalid.
         SeergateError: if a text is so long that the frequencies of dynamic or LongRoPE scaling change.
     """
+    start = index(start)
     real = _checked(input_ids, attention_mask, start)
     longest = int(real.sum(1).max())
     check_angles(text_config(model), longest, "a text")

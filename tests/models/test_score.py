@@ -47,7 +47,7 @@ def test_it_is_what_decoding_token_by_token_says(model, name, start):
     with seergate.attached(model, method, **METHODS[name]) as handle:
         expected, steps = one_by_one(model, ids, start), handle.stats()
         handle.reset_stats()
-        scores = seergate.score(model, ids, start=start, logits=True)
+        scores = seergate.score(model, ids, start=torch.tensor(start), logits=True)  # as from mask.sum()
         assert scores.log_probs.shape == (2, LENGTH - start) and scores.logits.shape[:2] == (2, LENGTH - start)
         torch.testing.assert_close(scores.log_probs, expected, rtol=0, atol=1e-6)
         counted = handle.stats()
@@ -105,7 +105,10 @@ def test_rectified_text_is_scored_token_by_token(model):
         with handle.passes.forced("decode"):
             refused("33 tokens are forced", model, ids[:, START : START + 33], past_key_values=cache)
     with seergate.attached(model, "h2o", token_budget=32) as handle:
-        refused("evicts decodes one token per pass", handle.passes.forced, "decode")
+        for mode in ("decode", "dense"):  # a dense pass would read neither evicted nor quantised tokens
+            refused(f"evicts decodes one token per pass, so '{mode}' cannot", handle.passes.forced, mode)
+        with pytest.raises(ValueError, match="mode is 'decoding'; it must be 'dense' or 'decode'"):
+            handle.passes.forced("decoding")
 
 
 @torch.no_grad()
