@@ -65,9 +65,7 @@ def score(
         handle = handle_of(model)
     except SeergateError:  # the plain model
         handle = None
-    one_by_one = handle is not None and (
-        not handle.passes.decodes_drafts or handle.correction is not None or handle.storage.lossy
-    )
+    one_by_one = handle and (not handle.passes.decodes_drafts or handle.correction or handle.storage.lossy)
     at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()
     seen[:, start:] = True  # padding after a row's end is decoded, too, without effect on earlier tokens
