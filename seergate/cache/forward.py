@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from seergate.checks import check_one_of
 from seergate.errors import SeergateError
 from seergate.ops.rows import RowLengths
 
@@ -116,12 +117,14 @@ class ForwardModes:
         """Make all passes in a ``with`` block dense, or decode all of their tokens one by one.
 
         Raises:
-            SeergateError: for ``"decode"`` under a method that evicts.
+            SeergateError: under a method that evicts.
+            ValueError: for another mode.
         """
-        if mode == "decode" and not self.decodes_drafts:
+        check_one_of("mode", mode, ("dense", "decode"))
+        if not self.decodes_drafts:
             raise SeergateError(
-                "a method that evicts decodes one token per pass, so several cannot be forced; pass them one by one, "
-                "or use seergate.score"
+                f"a method that evicts decodes one token per pass, so {mode!r} cannot be forced; pass tokens one by "
+                "one, or use seergate.score"
             )
         return self._during(phase=mode)
 

@@ -106,7 +106,7 @@ class SharedPages(CachePages):
             return copies
         ids = self.sharing.take_ids().to(self.layers[0].device)
         compact_ids = context.compact(ids[:, None, :, None])[:, 0, :, 0]
-        self.sharing.attempt(lambda: self._read(compact_ids, counts))
+        self.sharing.attempt(lambda: self._read(compact_ids, counts, context.mode.decoded))
         return copies
 
     def between_passes(self) -> None:
@@ -143,11 +143,11 @@ class SharedPages(CachePages):
                 "new cache"
             )
 
-    def _read(self, ids: Tensor, counts: Sequence[int]) -> None:
+    def _read(self, ids: Tensor, counts: Sequence[int], decoded: int) -> None:
         """Give the evaluator the first ``counts[b]`` of each row's ids ``[B, S]``, which have joined the row."""
         for row, tokens, count in zip(self.rows, ids.tolist(), counts, strict=True):
-            before = row.length - count
-            row.reasoning = self.sharing.evaluator.tokens_came(row.reasoning, before, tokens[:count])
+            new = row.length - count, tokens[:count], decoded
+            row.reasoning = self.sharing.evaluator.tokens_came(row.reasoning, *new)
 
     def _decisions(self) -> Iterator[tuple[int, int, int]]:
         """Row, newer and older block of each pair to be shared now, in order."""

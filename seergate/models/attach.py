@@ -82,8 +82,12 @@ class Handle(Attachment):
         check_anchors(method, families.kv_heads(model))
         if "flex" in str(families.text_config(model)._attn_implementation):
             raise SeergateError(FLEX)
-        tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_correction(correction, method)}
-        refuse({**tags, **tags_of_model(model)})
+        tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_model(model)}
+        if correction is not None:
+            tags["rectified"] = "rectification"
+            if method.max_rollback is not None and correction.every > method.max_rollback:
+                tags["rectified past a block"] = f"rectification of {correction.every} tokens"
+        refuse(tags)
         super().__init__(model, method, storage, measure_recall)
         self._guard, self.prompts = SingleThreadGuard(decoder, self), PromptReader(model, self.passes)
         try:
@@ -233,16 +237,6 @@ def tags_of_method(method: Method) -> dict[str, str]:
     if method.splits_groups:
         tags["query heads apart"] = f"{method.name!r} with group_reduction='separate'"
     return {**tags, "moves keys": repr(method.name)} if method.stores_pre_rope else tags
-
-
-def tags_of_correction(correction: Rectify | None, method: Method) -> dict[str, str]:
-    """Return a correction's tags; see `tags_of_method`."""
-    if correction is None:
-        return {}
-    tags = {"rectified": "rectification"}
-    if method.max_rollback is not None and correction.every > method.max_rollback:
-        tags["rectified past a block"] = f"rectification of {correction.every} tokens"
-    return tags
 
 
 def tags_of_model(model: PreTrainedModel) -> dict[str, str]:

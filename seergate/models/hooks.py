@@ -509,8 +509,8 @@ def valid_tokens(mask: Tensor, real: Tensor, new: int) -> Tensor | None:
     if not causal:
         raise SeergateError(
             "the 4D attention_mask is not that of a text with padding: each token must see all real tokens up to "
-            "itself (0 or True) and nothing else (-inf or False); other patterns (trees, several texts in a row, "
-            "biases, head by head) cannot be kept in the cache, so pass a 2D mask, and one text per row"
+            "itself (0 or True) and nothing else (-inf or False); other patterns (trees, images, several texts "
+            "in a row, biases, head by head) cannot be kept in the cache, so pass a 2D mask, and one text per row"
         )
     if (shown[:, :slots] & ~real).any():
         raise SeergateError(

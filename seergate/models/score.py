@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -40,8 +41,8 @@ def score(
     decode all later ones with the attached method. The log-probability of token ``start`` comes from the prefill, like
     that of the first token in ``generate``. Without an attached method, everything is dense.
 
-    With methods that select, 32 tokens pass through the model at once, each with its own selection; with others, and
-    with `Rectify`, one. ``handle.stats()`` counts them like generated tokens, padding on
+    With methods that select, 32 tokens pass through the model at once, each with its own selection; with methods that
+    evict or share blocks, and with `Rectify`, one. ``handle.stats()`` counts them like generated tokens, padding on
     the right too: for the density of a text, score it alone.
 
     Args:
@@ -56,6 +57,7 @@ def score(
         ValueError: if a shape, ``start`` or the mask is invalid.
         SeergateError: if a text is so long that the frequencies of dynamic or LongRoPE scaling change.
     """
+    start = index(start)
     real = _checked(input_ids, attention_mask, start)
     longest = int(real.sum(1).max())
     check_angles(text_config(model), longest, "a text")
@@ -63,7 +65,7 @@ def score(
         handle = handle_of(model)
     except SeergateError:  # the plain model
         handle = None
-    one_by_one = handle is not None and not (handle.passes.decodes_drafts and handle.correction is None)
+    one_by_one = handle and (not handle.passes.decodes_drafts or handle.correction or handle.storage.lossy)
     at_once = 1 if one_by_one else VERIFIED_TOKENS
     seen = real.clone()
     seen[:, start:] = True  # padding after a row's end is decoded, too, without effect on earlier tokens

@@ -124,6 +124,15 @@ def test_stock_ways_of_generating(model):
         assert counts["error"] is None and counts["shared_blocks"] >= 3
 
 
+def test_a_prompt_in_chunks_is_no_reasoning(model):
+    """However often it repeats itself; the last chunk has one token."""
+    for chunk in (None, 83, 17):
+        with seergate.attached(model, reason(warm_up=0, percentile=100)) as handle:
+            model.generate(repeating(7, 12), max_new_tokens=4, prefill_chunk_size=chunk, do_sample=False)
+            counts = handle.stats()["sharing"]
+        assert counts["shared_blocks"] == 0 and counts["error"] is None and "steps" not in counts
+
+
 @READS
 def test_rows_that_come_and_go(model, reads):
     """A row that joins another, and stays when that one leaves, shares what it shares alone; so does the other."""
@@ -163,8 +172,9 @@ def test_a_fork_of_a_row_in_which_a_step_has_just_ended(model):
     text, other = repeating(3, 12), prompt(12, 9)
     with seergate.attached(model, reason(warm_up=0, percentile=100)) as handle, torch.inference_mode():
         cache = DynamicCache()
-        for ids in (PROMPTS[0], text[:, :24]):
-            model(input_ids=ids, past_key_values=cache)
+        model(input_ids=PROMPTS[0], past_key_values=cache)
+        with handle.passes.forced("decode"):
+            model(input_ids=text[:, :24], past_key_values=cache)
         cache.reorder_cache(torch.tensor([0, 0]))
         for ids in torch.cat((text[:, 24:], other), 1).expand(2, -1).split(1, 1):
             model(input_ids=ids, past_key_values=cache)

@@ -10,6 +10,7 @@ from seergate import GateBank, GateConfig
 from seergate.cache.forward import VERIFIED_TOKENS
 from tests.support.decoding import Decoding
 from tests.support.models import prompt, tiny_model
+from tests.support.reasoning import Words, repeating
 from tests.support.running import refused
 
 LENGTH, START = 30 + 2 * VERIFIED_TOKENS + 7, 30
@@ -46,13 +47,22 @@ def test_it_is_what_decoding_token_by_token_says(model, name, start):
     with seergate.attached(model, method, **METHODS[name]) as handle:
         expected, steps = one_by_one(model, ids, start), handle.stats()
         handle.reset_stats()
-        scores = seergate.score(model, ids, start=start, logits=True)
+        scores = seergate.score(model, ids, start=torch.tensor(start), logits=True)  # as from mask.sum()
         assert scores.log_probs.shape == (2, LENGTH - start) and scores.logits.shape[:2] == (2, LENGTH - start)
         torch.testing.assert_close(scores.log_probs, expected, rtol=0, atol=1e-6)
         counted = handle.stats()
         assert counted["steps"] == steps["steps"] and counted["density"] == steps["density"], "the same choices"
     dense = seergate.score(model, ids, start=start).log_probs
     assert (name == "dense" or start > START) == bool((scores.log_probs - dense).abs().max() < 1e-5)
+
+
+@torch.no_grad()
+def test_blocks_are_shared_before_the_next_token(model):
+    ids = repeating(7, 12)
+    with seergate.attached(model, "reason_cache", tokenizer=Words(), block_size=4, warm_up=0) as handle:
+        expected = one_by_one(model, ids, 5)
+        assert handle.stats()["sharing"]["shared_blocks"] > 5
+        torch.testing.assert_close(seergate.score(model, ids, start=5).log_probs, expected, rtol=0, atol=1e-6)
 
 
 @torch.no_grad()
@@ -95,7 +105,10 @@ def test_rectified_text_is_scored_token_by_token(model):
         with handle.passes.forced("decode"):
             refused("33 tokens are forced", model, ids[:, START : START + 33], past_key_values=cache)
     with seergate.attached(model, "h2o", token_budget=32) as handle:
-        refused("evicts decodes one token per pass", handle.passes.forced, "decode")
+        for mode in ("decode", "dense"):  # a dense pass would read neither evicted nor quantised tokens
+            refused(f"evicts decodes one token per pass, so '{mode}' cannot", handle.passes.forced, mode)
+        with pytest.raises(ValueError, match="mode is 'decoding'; it must be 'dense' or 'decode'"):
+            handle.passes.forced("decoding")
 
 
 @torch.no_grad()

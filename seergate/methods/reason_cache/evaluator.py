@@ -54,20 +54,21 @@ class Evaluator:
         """Reset the counters."""
         self.counts = Counter[str]()
 
-    def tokens_came(self, reasoning: Reasoning | None, length: int, tokens: Sequence[int]) -> Reasoning:
+    def tokens_came(self, reasoning: Reasoning | None, length: int, ids: Sequence[int], decoded: int = 1) -> Reasoning:
         """Add a row's new tokens to what is known of it; return the latter.
 
         Args:
-            reasoning: ``None`` for the first tokens of a row (the prompt).
+            reasoning: ``None`` for the first tokens of a row, which are of its prompt.
             length: tokens of the row before the new ones.
-            tokens: the new ones.
+            ids: the new ones.
+            decoded: number of newest tokens that are decoded; 0 in a further chunk of the prompt.
         """
-        if reasoning is None:
-            skipped = 0 if self.method.include_prompt else len(tokens)
+        if reasoning is None or not (decoded or reasoning.segmenter.has_begun):
+            skipped = 0 if self.method.include_prompt else len(ids)
             segmenter = Segmenter(self._decode, self.method.border, length + skipped)
             reasoning = Reasoning(PercentileThreshold(self.method.percentile, self.method.warm_up), segmenter)
-            tokens = tokens[skipped:]
-        reasoning.segmenter.feed(tokens)
+            ids = ids[skipped:]
+        reasoning.segmenter.feed(ids)
         return reasoning
 
     def to_share(

@@ -37,7 +37,7 @@ class ReasonCache(Method):
         warm_up: number of distances that are collected before anything is shared.
         max_candidates: maximum number of similar earlier steps whose blocks are compared, the most similar first.
         border: regular expression that ends a step.
-        include_prompt: whether the prompt (the tokens of the first forward pass) has steps too.
+        include_prompt: whether the prompt (the tokens before the first decoded one) has steps too.
         tokenizer: turns token ids into text; ``None`` loads the model's own.
 
     Raises:

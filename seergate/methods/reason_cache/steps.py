@@ -94,6 +94,11 @@ class Segmenter:
         self.feed(ids)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether a token has come."""
+        return bool(self.steps or self._open)
+
+    @property
     def _begin(self) -> int:
         return self.steps[-1].end if self.steps else self._start
 
@@ -125,13 +130,11 @@ class Segmenter:
 
     def crop(self, length: int) -> None:
         """Remove the tokens from ``length`` on. A step that loses a token is open again."""
-        reopened = self._open
         while self.steps and self.steps[-1].end > length:
-            step = self.steps.pop()
-            reopened = [*step.ids, *reopened]
+            self._open = self.steps.pop().ids
         if length < self._start:
-            self._start, reopened = length, []
-        self._restart(reopened[: max(0, length - self._begin)])
+            self._start, self._open = length, []
+        self._restart(self._open[: max(0, length - self._begin)])
 
     def copy(self) -> Segmenter:
         """An independent copy."""
