@@ -169,7 +169,9 @@ class HubTask:
             try:
                 if source is not None:
                     file = glob.escape(str(source))  # `datasets` reads names as patterns
-                    return datasets.load_dataset(_local_format(source), data_files=file, split="train")
+                    kind = _local_format(source)
+                    texts = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}  # None is a text
+                    return datasets.load_dataset(kind, data_files=file, split="train", **texts)
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
@@ -190,10 +192,15 @@ def _local_format(source: str) -> str:
     return SUFFIXES[path.suffix]
 
 
+def _name(record: dict[str, Any], number: int) -> str:
+    """A problem's own id, else its number."""
+    ids = (record.get(field) for field in ("unique_id", "Record ID", "id"))  # None where only other rows have one
+    return str(next((each for each in ids if each is not None), number))
+
+
 def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
-    names = record.get("unique_id"), record.get("id"), number  # where some rows lack a field, it is None
-    name = str(next(each for each in names if each is not None))
-    return Problem(name, gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
+    turn = {"role": "user", "content": text + MATH_INSTRUCTION}
+    return Problem(_name(record, number), gold, messages=(turn,))
 
 
 def _aime(record: dict[str, Any], number: int) -> Problem:
@@ -215,7 +222,7 @@ def _gpqa(record: dict[str, Any], number: int) -> Problem:
     """A problem with its options in random order, which is the same for every model, method and sample."""
     fields = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
     options = [words(record, field).strip() for field in fields]
-    name = str(record.get("Record ID", number))
+    name = _name(record, number)
     order = list(range(len(options)))
     random.Random(f"gpqa/{SEED}/{name}").shuffle(order)
     lines = [f"{letter}. {options[i]}" for letter, i in zip(LETTERS, order, strict=True)]
@@ -226,7 +233,7 @@ def _gpqa(record: dict[str, Any], number: int) -> Problem:
 def _gpqa_published(record: dict[str, Any], number: int) -> Problem:
     """The published file's own prompt; its right option is A in all 198 problems."""
     text, gold = words(record, "question"), words(record, "answer")
-    return Problem(str(record.get("id", number)), gold, messages=({"role": "user", "content": text},))
+    return Problem(_name(record, number), gold, messages=({"role": "user", "content": text},))
 
 
 _AIME: dict[str, Any] = {"samples": 64, "budgets": (2048, 4096, 6144, 8192)}
