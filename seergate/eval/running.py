@@ -75,13 +75,13 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     if task.by_tokens:
         task = task.bound(load_tokenizer(model_path(plan.model)))
     problems = task.problems()
-    plan.check(task)
-    check_counts(plan, optional=True, threads=1)
-    check_counts(plan, workers=0)
     if task.scored is not None:
         alone = ["engine", "workers", "ray_address", "match", "measure_recall"]
         alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
+    plan.check(task)
+    check_counts(plan, optional=True, threads=1)
+    check_counts(plan, workers=0)
     return task, problems
 
 

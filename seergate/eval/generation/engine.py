@@ -91,12 +91,8 @@ class Limit:
 
     def __str__(self) -> str:
         """The limit in words."""
-        parts = []
-        if self.max_new_tokens is not None:
-            parts.append(f"{self.max_new_tokens} new tokens")
-        if self.max_total_tokens is not None:
-            parts.append(f"{self.max_total_tokens} tokens, prompt included")
-        return "at most " + " and ".join(parts)
+        limits = {"new tokens": self.max_new_tokens, "tokens, prompt included": self.max_total_tokens}
+        return "at most " + " and ".join(f"{limit} {what}" for what, limit in limits.items() if limit is not None)
 
 
 @dataclass(frozen=True)

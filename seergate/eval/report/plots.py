@@ -122,8 +122,7 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
         axis.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths] if len(depths) > 1 else [""])
         axis.set_title(s.label, fontsize=10)
     figure.supxlabel("length (tokens)", fontsize=10)
-    if len(depths) > 1:  # variable_tracking has only one, which means nothing
-        figure.supylabel("depth", fontsize=10)
+    figure.supylabel("depth" if len(depths) > 1 else "", fontsize=10)  # variable_tracking has only one, of no meaning
     figure.colorbar(image, ax=list(axes.ravel()), label="accuracy (%)", fraction=0.04, pad=0.02)
     return save(figure, path)
 
