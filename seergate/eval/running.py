@@ -127,7 +127,7 @@ def run_plan(plan: SweepPlan) -> Path:
         plan = replace(plan, on_progress=progress)
         chosen = plan.sampling or task.sampling
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
-        sampling = plan.resolved_sampling(task, model)
+        plan.check(task, sampling := plan.resolved_sampling(task, model))
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
         print(f"sampling: {sampling} ({source}); {limit}{cut}")
 
@@ -153,8 +153,9 @@ def run_plan(plan: SweepPlan) -> Path:
                         f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
                     )
 
+        if plan.match != MATCHES[0] or (any(spec.uncalibrated for spec in specs) and not specs[0].uncalibrated):
+            evaluated(specs[:1])  # bytes are measured on dense answers; other options than the directory's are refused
         if plan.match != MATCHES[0]:
-            evaluated(specs[:1])  # dense: bytes are measured on its answers
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
         evaluated([calibrated(spec) for spec in specs])
