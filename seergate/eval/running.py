@@ -17,6 +17,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibrator, check_auto
 from seergate.eval.calibration.matching import MEASURES, Replay, distinct, match, record_path, replayed
+from seergate.eval.generation.cluster import check_ray
 from seergate.eval.generation.served import check_served, engine_version
 from seergate.eval.method_text import read_method
 from seergate.eval.progress import EvalProgress
@@ -82,6 +83,8 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     plan.check(task)
     check_counts(plan, optional=True, threads=1)
     check_counts(plan, workers=0)
+    if plan.workers or plan.ray_address:
+        check_ray()
     return task, problems
 
 
@@ -95,7 +98,11 @@ def run_plan(plan: SweepPlan) -> Path:
     specs = with_each(plan.specs(task, sizes), banks)
     check_auto(specs, plan.match != MATCHES[0])
     if plan.engine != "transformers":
-        _check_served(plan, specs, banks)
+        _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
+        engine_version(plan.engine)
+        check_file_served(path, plan.engine)
+        for spec in specs:
+            check_served(plan.engine, spec, spec.bank(banks))
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are matched once the model is loaded
 
@@ -167,15 +174,6 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
     for name in names:
         if (value := getattr(plan, name)) != getattr(type(plan), name):
             raise SeergateError(f"{name} is {value!r}; {why} it must be left out")
-
-
-def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
-    """Refuse settings of a plan that do not work with a server."""
-    _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
-    engine_version(plan.engine)
-    check_file_served(model_path(plan.model), plan.engine)
-    for spec in specs:
-        check_served(plan.engine, spec, spec.bank(banks))
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:

@@ -199,8 +199,7 @@ def _name(record: dict[str, Any], number: int) -> str:
 
 
 def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
-    turn = {"role": "user", "content": text + MATH_INSTRUCTION}
-    return Problem(_name(record, number), gold, messages=(turn,))
+    return Problem(_name(record, number), gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
 
 
 def _aime(record: dict[str, Any], number: int) -> Problem:
