@@ -81,8 +81,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
         alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     plan.check(task)
-    check_counts(plan, optional=True, threads=1)
-    check_counts(plan, workers=0)
+    check_counts(plan, optional=True, threads=1, workers=0)
     if plan.workers or plan.ray_address:
         check_ray()
     return task, problems

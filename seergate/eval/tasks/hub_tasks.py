@@ -38,6 +38,8 @@ SEED = 0
 PLAIN_LENGTH = 512
 """Maximum tokens of an answer that continues a text: the examples are short."""
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+CSV = {"keep_default_na": False, "na_values": ["", "NaN", "nan", "null", "NULL", "<NA>"]}
+"""Missing cells of CSV files; by default ``None`` and ``N/A`` would be, too, which may be answers to choose from."""
 
 PUBLISHED_GPQA = (
     "https://raw.githubusercontent.com/microsoft/SeerAttention/aba03e3f2caefd0ccd21e576670aa830b748c84e"
@@ -169,9 +171,8 @@ class HubTask:
             try:
                 if source is not None:
                     file = glob.escape(str(source))  # `datasets` reads names as patterns
-                    kind = _local_format(source)
-                    texts = {"keep_default_na": False, "na_values": [""]} if kind == "csv" else {}  # None is a text
-                    return datasets.load_dataset(kind, data_files=file, split="train", **texts)
+                    options = {"csv": CSV}.get(kind := _local_format(source), {})
+                    return datasets.load_dataset(kind, data_files=file, split="train", **options)
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
