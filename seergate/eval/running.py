@@ -159,7 +159,8 @@ def run_plan(plan: SweepPlan) -> Path:
                         f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
                     )
 
-        if plan.match != MATCHES[0] or (any(spec.uncalibrated for spec in specs) and not specs[0].uncalibrated):
+        resumed = (out / specs[0].label / store.SAMPLES).exists() and not specs[0].uncalibrated
+        if plan.match != MATCHES[0] or (resumed and any(spec.uncalibrated for spec in specs)):
             evaluated(specs[:1])  # bytes are measured on dense answers; other options than the directory's are refused
         if plan.match != MATCHES[0]:
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)

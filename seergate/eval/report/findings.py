@@ -85,9 +85,7 @@ def idle(sweep: Sweep) -> list[str]:
         limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
         density = s.metrics.get("density") or 0.0
         if s.metrics.get("max_tokens") == 1:
-            notes["gave answers of one token, which follows from the dense prompt: nothing was decoded"].append(
-                s.label
-            )
+            notes["gave answers of one token, which the dense prompt decides: nothing was decoded"].append(s.label)
         elif limited and density > 1 - 1e-6:
             notes["read the whole context at every step, which does not measure sparsity"].append(s.label)
         elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):

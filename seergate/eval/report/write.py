@@ -189,9 +189,8 @@ _CORE_NOTE = (
     "samples; for *minus dense*, the paired difference on the same problems in points, that of Bonett and Price with "
     "Student's t. *truncated*: the answer hit the length limit. *no answer*: the grader found none. *density*: tokens "
     "read per token of context. *read per step* counts keys, values and whatever the method read to decide. *held*: "
-    "memory of a sequence's tokens and of the method's state for them, mean over steps. Both are of the "
-    "layers with full attention. *tokens/s* is the "
-    "speed of the whole batch on the machine below, and depends on what else ran there."
+    "memory of a sequence's tokens and of the method's state for them, mean over steps. Both are of layers with full "
+    "attention. *tokens/s* is the speed of the whole batch on the machine below, and depends on what else ran there."
 )
 _TEXTS_NOTE = (
     "The beginning of each text is read like a prompt; the tokens after it are given one by one. KL is to dense "

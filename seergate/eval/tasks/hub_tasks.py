@@ -194,9 +194,8 @@ def _local_format(source: str) -> str:
 
 
 def _name(record: dict[str, Any], number: int) -> str:
-    """A problem's own id, else its number."""
-    ids = (record.get(field) for field in ("unique_id", "Record ID", "id"))  # None where only other rows have one
-    return str(next((each for each in ids if each is not None), number))
+    """A problem's own id, else its number. Where only other rows have an id, it is ``None``."""
+    return str(next((own for own in map(record.get, ("unique_id", "Record ID", "id")) if own is not None), number))
 
 
 def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
