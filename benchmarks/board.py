@@ -34,7 +34,8 @@ from common import CPU, RESULTS, provenance, save
 
 from seergate.cli.console import INTERRUPTED
 from seergate.cli.main import main as seergate
-from seergate.eval.report.load import apart, load_sweeps
+from seergate.eval.report.load import Setting, apart, load_sweeps
+from seergate.eval.settings import grid
 from seergate.models.names import gates_for
 from seergate.pretrained import load_tokenizer
 
@@ -113,6 +114,15 @@ def path_of(name: str) -> str:
     return str(directory) if (directory := Path("models", name)).is_dir() else name
 
 
+def row_name(setting: Setting) -> str:
+    """The method of a row, with its options unless they are the board's, whatever else was run beside it."""
+    label = setting.directory.name
+    if label in {spec.label for spec in grid(list(METHODS), [setting.budget or 1], 16)}:
+        return setting.method
+    options = label.removeprefix(setting.method).removeprefix(f"-{setting.budget}").removeprefix("-")
+    return f"{setting.method}, {options or 'no options'}"
+
+
 Measurement = tuple[dict[str, Any], list[dict[str, Any]]]
 """What describes a part's measurement, and its rows."""
 
@@ -135,6 +145,7 @@ def answers(name: str, part: str, out: Path, extra: list[str]) -> tuple[int, Mea
         )
     rows = rows_of(sweep)
     for setting, row in zip(sweep.settings, rows, strict=True):
+        row["method"] = row_name(setting)
         if "accuracy" not in row:
             continue
         row["accuracy_low"], row["accuracy_high"] = setting.interval

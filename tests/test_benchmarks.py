@@ -264,13 +264,16 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part("math500", f"{short} --task-source {tmp_path}/math.jsonl")
     assert "dense: 2/2 answers" in part("humaneval", short)
     assert "dense: 2/2 answers" not in part("humaneval", f"{short},quest")
-    part("humaneval", f"{short.replace('gate', 'quest')} --runs {tmp_path}/anew")  # the row of the gate stays
+    anew = short.replace("gate", "quest,gate:rectify_every=2")
+    part("humaneval", f"{anew} --runs {tmp_path}/anew")  # the row of the gate without rectification stays
     (tmp_path / "before.py").write_text("ONE = 1\n")
     part("long", f"{short} --data {tmp_path}/before.py")
     part("times", "--ways hf_static hf_gate hf_gate_compiled --lengths 64 --batches 1 --rounds 1 --tokens 3")
     record = json.loads((tmp_path / "board.json").read_text())
     assert record["options"]["parts"].keys() == {f"tiny/{name}" for name in board.PARTS if name != "needles"}
-    assert [row["method"] for row in record["rows"] if row["part"] == "humaneval"] == ["dense", "quest", "gate"]
+    assert [row["method"] for row in record["rows"] if row["part"] == "humaneval"] == [
+        *("dense", "gate, rectify_every=2", "quest", "gate")
+    ]
     (tmp_path / "other").mkdir()
     other = shutil.copy(tmp_path / "board.json", tmp_path / "other")
     board.merged(Path(other), "tiny", "humaneval", {"dtype": "float32"}, [{"method": "tova", "budget": 64}])

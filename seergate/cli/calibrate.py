@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("method", metavar="METHOD", help="for which method: lazy_eviction or tri_attention")
     eval_args(parser, "model", "max_new_tokens")
-    parser.add_argument("--task", default="chain_sum", help="a task's name or a .jsonl file [%(default)s]")
+    eval_args(parser, "task", help="a task's name or a .jsonl file [chain_sum, for the tiny reasoner]", metavar="TASK")
     parser.add_argument("--grader", help="of a file, whose prompts depend on it; as for eval [math]")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
     parser.add_argument("--alpha", type=float, default=1e-4, help="probability of an active token [%(default)s]")
@@ -47,14 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure the method's model-dependent option on a task, and write it to a file."""
     from seergate.durable import check_writable
-    from seergate.eval import RunOptions, make_task
-    from seergate.eval.calibration.calibrator import (
-        calibrated_options,
-        calibration_of,
-        evenly_chosen_prompts,
-        made_on,
-    )
-    from seergate.eval.running import check_model
+    from seergate.eval.calibration.calibrator import calibrated_options, calibration_of, evenly_chosen_prompts, made_on
+    from seergate.eval.running import check_model, each_task
+    from seergate.eval.sweep_plan import SweepPlan
     from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class
     from seergate.models.names import load_model, model_path
@@ -67,9 +62,11 @@ def run(options: argparse.Namespace) -> None:
     (option,) = kind.calibrates
     calibration = calibration_of(kind, option).of(vars(options))
     check_counts(options, optional=True, problems=1, max_new_tokens=1)
+    chosen = {name: getattr(options, name) for name in ("model", "task", "max_new_tokens")}
+    each_task(plan := SweepPlan(**chosen, task_options={"grader": options.grader}))  # other models have no default
     path = model_path(options.model)
     tokenizer = load_tokenizer(path)
-    task = make_task(options.task, grader=options.grader).bound(tokenizer)
+    task = plan.make_task().bound(tokenizer)
     problems = task.problems()
     name = f"calibrate-{Path(options.model).name}-{options.method}{Path(calibration.file_name).suffix}"
     target = options.out or Path("runs") / name
@@ -77,17 +74,16 @@ def run(options: argparse.Namespace) -> None:
     check_writable(target.parent)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     longest = max(map(len, prompts))
-    given = RunOptions(max_new_tokens=options.max_new_tokens)
-    limit = given.limit_of(task, check_model(path, [], []).get_text_config(), longest).of(longest)
+    limit = plan.limit_of(task, check_model(path, [], []).get_text_config(), longest).of(longest)
     if limit < 1:
         raise ValueError("the longest prompt leaves no room for an answer; give --max-new-tokens")
     model = load_model(path, options.dtype, options.device)
-    sampling, ends = RunOptions().resolved_sampling(task, model), end_ids(model, tokenizer)
-    print(f"answering {len(prompts)} of {len(problems)} problems of {options.task}, at most {limit} tokens each")
+    sampling, ends = plan.resolved_sampling(task, model), end_ids(model, tokenizer)
+    print(f"answering {len(prompts)} of {len(problems)} problems of {task.name}, at most {limit} tokens each")
     if len(prompts) * limit < FEW_TOKENS:
         print(f"note: fewer than {FEW_TOKENS} tokens say little of a model; give more --problems or --max-new-tokens")
     made = made_on(model, task, prompts, limit, sampling)
-    about = {"model": options.model, "task": options.task, "made": made}
+    about = {"model": options.model, "task": options.task or task.name, "made": made}
     how = {"max_new_tokens": limit, "sampling": sampling, "ends": ends}
     print("\n".join(calibration.measure(model, prompts, target, about, **how)))
 

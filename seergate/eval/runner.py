@@ -21,6 +21,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.collector import Collector, Progress
 from seergate.eval.forced import TeacherForcing
+from seergate.eval.generation.batch_memory import needing_memory
 from seergate.eval.generation.cluster import Cluster, Loader
 from seergate.eval.generation.engine import Engine, Job, Limit, Request, common_prefix
 from seergate.eval.generation.served import SERVERS, generate_by_server
@@ -80,7 +81,14 @@ def sweep(
     if several and options.engine in SERVERS:
         raise SeergateError(f"engine is {options.engine!r}, a server, which generates without workers; leave them out")
 
-    _check_distinct(specs, gates)
+    by_description: dict[str, MethodSpec] = {}
+    for spec in specs:
+        bank = spec.bank(gates)
+        same = by_description.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
+        if same is not spec:  # no report could separate them
+            raise SeergateError(
+                f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
+            )
     options.check_reference(specs)
     forced = None if task.scored is None else TeacherForcing.of(model, tokenizer, task)
     reference: list[dict[str, Any]] | None = None
@@ -102,18 +110,6 @@ def sweep(
             if spec.name == Dense.name:
                 reference = store.in_order(store.read_samples(out_dir / spec.label))
     return results
-
-
-def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
-    """Raise `SeergateError` if two settings, with their defaults, are the same run: no report could separate them."""
-    by_description: dict[str, MethodSpec] = {}
-    for spec in specs:
-        bank = spec.bank(gates)
-        same = by_description.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
-        if same is not spec:
-            raise SeergateError(
-                f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
-            )
 
 
 def evaluate(
@@ -192,7 +188,7 @@ def evaluate(
                 whose = spec.label if reference is None else Dense.name
                 if reference is None:
                     reference = store.in_order(store.read_samples(out_dir))
-                with working(f"measuring proxies of {spec.label}"):
+                with working(f"measuring proxies of {spec.label}"), needing_memory("proxies were measured"):
                     proxies = measure_proxies(handle, tokenizer, reference)
                 if proxies is not None:
                     store.write_json(out_dir / store.PROXIES, {"reference": whose, **proxies})
@@ -212,7 +208,7 @@ def _score_texts(
     began, tokens = time.monotonic(), 0
     missing = [(number, key) for number, key in enumerate(keys) if key not in scored_keys]
     for scored, (number, key) in enumerate(missing, 1):
-        with working(f"scoring {spec.label}, text {number + 1}/{len(keys)}"):
+        with working(f"scoring {spec.label}, text {number + 1}/{len(keys)}"), needing_memory("a text was scored"):
             figures = forced.measure(spec, bank, number)
         log.append(dict(zip(("task", "problem_id", "sample_idx"), key, strict=True)) | figures)
         tokens += figures["n_tokens"]
@@ -261,7 +257,8 @@ def encoded_prompts(
     for name, (_, ids) in encoded.items():
         if limit.of(len(ids)) < 1:
             raise SeergateError(
-                f"the prompt of problem {name} has {len(ids)} tokens, which leaves no room for an answer ({limit})"
+                f"the prompt of problem {name} has {len(ids)} tokens, which leaves no room for an answer ({limit}); "
+                "give a larger limit, or max_new_tokens (--max-new-tokens) alone"
             )
     return encoded, limit
 

@@ -17,6 +17,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibrator, check_auto
 from seergate.eval.calibration.matching import MEASURES, Replay, distinct, match, record_path, replayed
+from seergate.eval.generation.cluster import check_ray
 from seergate.eval.generation.served import check_served, engine_version
 from seergate.eval.method_text import read_method
 from seergate.eval.progress import EvalProgress
@@ -75,13 +76,14 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     if task.by_tokens:
         task = task.bound(load_tokenizer(model_path(plan.model)))
     problems = task.problems()
-    plan.check(task)
-    check_counts(plan, optional=True, threads=1)
-    check_counts(plan, workers=0)
     if task.scored is not None:
         alone = ["engine", "workers", "ray_address", "match", "measure_recall"]
         alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
+    plan.check(task)
+    check_counts(plan, optional=True, threads=1, workers=0)
+    if plan.workers or plan.ray_address:
+        check_ray()
     return task, problems
 
 
@@ -95,7 +97,11 @@ def run_plan(plan: SweepPlan) -> Path:
     specs = with_each(plan.specs(task, sizes), banks)
     check_auto(specs, plan.match != MATCHES[0])
     if plan.engine != "transformers":
-        _check_served(plan, specs, banks)
+        _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
+        engine_version(plan.engine)
+        check_file_served(path, plan.engine)
+        for spec in specs:
+            check_served(plan.engine, spec, spec.bank(banks))
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are matched once the model is loaded
 
@@ -127,7 +133,7 @@ def run_plan(plan: SweepPlan) -> Path:
         plan = replace(plan, on_progress=progress)
         chosen = plan.sampling or task.sampling
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
-        sampling = plan.resolved_sampling(task, model)
+        plan.check(task, sampling := plan.resolved_sampling(task, model))
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
         print(f"sampling: {sampling} ({source}); {limit}{cut}")
 
@@ -153,8 +159,10 @@ def run_plan(plan: SweepPlan) -> Path:
                         f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
                     )
 
+        resumed = (out / specs[0].label / store.SAMPLES).exists() and not specs[0].uncalibrated
+        if plan.match != MATCHES[0] or (resumed and any(spec.uncalibrated for spec in specs)):
+            evaluated(specs[:1])  # bytes are measured on dense answers; other options than the directory's are refused
         if plan.match != MATCHES[0]:
-            evaluated(specs[:1])  # dense: bytes are measured on its answers
             specs = _matched(plan, task, model, tokenizer, specs, out, calibrated, banks)
             progress.settings = len(specs)
         evaluated([calibrated(spec) for spec in specs])
@@ -166,15 +174,6 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
     for name in names:
         if (value := getattr(plan, name)) != getattr(type(plan), name):
             raise SeergateError(f"{name} is {value!r}; {why} it must be left out")
-
-
-def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
-    """Refuse settings of a plan that do not work with a server."""
-    _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
-    engine_version(plan.engine)
-    check_file_served(model_path(plan.model), plan.engine)
-    for spec in specs:
-        check_served(plan.engine, spec, spec.bank(banks))
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:

@@ -204,7 +204,7 @@ def test_an_output_that_cannot_be_made_is_told(saved, tmp_path):
     out = str(tmp_path / "file" / "deeper" / "out")
     for arguments in (
         ["eval", "--task", "chain_sum", "--model", saved, "--method", "dense"],
-        ["calibrate", "lazy_eviction", "--model", saved],
+        ["calibrate", "lazy_eviction", "--task", "chain_sum", "--model", saved],
         ["demo"],
     ):
         message = refusal(run_seergate(*arguments, "--out", out))

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from seergate import GateConfig
 from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
+from seergate.eval.running import checked_task
+from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.gate_bank import GateBank
 from tests.support import evaluation as support
 from tests.support.killed_run import compared
@@ -125,3 +127,4 @@ def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     message = r"several workers need Ray; run: pip install .*\[ray\]"
     refused(message, sweep, *arguments, loader=partial(load, saved), workers=1)
+    refused(message, checked_task, SweepPlan(workers=1))  # before the model is loaded

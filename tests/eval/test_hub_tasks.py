@@ -81,6 +81,13 @@ def test_gpqa_shuffles_its_options_the_same_way_for_everybody(tmp_path):
     assert (task.samples, task.grader, task.chance) == (16, "letter", 0.25)
 
 
+def test_texts_of_a_table_that_look_like_gaps_are_texts_and_gaps_in_ids_are_filled(tmp_path):
+    record = GPQA[0] | {"Incorrect Answer 1": "None", "Incorrect Answer 3": "N/A", "Record ID": None}
+    problems = make_task("gpqa_diamond", source=write(tmp_path / "gpqa.csv", [record, record])).problems()
+    assert [problem.problem_id for problem in problems] == ["0", "1"]
+    assert all(f". {text}\n" in p.messages[0]["content"] for p in problems for text in ("None", "N/A", "wrong 0.2"))
+
+
 @pytest.mark.parametrize("name", HUB_TASKS)
 def test_sources_are_pinned_to_a_commit(name):
     commit = HUB_TASKS[name].address.rpartition("@")[2].removeprefix("https://raw.githubusercontent.com/")

@@ -34,10 +34,14 @@ def test_running_out_of_memory_halves_the_batch_and_loses_nothing():
     assert max(sizes) == 7 and sizes[-1] < 7
 
 
-def test_a_sample_that_does_not_fit_is_told():
+@pytest.mark.parametrize(
+    ("batch_size", "says"),
+    [(4, "not even one sample fits"), (None, "while the longest prompt, of 3 tokens, was read")],
+)
+def test_a_sample_that_does_not_fit_is_told(batch_size, says):
     model = support.model()
     model.register_forward_pre_hook(lambda *_: torch.zeros(1 << 50))
-    refused("not even one sample fits", run, model, PROMPTS, batch_size=4)
+    refused(says, run, model, PROMPTS, batch_size=batch_size)
 
 
 @pytest.mark.parametrize(("batch_size", "survivors"), [(4, 3), (4, 0), (1, 0)])

@@ -1,8 +1,12 @@
 """A run resumes only with an identical configuration."""
 
+from dataclasses import replace
+
 import pytest
 
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task
+from seergate.eval.running import run_plan
+from seergate.eval.sweep_plan import SweepPlan
 from tests.eval.test_runner import small
 from tests.support import evaluation as support
 from tests.support.evaluation import edit_samples
@@ -105,3 +109,13 @@ def test_several_greedy_samples_are_refused(tmp_path):
         with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
             small(out, samples=2, **options)
         assert not out.exists()
+    model, methods = str(support.save(tmp_path / "model")), ["dense", "lazy_eviction:window=auto"]
+    asked = {"task": str(path), "task_options": {"grader": "exact"}, "samples": 2, "max_new_tokens": 4}
+    with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
+        run_plan(SweepPlan(model=model, method=methods, budget=[4096], out=str(out), **asked))
+    assert not (out / "calibration").exists(), "nothing was measured before"
+    plan = SweepPlan(model=model, method=methods, budget=[4096], out=str(out), **asked | {"samples": 1})
+    (measured,) = (run_plan(plan) / "calibration").iterdir()
+    before = measured.read_bytes()
+    refused("max_new_tokens was 4 and is 5", run_plan, replace(plan, max_new_tokens=5))
+    assert measured.read_bytes() == before

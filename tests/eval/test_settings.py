@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from seergate import GateBank, GateConfig, methods
 from seergate.config import Rectify
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
-from seergate.eval.calibration.calibrator import Calibrator, check_auto, other_problems
+from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts, other_problems
 from seergate.eval.generation.engine import Job, Limit
 from seergate.eval.generation.served import generate_by_server, plugin_settings, served_from
 from seergate.eval.method_text import read_method, value_text
@@ -215,6 +215,13 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"lazy_eviction-0.04.json", "tri_attention.safetensors"}
     described = f"{centres}, from {calibrated_specs[-1].method(None).found.tokens} tokens"
     assert {spec.describe(None)["centres"] for spec in again if spec.name == "tri_attention"} == {described}
+
+
+def test_a_scored_text_is_measured_on_up_to_its_scored_tokens():
+    tokenizer = support.tokenizer()
+    task = make_task("perplexity:length=96:scored=32:problems=3").bound(tokenizer)
+    whole = [tokenizer(problem.prompt, add_special_tokens=False)["input_ids"] for problem in task.problems()]
+    assert evenly_chosen_prompts(tokenizer, task, 3) == [ids[:64] for ids in whole]
 
 
 def test_what_was_measured_on_something_else_is_measured_anew(tmp_path):

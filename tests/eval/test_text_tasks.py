@@ -262,7 +262,7 @@ def test_tokens_that_are_scored_together_are_not_held_before_their_turn(method):
 
 def test_sampling_and_limits_of_a_task_that_scores_texts_are_refused(tmp_path):
     command = ["eval", "--task", "perplexity:length=64:scored=8", "--budget", "64", "--out", str(tmp_path / "out")]
-    for given in (["--temperature", "0.7"], ["--max-total-tokens", "300"]):
+    for given in (["--temperature", "0.7"], ["--max-total-tokens", "300"], ["--samples", "3"]):
         assert "scores texts, so it must be left out" in refusal(run_seergate(*command, *given))
 
 

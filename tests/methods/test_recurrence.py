@@ -91,6 +91,10 @@ def test_the_command(method, tmp_path, capsys):
         (["lazy_eviction", "--share", "2"], "share is 2.0"),
         (["tri_attention", "--problems", "0"], "problems is 0"),
         (["tri_attention", "--task", "chain_sums"], "did you mean 'chain_sum'"),
+        (
+            ["tri_attention", "--model", "org/other"],
+            "task is missing, and chain_sum, the default, is for tiny-reasoner",
+        ),
     ],
 )
 def test_the_command_refuses(arguments, message, capsys):

@@ -46,7 +46,7 @@ def model(eos: int | None = None):
 
 def engine(handle, on_finished, *, batch_size=2, limit=None, sampling=None, prefix=()) -> Engine:
     """Greedy answers of 12 tokens, unless told otherwise."""
-    job = Job(MethodSpec("dense"), batch_size, (), 0, limit or Limit(12), sampling or Sampling(), prefix)
+    job = Job(MethodSpec("dense"), batch_size, (1, 2, 3), 9, limit or Limit(12), sampling or Sampling(), prefix)
     return Engine(handle, tokenizer(), job, on_finished)
 
 

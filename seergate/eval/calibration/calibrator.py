@@ -69,11 +69,14 @@ def calibration_of(kind: type[Method], option: str) -> type[Calibration]:
 
 
 def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted: int | None) -> list[list[int]]:
-    """Token ids of ``wanted`` prompts spread evenly over a task; of 1 % of its prompts if ``None``."""
+    """Token ids of ``wanted`` prompts spread evenly over a task; of 1 % of its prompts if ``None``. The prompt of a
+    text that is scored is what precedes the scored tokens.
+    """
     problems = task.bound(tokenizer).problems()
     count = max(1, len(problems) // FRACTION) if wanted is None else min(wanted, len(problems))
     chosen = [problems[i * len(problems) // count] for i in range(count)]
-    return [encode(tokenizer, prompt_text(tokenizer, p)) for p in chosen]
+    end = (task.max_total_tokens or 0) - task.scored if task.scored is not None else None
+    return [encode(tokenizer, prompt_text(tokenizer, p))[:end] for p in chosen]
 
 
 def other_problems(task: Task) -> tuple[Task, int | None]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import torch
+
+from seergate.errors import SeergateError
 
 LARGEST_BATCH = 256
 USABLE = 0.8
@@ -49,3 +53,14 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     words = str(error).lower()
     return isinstance(error, RuntimeError) and ("alloc_cpu" in words or "out of memory" in words)
+
+
+@contextmanager
+def needing_memory(what: str) -> Iterator[None]:
+    """Report that memory ran out while ``what`` as a `SeergateError`, where a smaller batch would not help."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise SeergateError(f"memory ran out while {what}: {error}") from error
+        raise

@@ -7,6 +7,7 @@ the same on any actor.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 from collections import deque
@@ -24,6 +25,12 @@ from seergate.models.attach import Handle, attach
 Loader = Callable[[], tuple[PreTrainedModel, PreTrainedTokenizerBase, Banks]]
 """``() -> (model, tokenizer, gates)``, called in each actor; must be picklable. Several sets of gates are a dictionary
 by name."""
+
+
+def check_ray() -> None:
+    """Raise `SeergateError` if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise SeergateError(f"several workers need Ray; {how_to_install('ray')}")
 
 
 class Generator:
@@ -71,10 +78,9 @@ class Cluster:
     """
 
     def __init__(self, loader: Loader, workers: int, address: str | None = None) -> None:
-        try:
-            import ray
-        except ImportError:
-            raise SeergateError(f"several workers need Ray; {how_to_install('ray')}") from None
+        check_ray()
+        import ray
+
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         given: dict[str, Any] = {"num_cpus": workers, "include_dashboard": False} if address is None else {}
         try:

@@ -36,7 +36,7 @@ from seergate.cache.storage import KVBackend
 from seergate.checks import check_count, check_counts
 from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
-from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory
+from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory, needing_memory
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
@@ -91,12 +91,8 @@ class Limit:
 
     def __str__(self) -> str:
         """The limit in words."""
-        parts = []
-        if self.max_new_tokens is not None:
-            parts.append(f"{self.max_new_tokens} new tokens")
-        if self.max_total_tokens is not None:
-            parts.append(f"{self.max_total_tokens} tokens, prompt included")
-        return "at most " + " and ".join(parts)
+        limits = {"new tokens": self.max_new_tokens, "tokens, prompt included": self.max_total_tokens}
+        return "at most " + " and ".join(f"{limit} {what}" for what, limit in limits.items() if limit is not None)
 
 
 @dataclass(frozen=True)
@@ -393,7 +389,8 @@ class Engine:
         sharing: int = 1,
     ) -> None:
         if job.batch_size is None:
-            each = sample_bytes(handle.model, job.prompt, job.longest)
+            with needing_memory(f"the longest prompt, of {len(job.prompt)} tokens, was read"):
+                each = sample_bytes(handle.model, job.prompt, job.longest)
             self.batch_size = estimated_batch(handle.model.device, each, sharing)
         else:
             check_count("batch_size", job.batch_size, 1)
@@ -508,14 +505,7 @@ class Engine:
         # then, or they would be generated and delivered again.
         self.rows = [self.rows[i] for i in remaining]
         for generation in finished:
-            self._hand_over(generation)
+            with needing_memory("a finished sample was taken in"):  # backing off would lose the sample
+                self.on_finished(generation)
         self.batch.keep(remaining)
         self.stats.keep_rows(remaining)
-
-    def _hand_over(self, generation: Generation) -> None:
-        try:
-            self.on_finished(generation)
-        except Exception as error:
-            if is_out_of_memory(error):  # a smaller batch would not help, and backing off would lose the sample
-                raise SeergateError(f"memory ran out while a finished sample was taken in: {error}") from error
-            raise

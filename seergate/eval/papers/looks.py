@@ -13,16 +13,7 @@ from typing import Any, NamedTuple
 
 from seergate.eval.report.findings import findings
 from seergate.eval.report.load import Setting, Sweep
-from seergate.eval.report.plots import (
-    LEGEND,
-    accuracy_plot,
-    conditions,
-    error_bars,
-    powers_of_two,
-    pyplot,
-    save,
-    tidy,
-)
+from seergate.eval.report.plots import LEGEND, accuracy_plot, conditions, error_bars, powers_of_two, pyplot, save, tidy
 from seergate.eval.report.published import PROBLEMS, deviations, model_key, table_1
 from seergate.eval.report.tables import NONE, SETTING, Columns, core_table, figure_of, table, table_beside
 

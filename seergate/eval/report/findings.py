@@ -77,14 +77,16 @@ def at_chance(dense: Setting) -> bool:
 
 
 def idle(sweep: Sweep) -> list[str]:
-    """Name the settings that have no effect: they read everything, or reproduce dense logits bit for bit."""
+    """Name the settings that have no effect: they decode or leave out nothing, or reproduce dense logits exactly."""
     notes = defaultdict[str, list[str]](list)
     for s in sweep.settings:
         if s.method == "dense":
             continue
         limited = any(limit is not None for limit in (s.budget, s.share, s.threshold))
         density = s.metrics.get("density") or 0.0
-        if limited and density > 1 - 1e-6:
+        if s.metrics.get("max_tokens") == 1:
+            notes["gave answers of one token, which the dense prompt decides: nothing was decoded"].append(s.label)
+        elif limited and density > 1 - 1e-6:
             notes["read the whole context at every step, which does not measure sparsity"].append(s.label)
         elif sweep.dense is not None and (measures := _logit_measures(s)) and measures == _logit_measures(sweep.dense):
             notes["reproduced dense attention's logits bit for bit: their options have no effect"].append(s.label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -303,7 +303,8 @@ def _named(settings: list[Setting]) -> list[Setting]:
         rivals = {s.gates: s.gates_name for s in same if s.gates and _gated_size(s) == _gated_size(setting)}
         if len(rivals) > 1 and setting.gates:  # gates of the same block size
             named_apart = all(rivals.values()) and len(set(rivals.values())) == len(rivals)
-            name += f" [{setting.gates_name if named_apart else setting.gates[: _telling(rivals)]}]"
+            digits = next((n for n in range(4, 64) if len({f[:n] for f in rivals}) == len(rivals)), 64)
+            name += f" [{setting.gates_name if named_apart else setting.gates[:digits]}]"
         if len({s.dense_layers for s in same}) > 1:
             layers = ",".join(map(str, setting.dense_layers))
             name += f", layers {layers} dense" if layers else ", all sparse"
@@ -325,11 +326,6 @@ def _gated_size(setting: Setting) -> int | None:
     """Tokens per block of a setting's gates, if it has any; the method's own blocks may differ."""
     size: int | None = setting.config["method"].get("gate.block_size", setting.block_size)
     return size
-
-
-def _telling(fingerprints: Collection[str]) -> int:
-    """Number of leading digits that distinguish fingerprints; at least four."""
-    return next((n for n in range(4, 64) if len({f[:n] for f in fingerprints}) == len(fingerprints)), 64)
 
 
 def _distinguishing(settings: list[Setting]) -> list[str]:

@@ -100,10 +100,10 @@ MOST_MAPS = 16
 
 
 def depth_plot(sweep: Sweep, path: Path) -> Path | None:
-    """Accuracy by length and depth, one heat map per setting; ``None`` if the task has fewer than two depths."""
+    """Accuracy by length and depth, one heat map per setting; ``None`` if the task has one of each, or none."""
     task = sweep.config["task"]
     depths, lengths = task.get("depths") or [], task.get("length") or []
-    if len(depths) < 2:
+    if max(len(depths), len(lengths)) < 2:
         return None
     settings = sweep.settings[:MOST_MAPS]
     columns, rows = _grid(len(settings))
@@ -119,10 +119,10 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
         means = {cell: 100 * sum(values) / len(values) for cell, values in cells.items()}
         image = _heat_map(axis, [[means.get((depth, length), math.nan) for length in lengths] for depth in depths])
         axis.set_xticks(range(len(lengths)), list(map(str, lengths)))
-        axis.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths])
+        axis.set_yticks(range(len(depths)), [f"{depth} %" for depth in depths] if len(depths) > 1 else [""])
         axis.set_title(s.label, fontsize=10)
     figure.supxlabel("length (tokens)", fontsize=10)
-    figure.supylabel("depth", fontsize=10)
+    figure.supylabel("depth" if len(depths) > 1 else "", fontsize=10)  # variable_tracking has only one, of no meaning
     figure.colorbar(image, ax=list(axes.ravel()), label="accuracy (%)", fraction=0.04, pad=0.02)
     return save(figure, path)
 

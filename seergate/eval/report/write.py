@@ -20,6 +20,7 @@ from seergate.durable import check_writable
 from seergate.escaping import html_text, markdown_block, markdown_code, markdown_text, with_policy
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.generation.engine import Limit
+from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.report.findings import cautions, findings, verdict
 from seergate.eval.report.load import Sweep, apart, grouped, load_sweeps
 from seergate.eval.report.plots import accuracy_plot, bytes_plot, depth_plot, length_plot, recall_plot, text_plot
@@ -164,7 +165,8 @@ def _sample_answers(sweep: Sweep) -> list[str]:
     shared = [answers for answers in first.values() if len(answers) == max(map(len, first.values()))]
     answers = min(shared, key=lambda each: abs(sum(bool(a["correct"]) for a in each.values()) - len(each) / 2))
     some = next(iter(answers.values()))
-    problem = f"Problem {some['problem_id']}, whose answer is {some['gold']}: the end of each completion."
+    gold = "" if sweep.config["task"].get("grader") == PROGRAM else f", whose answer is {some['gold']}"
+    problem = f"Problem {some['problem_id']}{gold}: the end of each completion."
     blocks = [markdown_text(problem)]
     for label, sample in answers.items():
         result = "right" if sample["correct"] else "wrong"
@@ -187,8 +189,8 @@ _CORE_NOTE = (
     "samples; for *minus dense*, the paired difference on the same problems in points, that of Bonett and Price with "
     "Student's t. *truncated*: the answer hit the length limit. *no answer*: the grader found none. *density*: tokens "
     "read per token of context. *read per step* counts keys, values and whatever the method read to decide. *held*: "
-    "memory of a sequence's tokens and of the method's state for them, all layers, mean over steps. *tokens/s* is the "
-    "speed of the whole batch on the machine below, and depends on what else ran there."
+    "memory of a sequence's tokens and of the method's state for them, mean over steps. Both are of layers with full "
+    "attention. *tokens/s* is the speed of the whole batch on the machine below, and depends on what else ran there."
 )
 _TEXTS_NOTE = (
     "The beginning of each text is read like a prompt; the tokens after it are given one by one. KL is to dense "

@@ -106,10 +106,7 @@ class Problem:
     @property
     def messages(self) -> list[dict[str, str]]:
         """The whole conversation in chat format."""
-        return [
-            {"role": "user", "content": self.question},
-            {"role": "assistant", "content": self.solution},
-        ]
+        return [{"role": "user", "content": self.question}, {"role": "assistant", "content": self.solution}]
 
 
 def make_problem(variables: int, rng: random.Random) -> Problem:

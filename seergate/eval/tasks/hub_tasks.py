@@ -38,6 +38,8 @@ SEED = 0
 PLAIN_LENGTH = 512
 """Maximum tokens of an answer that continues a text: the examples are short."""
 SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
+CSV = {"keep_default_na": False, "na_values": ["", "NaN", "nan", "null", "NULL", "<NA>"]}
+"""Missing cells of CSV files; by default ``None`` and ``N/A`` would be, too, which may be answers to choose from."""
 
 PUBLISHED_GPQA = (
     "https://raw.githubusercontent.com/microsoft/SeerAttention/aba03e3f2caefd0ccd21e576670aa830b748c84e"
@@ -169,7 +171,8 @@ class HubTask:
             try:
                 if source is not None:
                     file = glob.escape(str(source))  # `datasets` reads names as patterns
-                    return datasets.load_dataset(_local_format(source), data_files=file, split="train")
+                    options = {"csv": CSV}.get(kind := _local_format(source), {})
+                    return datasets.load_dataset(kind, data_files=file, split="train", **options)
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
@@ -190,10 +193,13 @@ def _local_format(source: str) -> str:
     return SUFFIXES[path.suffix]
 
 
+def _name(record: dict[str, Any], number: int) -> str:
+    """A problem's own id, else its number. Where only other rows have an id, it is ``None``."""
+    return str(next((own for own in map(record.get, ("unique_id", "Record ID", "id")) if own is not None), number))
+
+
 def _math(text: str, gold: str, number: int, record: dict[str, Any]) -> Problem:
-    names = record.get("unique_id"), record.get("id"), number  # where some rows lack a field, it is None
-    name = str(next(each for each in names if each is not None))
-    return Problem(name, gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
+    return Problem(_name(record, number), gold, messages=({"role": "user", "content": text + MATH_INSTRUCTION},))
 
 
 def _aime(record: dict[str, Any], number: int) -> Problem:
@@ -215,7 +221,7 @@ def _gpqa(record: dict[str, Any], number: int) -> Problem:
     """A problem with its options in random order, which is the same for every model, method and sample."""
     fields = ("Correct Answer", *(f"Incorrect Answer {i}" for i in (1, 2, 3)))
     options = [words(record, field).strip() for field in fields]
-    name = str(record.get("Record ID", number))
+    name = _name(record, number)
     order = list(range(len(options)))
     random.Random(f"gpqa/{SEED}/{name}").shuffle(order)
     lines = [f"{letter}. {options[i]}" for letter, i in zip(LETTERS, order, strict=True)]
@@ -226,7 +232,7 @@ def _gpqa(record: dict[str, Any], number: int) -> Problem:
 def _gpqa_published(record: dict[str, Any], number: int) -> Problem:
     """The published file's own prompt; its right option is A in all 198 problems."""
     text, gold = words(record, "question"), words(record, "answer")
-    return Problem(str(record.get("id", number)), gold, messages=({"role": "user", "content": text},))
+    return Problem(_name(record, number), gold, messages=({"role": "user", "content": text},))
 
 
 _AIME: dict[str, Any] = {"samples": 64, "budgets": (2048, 4096, 6144, 8192)}

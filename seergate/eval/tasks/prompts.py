@@ -21,7 +21,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: 
     if not tokenizer.chat_template:
         raise SeergateError(
             "this model's tokenizer has no chat template, so the task's messages cannot be put to it; base models can "
-            "continue a text: gsm8k:shots=4, math500:shots=4, humaneval:chat=false, or the 'prompt' of a file's rows"
+            "continue a text: gsm8k:shots=4, math500:shots=4, needle, humaneval:chat=false, or rows with a 'prompt'"
         )
     try:
         return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)

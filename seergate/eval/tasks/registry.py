@@ -117,7 +117,7 @@ def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
         return Problem(name, gold, messages=tuple(turns))
     for field in ("prompt", "question"):
         if field in record and not isinstance(record[field], str):
-            raise ValueError(f"{field!r} is {record[field]!r}; it must be a text")
+            raise ValueError(f"{field!r} is {record[field]!r}; it must be a text; turns belong in 'messages'")
         if holds_turns(record.get(field, "")):
             raise ValueError(f"{field!r} holds a conversation as JSON text; give it as a list in 'messages'")
     if "prompt" in record:

@@ -195,7 +195,9 @@ def test_a_setting_that_does_nothing_is_named(tmp_path):
     write_run(tmp_path, "quest", 64, lambda i: True, recall=[1.0, 1.0])
     whole = "gate at 100, gate at 128 read the whole context at every step, which does not measure sparsity."
     same = "quest at 64 reproduced dense attention's logits bit for bit: their options have no effect."
-    assert idle(sweep_of(tmp_path)) == [whole, same] and whole in cautions(sweep_of(tmp_path))
+    edit_samples(write_run(tmp_path, "h2o", 64, bool), lambda rows: [row | {"n_tokens": 1} for row in rows])
+    first = "h2o at 64 gave answers of one token, which the dense prompt decides: nothing was decoded."
+    assert idle(sweep_of(tmp_path)) == [whole, same, first] and whole in cautions(sweep_of(tmp_path))
 
 
 def test_other_answers_are_an_effect(tmp_path):

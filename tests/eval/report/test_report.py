@@ -50,6 +50,15 @@ def test_an_answer_is_shown_as_it_is(tmp_path):
     assert page.count("<details>") == page.count("</details>") == page.count("<summary>")
 
 
+@pytest.mark.parametrize(("lengths", "drawn"), [([120, 160], True), ([120], False)])
+def test_accuracy_by_length_is_drawn_for_a_single_depth_too(tmp_path, lengths, drawn):
+    task = {"name": "variable_tracking", "n_problems": 20, "contents": "c", "length": lengths, "depths": [0]}
+    run = write_run(tmp_path, "dense", None, bool, task=task)
+    ids = (f"{length}-0-{i}" for i in range(20) for length in lengths)
+    edit_samples(run, lambda rows: [row | {"problem_id": next(ids)} for row in rows])
+    assert ("depth.png" in {plot.name for plot in write_report(tmp_path).plots}) == drawn
+
+
 def test_the_verdict_comes_first(report):
     """Right are 18 of dense, 12 and 18 of the gate, 2 and 9 of Quest."""
     verdict = report.markdown.read_text().splitlines()[2]
