@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import threading
 import zlib
 from abc import ABC, abstractmethod
@@ -61,16 +62,18 @@ class TensorBoard(Tracker):
 class WandbLike(Tracker):
     """Logs to Weights & Biases or to Trackio, which has the same interface. The run's name depends on its directory,
     so a resumed run is appended to the earlier one. A run that starts over is not, as W&B ignores repeated steps.
+    W&B's environment variables, such as ``WANDB_PROJECT``, come first.
     """
 
     def __init__(self, service: str, config: TrainConfig, first_step: int) -> None:
         self._service: Any = importlib.import_module(service)
         place = str(config.run_dir.resolve())
         options: dict[str, Any] = {"name": f"{config.run_dir.name}-{zlib.crc32(place.encode()):08x}"}
+        options |= {"project": "seergate"} | ({"resume": "allow"} if first_step > 1 else {})
         if service == "wandb":
             options |= {"id": options["name"], "dir": place}
-        options |= {"resume": "allow"} if first_step > 1 else {}
-        self._run = self._service.init(project="seergate", config=config.to_dict(), **options)
+            options = {name: options[name] for name in options if not os.environ.get(f"WANDB_{name.upper()}")}
+        self._run = self._service.init(config=config.to_dict(), **options)
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)
