@@ -252,6 +252,6 @@ ABLATE = Command(
         ["seergate ablate block-size --model tiny-reasoner", "seergate ablate my-study.yaml --model Qwen3-0.6B"],
     ),
     _ablate_arguments,
-    _ablate,
+    lambda options: exit_code_of(partial(_ablate, options)),
     trains=True,
 )
