@@ -200,9 +200,8 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    names = ("processes", "memory_gb", "device", "tflops")
     values = vars(options)
-    own = {name: values.pop(name) for name in names}
+    own = {name: values.pop(name) for name in ("processes", "memory_gb", "device", "tflops")}
     config = resolve(values)
     from seergate.distill.estimate import make_plan
 
