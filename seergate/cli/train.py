@@ -23,6 +23,7 @@ import yaml
 from seergate.cli.arguments import Command
 from seergate.cli.console import guarded
 from seergate.cli.openmp import bound_spinning
+from seergate.config import is_retention
 from seergate.distill.config import TrainConfig, load_train_config, option_parser, read_options
 from seergate.models.names import presets
 from seergate.options import Parser
@@ -109,8 +110,9 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
         from seergate.models.names import is_tiny
 
         print(f"the gates are in {adapter}")
-        task = [] if is_tiny(config.model) else ["--task", "needle"]
-        print("next: " + shlex.join(["seergate", "eval", "--model", config.model, "--gates", str(adapter), *task]))
+        more = [] if is_tiny(config.model) else ["--task", "needle"]
+        more += ["--method", f"dense,{config.scorer}"] if is_retention(config.scorer) else []
+        print("next: " + shlex.join(["seergate", "eval", "--model", config.model, "--gates", str(adapter), *more]))
 
 
 def prepare_process() -> None:
