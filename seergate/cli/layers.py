@@ -84,8 +84,7 @@ def _anchors(options: argparse.Namespace) -> None:
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _prepared(options, "anchors")
-    most = sum(map(method.selects_in, bank.geometry.layers))
-    check_count("count", options.count, 1, most)
+    check_count("count", options.count, 1, most := sum(map(method.selects_in, bank.geometry.layers)))
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
     shape = base_config(path)
     config = within_positions(load_train_config(options.model, data | given(options, "data")), shape)

@@ -60,7 +60,6 @@ class TensorBoard(Tracker):
 class WandbLike(Tracker):
     """Logs to Weights & Biases or to Trackio, which has the same interface. The run's name depends on its directory,
     so a resumed run is appended to the earlier one. A run that starts over is not, as W&B ignores repeated steps.
-    W&B's environment variables, such as ``WANDB_PROJECT``, come first.
     """
 
     def __init__(self, service: str, config: TrainConfig, first_step: int) -> None:
