@@ -98,7 +98,6 @@ def test_answers_have_a_length_of_their_own(arguments, tmp_path):
 
 
 def test_reasoning_that_the_prompt_opens_is_written_with_its_tag(arguments, tmp_path):
-    """A cut answer has no closing tag that would show it; training gives it the text that the model continued."""
     shutil.copytree(shipped("checkpoints/tiny-reasoner"), tmp_path / "model")
     template = tmp_path / "model" / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant ' }}", "assistant <think> \\n' }}"))

@@ -55,7 +55,6 @@ def test_the_examples_budget_has_room_for_a_past_block(bank, tmp_path, sinks):
 
 @pytest.mark.parametrize("chats", [True, False])
 def test_the_example_begins_with_one_bos(bank, tmp_path, chats):
-    """A chat template writes it (Llama, Gemma); to plain text the tokenizer adds it."""
     tokenizer = evaluation.tokenizer()
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "<pad> $A", special_tokens=[("<pad>", 0)]
