@@ -27,7 +27,6 @@ _HINTS = {
     500: "Hub server error 500; try again later",
 }
 
-
 _OFFLINE = threading.RLock()
 """Lock for offline mode, which sets constants of the whole process."""
 

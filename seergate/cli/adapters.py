@@ -227,8 +227,7 @@ def _export(options: argparse.Namespace) -> None:
     if options.format == "published":
         export_published(bank, options.out)
     else:
-        source = Source(options.loaded_as) if options.loaded_as else None
-        save_adapter(bank, options.out, card_source=source)
+        save_adapter(bank, options.out, card_source=Source(options.loaded_as) if options.loaded_as else None)
     print(f"written: {options.out} ({len(bank.geometry.layers)} layers, {bank.nbytes / 1e6:.1f} MB)")
 
 

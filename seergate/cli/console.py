@@ -17,7 +17,6 @@ from seergate.progress import bars_on_terminals_only, heartbeat
 if TYPE_CHECKING:
     from seergate.eval.report.write import Report
 
-
 OK, USER_ERROR, INTERRUPTED, SIGNALLED = 0, 2, 130, 128
 """Exit codes. After a signal, the exit code is `SIGNALLED` plus the signal's number."""
 

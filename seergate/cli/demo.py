@@ -73,10 +73,9 @@ def run(options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in adapter.glob("*.safetensors"))
     print(f"\n2. The gates are in {adapter} ({size / 1e3:.0f} kB); loading them back")
     bank = GateBank.from_pretrained(adapter)
-    length = 27 * options.variables
     print(
-        f"\n3. Answering {options.problems} fresh problems of about {length} tokens, each method reading at most "
-        f"{', '.join(map(str, BUDGETS))} tokens per step",
+        f"\n3. Answering {options.problems} fresh problems of about {27 * options.variables} tokens, each method "
+        f"reading at most {', '.join(map(str, BUDGETS))} tokens per step",
     )
     runs = run_plan(plan)
 

@@ -38,6 +38,8 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from seergate.eval.environment import git_revision, processor, version_of
+    from seergate.models.names import TINY, TINY_GATES, TINY_MODEL
+    from seergate.paths import shipped
     from seergate.version import __version__
 
     _line("seergate", f"{__version__} (git {git_revision() or 'unknown'})")
@@ -52,7 +54,11 @@ def run(options: argparse.Namespace) -> None:
     else:
         _line("cuda", "no device")
     _try_backends()
-    _find_checkpoints()
+    for name, place in ((TINY, TINY_MODEL), ("its gates", TINY_GATES)):
+        try:
+            _line(name, str(shipped(place)))
+        except FileNotFoundError:
+            _line(name, "missing from this installation")
     if options.model is not None:
         _judge(options.model)
 
@@ -88,18 +94,6 @@ def _try_backends() -> None:
             os.environ.pop(ENV_VAR)
     if before is not None:
         os.environ[ENV_VAR] = before
-
-
-def _find_checkpoints() -> None:
-    """Print the paths of the shipped model and gates."""
-    from seergate.models.names import TINY, TINY_GATES, TINY_MODEL
-    from seergate.paths import shipped
-
-    for name, place in ((TINY, TINY_MODEL), ("its gates", TINY_GATES)):
-        try:
-            _line(name, str(shipped(place)))
-        except FileNotFoundError:
-            _line(name, "missing from this installation")
 
 
 def _judge(name: str) -> None:

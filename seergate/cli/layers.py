@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seergate.checks import check_counts
+from seergate.checks import check_count, check_counts
 from seergate.cli.arguments import Command, eval_args, given, model_args
 from seergate.cli.generate import TINY_BUDGET
 from seergate.errors import SeergateError
@@ -83,6 +84,7 @@ def _anchors(options: argparse.Namespace) -> None:
 
     check_counts(options, texts=1, rows=1, max_length=1)
     bank, method, path, out = _prepared(options, "anchors")
+    check_count("count", options.count, 1, most := sum(map(method.selects_in, bank.geometry.layers)))
     data = {"max_length": options.max_length, "block_size": bank.config.block_size, "data_limit": ROWS}
     shape = base_config(path)
     config = within_positions(load_train_config(options.model, data | given(options, "data")), shape)
@@ -97,9 +99,10 @@ def _anchors(options: argparse.Namespace) -> None:
     print(f"{len(texts)} texts of {config.data}, {sum(map(len, texts)):,} tokens; {method.nominal} tokens per step")
     recall = shared_recall(model, method, texts, options.rows)
     anchors = recall.anchors(options.count)
-    for count in sorted({options.count, *(-(-len(recall.layers) // part) for part in (1, 2, 4, 8))}, reverse=True):
-        plan = recall.anchors(count)
-        print(f"{count:4} anchors  recall {recall.mean(plan):.4f}  {'+'.join(map(str, plan))}")
+    for count in sorted({options.count, *(-(-most // part) for part in (1, 2, 4, 8))}, reverse=True):
+        with suppress(SeergateError):  # few anchors cannot serve layers with different numbers of KV heads
+            plan = recall.anchors(count)
+            print(f"{count:4} anchors  recall {recall.mean(plan):.4f}  {'+'.join(map(str, plan))}")
     figures = {"anchor_recall": recall.mean(anchors), "own_recall": recall.mean(recall.layers)}
     record = {**figures, "recall_measured_on": f"{config.data}, {recall.rows} rows at {method.nominal}"}
     bank.with_anchors(anchors, **record).save_pretrained(out)

@@ -45,6 +45,4 @@ def _written(field: Any) -> str:
     from seergate.eval.method_text import value_text
 
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    if default is MISSING:
-        return "?"
-    return value_text(default)
+    return "?" if default is MISSING else value_text(default)

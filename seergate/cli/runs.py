@@ -125,10 +125,9 @@ def _show(options: argparse.Namespace) -> None:
         if not shown:
             raise SeergateError(f"problem {options.problem!r} has no sample {options.sample} in {options.run_dir}")
     shown.sort(key=lambda s: s["sample_idx"])
-    right = sum(s["correct"] for s in shown)
     print(f"task {config['task']['name']}, problem {options.problem}, grader {config['task']['grader']}")
     print(f"gold answer: {shown[0]['gold']}")
-    print(f"right: {right} of {len(shown)} samples\n")
+    print(f"right: {sum(s['correct'] for s in shown)} of {len(shown)} samples\n")
     print(f"--- prompt ({shown[0]['n_prompt_tokens']} tokens)\n{_shortened(shown[0]['prompt'], options.full)}")
     for s in shown:
         verdict = "right" if s["correct"] else "wrong"

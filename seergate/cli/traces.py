@@ -67,7 +67,7 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     from seergate.distill.commits import data_commit
     from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
-    from seergate.distill.formatting import answer_turn
+    from seergate.distill.formatting import OPEN, answer_turn
     from seergate.eval import Limit, Problem, Sampling
     from seergate.eval.generation.engine import Engine, Generation, Job, Request
     from seergate.eval.generation.served import SERVERS, check_served, engine_version, generate_by_server
@@ -164,7 +164,9 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
                 cut += 1
                 if not options.keep_cut:
                     return
-            turns = [*conversations[done.request.key], answer_turn(done.completion)]
+            _, tag, rest = done.request.prompt.rpartition(OPEN)
+            opened = "" if rest.strip() else tag + rest  # without it, an answer that is cut would not be reasoning
+            turns = [*conversations[done.request.key], answer_turn(opened + done.completion)]
             append_line(file, {"row": done.request.key, "messages": turns})
 
         if served:

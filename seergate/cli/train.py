@@ -23,6 +23,7 @@ import yaml
 from seergate.cli.arguments import Command
 from seergate.cli.console import guarded
 from seergate.cli.openmp import bound_spinning
+from seergate.config import is_retention
 from seergate.distill.config import TrainConfig, load_train_config, option_parser, read_options
 from seergate.models.names import presets
 from seergate.options import Parser
@@ -109,8 +110,9 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
         from seergate.models.names import is_tiny
 
         print(f"the gates are in {adapter}")
-        task = [] if is_tiny(config.model) else ["--task", "needle"]
-        print("next: " + shlex.join(["seergate", "eval", "--model", config.model, "--gates", str(adapter), *task]))
+        more = [] if is_tiny(config.model) else ["--task", "needle"]
+        more += ["--method", f"dense,{config.scorer}"] if is_retention(config.scorer) else []
+        print("next: " + shlex.join(["seergate", "eval", "--model", config.model, "--gates", str(adapter), *more]))
 
 
 def prepare_process() -> None:
@@ -200,13 +202,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    names = ("processes", "memory_gb", "device", "tflops")
     values = vars(options)
-    own = {name: values.pop(name) for name in names}
-    config = resolve(values)
+    own = {name: values.pop(name) for name in ("processes", "memory_gb", "device", "tflops")}
     from seergate.distill.estimate import make_plan
 
-    print(make_plan(config, **own).text())
+    print(make_plan(resolve(values), **own).text())
 
 
 PLAN = Command(
@@ -252,6 +252,6 @@ ABLATE = Command(
         ["seergate ablate block-size --model tiny-reasoner", "seergate ablate my-study.yaml --model Qwen3-0.6B"],
     ),
     _ablate_arguments,
-    _ablate,
+    lambda options: exit_code_of(partial(_ablate, options)),
     trains=True,
 )

@@ -80,8 +80,7 @@ def save_checkpoint(root: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 def newest_checkpoint(root: Path) -> Path | None:
     """Return the newest checkpoint, or ``None`` if there is none."""
-    checkpoints = _finished(root)
-    return checkpoints[-1] if checkpoints else None
+    return max(_finished(root), default=None)
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -473,6 +473,8 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
     preset = preset_of(model)
     values: dict[str, Any] = {"model": model} if preset is None else read_options(preset)
     overrides.pop("model", None)
+    if overrides.get("data") not in (None, values.get("data")):  # the preset's limit and columns are of its own data
+        values = {name: value for name, value in values.items() if not name.startswith("data_")}
     given = {**values, **overrides}
     gated = given.get("scorer", "attn_gate") == "attn_gate"  # the recommended recipe is for these gates
     given.setdefault("recipe", "recommended" if gated and values.keys() == {"model"} else "paper")

@@ -78,9 +78,7 @@ def check_engine(config: TrainConfig, world_size: int) -> None:
 
 def make_engine(bank: GateBank, config: TrainConfig, world: DistributedState) -> Engine:
     """Create the engine of a run; `check_engine` must have accepted the options."""
-    if config.deepspeed:
-        return DeepSpeedEngine(bank, config, world)
-    return PlainEngine(bank, config, world)
+    return (DeepSpeedEngine if config.deepspeed else PlainEngine)(bank, config, world)
 
 
 def make_optimizer(parameters: list[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

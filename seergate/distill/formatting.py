@@ -221,6 +221,10 @@ class Formatter:
         else:
             raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
+        if any(
+            turn["content"].strip() not in text for turn in messages if turn["role"] not in ("system", "assistant")
+        ):
+            raise MalformedRow("a turn whose role the chat template leaves out")
         system = [message for message in messages[:1] if message["role"] == "system"]
         tags = text.count(OPEN) - _render(self.tokenizer, [*system, _PROBE[0]], self.template).count(OPEN)
         tags -= sum(message["content"].count(OPEN) for message in messages[len(system) : -1])

@@ -28,8 +28,6 @@ ROWS = 2000
 FILLED = 0.8
 """Share of a pack that a window fills on average; the rest is for added facts and for code, which has more tokens."""
 
-ROWS_OF_TEXT = (".jsonl", ".ndjson")
-
 
 class Divided(NamedTuple):
     """Training rows in the format of `seergate train`, held-out texts, and the error messages of malformed rows."""
@@ -49,7 +47,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
         config: configuration of the training run; windows are about as long as its packs.
         length: minimum number of tokens of a held-out text.
     """
-    if data is not None and Path(data).suffix in ROWS_OF_TEXT:
+    if data is not None and Path(data).suffix in (".jsonl", ".ndjson"):
         rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))
         held_out = _held_out(every, tokenizer, length, data)
         return Divided(

@@ -11,8 +11,11 @@ import gzip
 import random
 import re
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from seergate.errors import SeergateError
 
 SUFFIXES = (".txt", ".md", ".rst", ".pod", ".py")
 """Suffixes of the files that are read; ``.gz`` may follow."""
@@ -50,7 +53,10 @@ def texts(paths: Sequence[Path]) -> Iterator[str]:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             plain = file.name.removesuffix(".gz")
             if file.is_file() and plain.endswith(SUFFIXES):
-                data = gzip.decompress(file.read_bytes()) if plain != file.name else file.read_bytes()
+                try:
+                    data = gzip.decompress(file.read_bytes()) if plain != file.name else file.read_bytes()
+                except (EOFError, OSError, zlib.error) as error:
+                    raise SeergateError(f"{file} cannot be read: {error}") from error
                 yield data.decode("utf-8", errors="replace")
 
 

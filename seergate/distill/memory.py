@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from seergate.distill.base_model import base_dtype, is_divisible, is_gguf, own_f
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
 from seergate.distill.losses.teacher_forward import tile_rows
+from seergate.eval.generation import batch_memory
 from seergate.models.families import decoder_of, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
@@ -137,10 +139,13 @@ def decide_sharding(
 
 
 def capacity(device: torch.device, processes: int) -> int:
-    """Return the memory of each process in bytes; processes on a CPU share the host memory."""
+    """Return the memory of each process in bytes; processes on a CPU share the memory of the host or container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    return int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // processes
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with suppress(OSError, ValueError):  # no control groups, or no limit
+        total = min(total, int((batch_memory.CGROUP / "memory.max").read_text("utf-8")))
+    return total // processes
 
 
 def overhead(device: torch.device, memory: int) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import threading
 import zlib
-from abc import ABC, abstractmethod
 from typing import Any
 
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
@@ -15,10 +15,9 @@ from seergate.durable import naming
 from seergate.errors import DISK, SeergateError
 
 
-class Tracker(Callback, ABC):
+class Tracker(Callback):
     """Logs the scalars of every step and evaluation."""
 
-    @abstractmethod
     def numbers(self, values: dict[str, float], step: int) -> None:
         """Log scalars: name -> value."""
 
@@ -67,10 +66,11 @@ class WandbLike(Tracker):
         self._service: Any = importlib.import_module(service)
         place = str(config.run_dir.resolve())
         options: dict[str, Any] = {"name": f"{config.run_dir.name}-{zlib.crc32(place.encode()):08x}"}
+        options |= {"project": "seergate"} | ({"resume": "allow"} if first_step > 1 else {})
         if service == "wandb":
             options |= {"id": options["name"], "dir": place}
-        options |= {"resume": "allow"} if first_step > 1 else {}
-        self._run = self._service.init(project="seergate", config=config.to_dict(), **options)
+            options = {name: options[name] for name in options if not os.environ.get(f"WANDB_{name.upper()}")}
+        self._run = self._service.init(config=config.to_dict(), **options)
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)

@@ -33,7 +33,6 @@ MARKER = {
     "model_type": "seergate_gates: not a model but gates for one, load them with seergate.load(...), see README.md"
 }
 
-
 G = TypeVar("G", bound=Gates)
 
 

@@ -15,14 +15,12 @@ from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
 from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
 
-OWN_NAME = re.compile(r"[\w-][\w.-]*")
-
 
 def check_target(repo_id: str, revision: str | None, subfolder: str | None, create_pr: bool) -> None:
     """Check that a name has the form ``org/name``, or ``name`` for a repository in the user's namespace, and what else
     can be checked of the place of a push without the Hub.
     """
-    if not isinstance(repo_id, str) or not (HUB_ID.fullmatch(repo_id) or OWN_NAME.fullmatch(repo_id)):
+    if not isinstance(repo_id, str) or not (HUB_ID.fullmatch(repo_id) or re.fullmatch(r"[\w-][\w.-]*", repo_id)):
         raise SeergateError(f"repo_id is {repo_id!r}; it must have the form org/name, or name for one of your own")
     if create_pr and revision not in (None, "main"):
         raise SeergateError(f"revision is {revision!r}; a pull request goes to main, so leave it out")

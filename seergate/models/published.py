@@ -45,7 +45,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 _RECORD = "published_config"
 
-
 G = TypeVar("G", bound=Gates)
 
 

@@ -297,11 +297,12 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     assert f"the output {tmp_path}/home/.cache/seergate/tokens cannot be made" in error
 
 
-def test_training_names_the_command_that_evaluates_its_gates(tmp_path):
+@pytest.mark.parametrize("scorer", ["attn_gate", "fast_kvzip"])
+def test_training_names_the_command_that_evaluates_its_gates(tmp_path, scorer):
     out = tmp_path / "my gates"
     small = ["--max-steps", "1", "--packs-per-step", "1", "--max-length", "512", "--eval-packs", "0"]
     given = [*small, "--token-cache", str(tmp_path / "tokens"), "--output-dir", str(out)]
-    output = output_of("train", "--model", "tiny-reasoner", *given)
+    output = output_of("train", "--model", "tiny-reasoner", "--scorer", scorer, *given)
     program, *command = shlex.split(output.splitlines()[-1].removeprefix("next: "))
     assert program == "seergate"
     less = ["--problems", "1", "--variables", "4", "--budget", "64", "--no-report", "--out"]

@@ -1,6 +1,7 @@
 """A model's own answers become rows to train on."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,11 +10,13 @@ import pytest
 from seergate.cli import traces
 from seergate.cli.traces import recorded_commit
 from seergate.distill.data import questions
+from seergate.distill.formatting import Formatter
 from seergate.distill.sources import TRAINING_SEEDS
 from seergate.durable import lock
 from seergate.eval.store import write_yaml
 from seergate.eval.tasks.chain_sum import make_problems
-from seergate.pretrained import load_tokenizer
+from seergate.paths import shipped
+from seergate.pretrained import chat_text, load_tokenizer
 from tests.support import evaluation as support
 from tests.support.running import output_of, refusal, refused, run_seergate
 
@@ -92,6 +95,18 @@ def test_answers_have_a_length_of_their_own(arguments, tmp_path):
     assert {len(tokenizer(row["messages"][-1]["content"]).input_ids) for row in rows(out)} == {2}
     message = "max_new_tokens is 0; it must be a whole number, 1 or greater"
     assert message in refusal(run_seergate(*command, "0"))
+
+
+def test_reasoning_that_the_prompt_opens_is_written_with_its_tag(arguments, tmp_path):
+    shutil.copytree(shipped("checkpoints/tiny-reasoner"), tmp_path / "model")
+    template = tmp_path / "model" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant ' }}", "assistant <think> \\n' }}"))
+    command = ["traces", "--model", str(tmp_path / "model"), *arguments, "--out", str(tmp_path / "traces.jsonl")]
+    output_of(*command, "--max-new-tokens", "3", "--keep-cut")
+    formatter = Formatter(load_tokenizer(str(tmp_path / "model")))
+    for row in rows(tmp_path / "traces.jsonl"):
+        asked = chat_text(formatter.tokenizer, row["messages"][:1], add_generation_prompt=True)
+        assert formatter.text(row).text.startswith(asked) and len(asked.split("<think>")) == 2
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from seergate.distill.distributed import CommonError, init_distributed
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
 from tests.support.pairs import ROOT, pair
+from tests.support.running import run_seergate
 
 
 @pytest.fixture
@@ -54,14 +55,16 @@ def test_a_process_without_a_gpu_says_so_itself(rank, capsys, monkeypatch, tmp_p
     assert capsys.readouterr().err == message
 
 
-def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys):
-    def fail() -> None:
+def test_what_all_have_found_together_is_told_by_the_main_process(rank, capsys, monkeypatch):
+    def fail(*_: object) -> None:
         raise CommonError("they differ")
 
+    monkeypatch.setattr("seergate.distill.ablation.compare", fail)
     for number, text in ((0, "error: they differ\n"), (1, ""), (8, "")):
         rank(number)
         assert guarded(fail, command.print_error) == 2
         assert capsys.readouterr().err == text
+        assert run_seergate("ablate", "block-size").stderr == text
 
 
 def test_gpu_memory_is_kept_in_one_piece_unless_the_user_says_how(monkeypatch):

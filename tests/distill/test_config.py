@@ -167,7 +167,9 @@ def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
     argv = ["--model", "tiny-reasoner", "--config", str(file), "--max-steps", "9", "--no-rope", "--block_size", "32"]
     config = parsed(*argv)
     assert (config.max_steps, config.learning_rate, config.rope, config.block_size) == (9, 1e-4, False, 32)
-    assert config.data == "chain_sum"  # from the preset
+    assert (config.data, config.data_limit) == ("chain_sum", 1200)  # from the preset
+    assert parsed(*argv, "--data", "own.jsonl").data_limit is None, "all rows of other data"
+    assert parsed("--model", "qwen3-8b", "--data", "own.jsonl").recipe == "paper"  # the preset's
 
 
 def test_every_option_is_on_the_command_line_with_help():

@@ -164,6 +164,18 @@ def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path, 
     refused("gives no chat template", training_template, byte_tokenizer(None))
 
 
+@pytest.mark.parametrize("role", ["human", "User", "developer"])
+def test_a_turn_that_a_template_drops_without_a_word_is_malformed(role: str) -> None:
+    """As Qwen's drop turns of roles that they do not know; the answer would stand without its question."""
+    row = {
+        "messages": [{"role": role, "content": " What is 3 * 5?\n"}, *chat("<think>a</think>b", "And?")["messages"]]
+    }
+    knows = PLAIN.replace("in messages %}", "in messages if m.role in ('user', 'assistant') %}")
+    with pytest.raises(MalformedRow, match="a turn whose role the chat template leaves out"):
+        Formatter(byte_tokenizer(knows)).text(row)
+    assert "3 * 5" in Formatter(byte_tokenizer(PLAIN)).text(row).text
+
+
 def test_a_template_that_refuses_the_probe_is_one_that_cannot_be_used() -> None:
     refusing = "{{ raise_exception('no thinking') if '<think>' in messages[-1].content }}"
     refused("deletes the reasoning .*, or refuses it", training_template, byte_tokenizer(refusing))

@@ -1,11 +1,15 @@
 """The texts that the recommended recipe trains on."""
 
+import gzip
 import random
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from seergate.distill.long_text import FACTS, referring_back, windows, with_facts, with_quotes
+from seergate.distill.long_text import FACTS, referring_back, texts, windows, with_facts, with_quotes
+from tests.support.running import refused
 
 WORDS = "some words of a text that says nothing in particular and goes on and on".split()  # noqa: SIM905
 
@@ -47,6 +51,17 @@ def test_texts_without_spaces() -> None:
     assert max(stated) < min(repeated) and max(repeated) > 0.9 * len(text) and min(repeated) > 0.4 * len(text)
     quotes = re.findall('As quoted above: "(.*)"', with_quotes(parts[0], random.Random(1)))
     assert len(set(quotes)) == len(quotes) > 3
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-9], lambda data: data[2:], lambda data: data[:12] + b"\xff" * 9]
+)
+def test_a_damaged_archive_is_named(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    file = tmp_path / "notes.txt.gz"
+    file.write_bytes(gzip.compress(plain(4_000).encode()))
+    assert list(texts([tmp_path])) == [plain(4_000)]
+    file.write_bytes(change(file.read_bytes()))
+    refused("notes.txt.gz cannot be read", list, texts([tmp_path]))
 
 
 def test_of_six_texts_four_have_facts_and_one_quotes() -> None:

@@ -18,7 +18,8 @@ from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import loss_pairs, make_plan, pack_flop, pairs
 from seergate.distill.losses.teacher_forward import distill_step
-from seergate.distill.memory import WORKING_BYTES, activation_bytes, estimate_memory
+from seergate.distill.memory import WORKING_BYTES, activation_bytes, capacity, estimate_memory
+from seergate.eval.generation import batch_memory
 from seergate.models.names import presets
 from tests.support.memory import peak_bytes
 from tests.support.running import ROOT, output_of, refusal, run_seergate
@@ -39,6 +40,14 @@ def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> No
     if name in PARAMETERS:  # as published, in billions; two bytes each
         assert (plan.memory.base + plan.memory.loading) / 2e9 == pytest.approx(PARAMETERS[name], rel=2e-3)
     assert plan.memory.gradients == 2 * plan.memory.gates and plan.checkpoint == 3 * plan.memory.gates
+
+
+def test_a_container_limits_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = capacity(CPU, 2)
+    monkeypatch.setattr(batch_memory, "CGROUP", tmp_path)
+    for limit, expected in (("1000000000\n", 500_000_000), ("max\n", whole), (f"{4 * whole}\n", whole)):
+        (tmp_path / "memory.max").write_text(limit)
+        assert capacity(CPU, 2) == expected
 
 
 def test_the_plan_divides_what_does_not_fit_whole() -> None:

@@ -6,6 +6,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -78,11 +79,15 @@ def test_services_keep_a_run_that_continues_as_one(service, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("service", ["wandb", "trackio"])
 def test_a_run_that_starts_over_is_not_appended_to_the_one_before(service, tmp_path, monkeypatch):
-    """W&B ignores steps below those that it has."""
-    asked: list[str | None] = []
-    fake = SimpleNamespace(init=lambda resume=None, **_: asked.append(resume))
-    monkeypatch.setitem(sys.modules, service, fake)
+    """W&B ignores steps below those that it has. Arguments would win over its environment variables."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, service, SimpleNamespace(init=lambda **given: asked.append(given)))
     config = load_train_config("tiny-reasoner", {"output_dir": str(tmp_path), "report_to": service})
     for first in (1, 2):
         open_trackers(config, first)
-    assert asked == [None, "allow"]
+    assert [given.get("resume") for given in asked] == [None, "allow"] and asked[0]["project"] == "seergate"
+    for name in ("PROJECT", "NAME", "DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", "mine")
+    open_trackers(config, 2)
+    given = {"config", "id", "resume"} if service == "wandb" else {"config", "name", "project", "resume"}
+    assert asked[-1].keys() == given

@@ -9,6 +9,7 @@ from pathlib import Path
 import markdown
 import pytest
 from huggingface_hub import ModelCard
+from tokenizers import processors
 
 import seergate
 from seergate import GateBank
@@ -20,6 +21,7 @@ from seergate.gates.card import END
 from seergate.models.names import TINY_GATES
 from seergate.paths import shipped
 from tests.gates.conftest import example, metadata, run_example
+from tests.support import evaluation
 from tests.support.running import output_of, refusal, run_seergate
 
 AIME = {"task": "aime24", "method": "gate", "samples": 64}
@@ -49,6 +51,19 @@ def test_the_examples_budget_has_room_for_a_past_block(bank, tmp_path, sinks):
     bank = bank.derived(config=replace(bank.config, sink_blocks=sinks), training={"config": {"max_length": 64}})
     method = seergate.handle_of(run_example(saved(bank, tmp_path / "gates"))["model"]).method
     assert method.token_budget == (2 + sinks) * 8
+
+
+@pytest.mark.parametrize("chats", [True, False])
+def test_the_example_begins_with_one_bos(bank, tmp_path, chats):
+    tokenizer = evaluation.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<pad> $A", special_tokens=[("<pad>", 0)]
+    )
+    tokenizer.chat_template = f"<pad> {tokenizer.chat_template}" if chats else None
+    (tmp_path / "base" / "chat_template.jinja").unlink()
+    tokenizer.save_pretrained(tmp_path / "base")
+    ids = run_example(saved(bank, tmp_path / "gates"))["input_ids"][0].tolist()
+    assert ids[0] == 0 and ids.count(0) == 1
 
 
 def test_the_example_does_not_depend_on_what_is_downloaded(bank, tmp_path):

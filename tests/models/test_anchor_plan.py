@@ -133,6 +133,9 @@ def test_the_command_writes_an_adapter_that_decodes_with_its_anchors(tmp_path):
     assert [nbytes > 0 for nbytes in state_bytes] == [layer in anchors for layer in range(4)]
     assert handle.method.anchors == anchors and handle.stats()["density"] < 1
     assert "is not empty" in refusal(run_seergate(*command, "--out", str(out)))
+    again = [*command, "--max-length", "300", "--gates", str(out), "--out", f"{out}-1", "--count"]
+    assert "count is 3; it must be a whole number in 1..2" in refusal(run_seergate(*again, "3", "--data", "none"))
+    assert "   2 anchors  recall" in output_of(*again, "1"), "of all layers that have gates"
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "word " * 5000}))
     longer = output_of(*command, "--max-length", "9000", "--data", str(tmp_path / "long.jsonl"), "--out", f"{out}-2")
     assert "long.jsonl, 4,096 tokens" in longer  # the model's positions
