@@ -43,6 +43,10 @@ def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[...,
         if any(map(_SHARD.search, map(str, here.glob(f"*{GGUF}")))):
             raise SeergateError(f"{name} holds a GGUF model in several files; {_MERGE}")
         raise SeergateError(f"{name} holds several GGUF files; name one of them")
+    if here is not None and (here / "adapter_config.json").exists() and not (here / "config.json").exists():
+        raise SeergateError(
+            f"{name} is a PEFT adapter; merge it into its base model (merge_and_unload), and give the merged directory"
+        )
     if file is not None:
         if importlib.util.find_spec("gguf") is None:
             raise SeergateError(f"{file} is a GGUF file, which needs the package gguf; {how_to_install('gguf')}")

@@ -44,6 +44,11 @@ def test_a_configuration_that_is_none(model: Path, text: str, capsys: pytest.Cap
     assert capsys.readouterr().err.startswith(f"error: the base model {model} could not be loaded: ")
 
 
+def test_an_adapter_of_peft_is_no_model(model: Path) -> None:
+    (model / "config.json").rename(model / "adapter_config.json")
+    refused("is a PEFT adapter; merge it into its base model", base_config, model)
+
+
 def test_query_heads_that_cannot_be_divided_among_kv_heads() -> None:
     def geometry(heads: int, kv_heads: int):
         config = Qwen3Config(num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
