@@ -160,6 +160,7 @@ def run_plan(plan: SweepPlan) -> Path:
                     )
 
         resumed = (out / specs[0].label / store.SAMPLES).exists() and not specs[0].uncalibrated
+        resumed = resumed and not (plan.workers or plan.ray_address)  # they would load the model a second time
         if plan.match != MATCHES[0] or (resumed and any(spec.uncalibrated for spec in specs)):
             evaluated(specs[:1])  # bytes are measured on dense answers; other options than the directory's are refused
         if plan.match != MATCHES[0]:
