@@ -82,7 +82,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     plan.check(task)
     check_counts(plan, optional=True, threads=1, workers=0)
-    if plan.workers or plan.ray_address:
+    if plan.engine == "transformers" and (plan.workers or plan.ray_address):
         check_ray()
     return task, problems
 
