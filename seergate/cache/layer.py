@@ -208,8 +208,8 @@ class GatedLayer(CacheLayerMixin):
         """Remove the newest slots: ``tokens_to_remove`` is minus their number, or if positive the number of slots to
         keep, as in older transformers. Raises `SeergateError` if the method evicts or there are fewer slots.
         """
-        slots = self.rows.slots
-        kept = tokens_to_remove if tokens_to_remove > 0 else slots + tokens_to_remove
+        slots, given = self.rows.slots, int(tokens_to_remove)  # transformers 5.17 gives a tensor
+        kept = given if given > 0 else slots + given
         if kept >= slots or not self.is_initialized:
             return
         if isinstance(self.method, CompressingMethod):

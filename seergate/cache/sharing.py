@@ -145,9 +145,8 @@ class SharedPages(CachePages):
 
     def _read(self, ids: Tensor, counts: Sequence[int], decoded: int) -> None:
         """Give the evaluator the first ``counts[b]`` of each row's ids ``[B, S]``, which have joined the row."""
-        for row, tokens, count in zip(self.rows, ids.tolist(), counts, strict=True):
-            new = row.length - count, tokens[:count], decoded
-            row.reasoning = self.sharing.evaluator.tokens_came(row.reasoning, *new)
+        for row, new, count in zip(self.rows, ids.tolist(), counts, strict=True):
+            row.reasoning = self.sharing.evaluator.tokens_came(row.reasoning, row.length - count, new[:count], decoded)
 
     def _decisions(self) -> Iterator[tuple[int, int, int]]:
         """Row, newer and older block of each pair to be shared now, in order."""

@@ -82,7 +82,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")
     plan.check(task)
     check_counts(plan, optional=True, threads=1, workers=0)
-    if plan.workers or plan.ray_address:
+    if plan.engine == "transformers" and (plan.workers or plan.ray_address):
         check_ray()
     return task, problems
 
@@ -160,6 +160,7 @@ def run_plan(plan: SweepPlan) -> Path:
                     )
 
         resumed = (out / specs[0].label / store.SAMPLES).exists() and not specs[0].uncalibrated
+        resumed = resumed and not (plan.workers or plan.ray_address)  # they would load the model a second time
         if plan.match != MATCHES[0] or (resumed and any(spec.uncalibrated for spec in specs)):
             evaluated(specs[:1])  # bytes are measured on dense answers; other options than the directory's are refused
         if plan.match != MATCHES[0]:

@@ -59,7 +59,7 @@ def test_sealed_blocks_are_never_written(model, monkeypatch, reads):
             store = cache.layers[0].storage.pages
             shared.append(max(store.references) > 1)
             if cropped:
-                cache.crop(-cropped)
+                cache.crop(torch.tensor(-cropped))  # as assisted decoding with transformers 5.17
                 length -= cropped
             for i in range(14):  # every row its own words
                 say(torch.cat([text[:1, (i + 5 * row) % 84][:, None] for row in range(len(rows))]))
