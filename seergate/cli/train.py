@@ -202,11 +202,11 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    values = vars(options)
-    own = {name: values.pop(name) for name in ("processes", "memory_gb", "device", "tflops")}
+    own = {name: vars(options).pop(name) for name in ("processes", "memory_gb", "device", "tflops")}
+    config = resolve(vars(options))
     from seergate.distill.estimate import make_plan
 
-    print(make_plan(resolve(values), **own).text())
+    print(make_plan(config, **own).text())
 
 
 PLAN = Command(

@@ -190,12 +190,10 @@ class Formatter:
 
     def _chat(self, turns: list[Any]) -> TrainingText:
         messages = [_message(turn) for turn in turns]
-        given = len(messages)
         while messages and messages[-1]["role"] != "assistant":
             messages.pop()  # an unanswered question holds no reasoning
         if not messages:
             raise MalformedRow("no assistant turn")
-        unanswered = len(messages) < given
         answer = messages[-1]["content"]
         if not answer.replace(OPEN, "").replace(CLOSE, "").strip():
             raise MalformedRow("empty assistant turn")
@@ -221,9 +219,11 @@ class Formatter:
         else:
             raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
-        if any(
-            turn["content"].strip() not in text for turn in messages if turn["role"] not in ("system", "assistant")
-        ):
+        changed = [  # turns that the template leaves out or rewrites, say as JSON
+            m if m["role"] in ("system", "assistant") or m["content"].strip() in text else m | {"content": "?"}
+            for m in messages
+        ]
+        if changed != messages and _render(self.tokenizer, changed, self.template) == text:
             raise MalformedRow("a turn whose role the chat template leaves out")
         system = [message for message in messages[:1] if message["role"] == "system"]
         tags = text.count(OPEN) - _render(self.tokenizer, [*system, _PROBE[0]], self.template).count(OPEN)
@@ -236,7 +236,7 @@ class Formatter:
             "given their opening think tag": added,
             "without reasoning": not reasoning,
             "without the reasoning of their earlier turns": earlier_reasoning,
-            "cut off after their last answer": unanswered,
+            "cut off after their last answer": len(messages) < len(turns),
         }
         return TrainingText(text, True, [note for note, holds in notes.items() if holds])
 

@@ -168,12 +168,13 @@ def test_a_template_that_deletes_reasoning_is_refused_before_training(tmp_path, 
 def test_a_turn_that_a_template_drops_without_a_word_is_malformed(role: str) -> None:
     """As Qwen's drop turns of roles that they do not know; the answer would stand without its question."""
     row = {
-        "messages": [{"role": role, "content": " What is 3 * 5?\n"}, *chat("<think>a</think>b", "And?")["messages"]]
+        "messages": [{"role": role, "content": " What is\n3 * 5?\n"}, *chat("<think>a</think>b", "And?")["messages"]]
     }
     knows = PLAIN.replace("in messages %}", "in messages if m.role in ('user', 'assistant') %}")
     with pytest.raises(MalformedRow, match="a turn whose role the chat template leaves out"):
         Formatter(byte_tokenizer(knows)).text(row)
-    assert "3 * 5" in Formatter(byte_tokenizer(PLAIN)).text(row).text
+    for writes in (PLAIN, PLAIN.replace("m.content", "m.content if m.role == 'assistant' else m.content | tojson")):
+        assert "3 * 5" in Formatter(byte_tokenizer(writes)).text(row).text
 
 
 def test_a_template_that_refuses_the_probe_is_one_that_cannot_be_used() -> None:
