@@ -19,6 +19,12 @@ from seergate.methods.selecting import PerHeadSelection, SelectingState
 from seergate.ops import Selection, backend
 
 
+def _blocks_read(counts: Tensor) -> Tensor | np.ndarray:
+    """Blocks ``[K]`` of ``counts [B, K]``, all rows together; on the host if they are there."""
+    total = counts.sum(0)
+    return total.numpy() if total.device.type == "cpu" else total
+
+
 @dataclass
 class StepRecord:
     """One decode step of one layer: what it read and what stays resident.
@@ -195,12 +201,11 @@ class DecodeStats:
             stats.tokens_read += sum(record.read)
             stats.dense_blocks += sum(-(-tokens // size) for tokens in record.read)
         else:  # the selection includes the current block, which may not be full
-            counts, host = selection.counts, selection.counts.device.type == "cpu"
-            blocks = step.rows.once("blocks", lambda: counts.sum(0).numpy() if host else counts.sum(0), counts)
-            if host:
-                stats.host_blocks = stats.host_blocks + blocks
-            else:
+            blocks = step.rows.once("blocks read", lambda: _blocks_read(selection.counts), selection.counts)
+            if isinstance(blocks, Tensor):
                 stats.selected_blocks = stats.selected_blocks + blocks
+            else:
+                stats.host_blocks = stats.host_blocks + blocks
             stats.missing_tokens += sum(-end % size for end in step.ends)
         stats.resident_sum += resident_bytes
         stats.resident_peak = max(stats.resident_peak, resident_bytes)

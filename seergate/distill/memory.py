@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from seergate.distill.base_model import base_dtype, is_divisible, is_gguf, own_f
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
 from seergate.distill.losses.teacher_forward import tile_rows
-from seergate.eval.generation import batch_memory
+from seergate.eval.generation.batch_memory import container_limit
 from seergate.models.families import decoder_of, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
@@ -142,10 +141,8 @@ def capacity(device: torch.device, processes: int) -> int:
     """Return the memory of each process in bytes; processes on a CPU share the memory of the host or container."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with suppress(OSError, ValueError):  # no control groups, or no limit
-        total = min(total, int((batch_memory.CGROUP / "memory.max").read_text("utf-8")))
-    return total // processes
+    total = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(total, container_limit() or total) // processes
 
 
 def overhead(device: torch.device, memory: int) -> int:

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from typing import Any
 
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
@@ -15,9 +16,10 @@ from seergate.durable import naming
 from seergate.errors import DISK, SeergateError
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """Logs the scalars of every step and evaluation."""
 
+    @abstractmethod
     def numbers(self, values: dict[str, float], step: int) -> None:
         """Log scalars: name -> value."""
 

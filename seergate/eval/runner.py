@@ -81,14 +81,7 @@ def sweep(
     if several and options.engine in SERVERS:
         raise SeergateError(f"engine is {options.engine!r}, a server, which generates without workers; leave them out")
 
-    by_description: dict[str, MethodSpec] = {}
-    for spec in specs:
-        bank = spec.bank(gates)
-        same = by_description.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
-        if same is not spec:  # no report could separate them
-            raise SeergateError(
-                f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
-            )
+    _check_distinct(specs, gates)
     options.check_reference(specs)
     forced = None if task.scored is None else TeacherForcing.of(model, tokenizer, task)
     reference: list[dict[str, Any]] | None = None
@@ -110,6 +103,18 @@ def sweep(
             if spec.name == Dense.name:
                 reference = store.in_order(store.read_samples(out_dir / spec.label))
     return results
+
+
+def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
+    """Raise `SeergateError` if two settings, with their defaults, are the same run: no report could separate them."""
+    by_description: dict[str, MethodSpec] = {}
+    for spec in specs:
+        bank = spec.bank(gates)
+        same = by_description.setdefault(f"{spec.describe(bank)}, gates {spec.weights(bank)}", spec)
+        if same is not spec:
+            raise SeergateError(
+                f"the settings {same.label!r} and {spec.label!r} mean the same, defaults included; give one of them"
+            )
 
 
 def evaluate(

@@ -97,11 +97,7 @@ def run_plan(plan: SweepPlan) -> Path:
     specs = with_each(plan.specs(task, sizes), banks)
     check_auto(specs, plan.match != MATCHES[0])
     if plan.engine != "transformers":
-        _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
-        engine_version(plan.engine)
-        check_file_served(path, plan.engine)
-        for spec in specs:
-            check_served(plan.engine, spec, spec.bank(banks))
+        _check_served(plan, specs, banks)
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are matched once the model is loaded
 
@@ -175,6 +171,15 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
     for name in names:
         if (value := getattr(plan, name)) != getattr(type(plan), name):
             raise SeergateError(f"{name} is {value!r}; {why} it must be left out")
+
+
+def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
+    """Refuse settings of a plan that do not work with a server."""
+    _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
+    engine_version(plan.engine)
+    check_file_served(model_path(plan.model), plan.engine)
+    for spec in specs:
+        check_served(plan.engine, spec, spec.bank(banks))
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:

@@ -22,6 +22,15 @@ GROWTH = 1.25
 """Ratio of allocated to used bytes of buffers, which grow in steps."""
 
 
+def container_limit() -> int | None:
+    """Maximum bytes of memory of this container; ``None`` if it has no limit, or this is no container of Linux."""
+    try:
+        limit = (CGROUP / "memory.max").read_text("utf-8").strip()
+    except OSError:
+        return None
+    return None if limit == "max" else int(limit)
+
+
 def free_bytes(device: torch.device) -> int:
     """Bytes of memory that are free now, within the limits of a container."""
     if device.type == "cuda":
@@ -29,15 +38,15 @@ def free_bytes(device: torch.device) -> int:
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + reserved)
     free = int(psutil.virtual_memory().available)
+    if (limit := container_limit()) is None:
+        return free
     try:
-        limit, used, counts = ((CGROUP / f"memory.{name}").read_text("utf-8") for name in ("max", "current", "stat"))
+        used, counts = ((CGROUP / f"memory.{name}").read_text("utf-8") for name in ("current", "stat"))
     except OSError:
-        return free  # not Linux, or no control groups
-    if limit.strip() == "max":
         return free
     # pages of files that were read, such as weights, count as used, although the kernel frees them on demand
     file_pages = dict(line.split() for line in counts.splitlines()).get("inactive_file", 0)
-    return min(free, int(limit) - int(used) + int(file_pages))
+    return min(free, limit - int(used) + int(file_pages))
 
 
 def estimated_batch(device: torch.device, sample_bytes: float, sharing: int = 1) -> int:
