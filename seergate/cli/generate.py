@@ -34,6 +34,11 @@ TAKES_METHODS = True
 TINY_BUDGET, REAL_BUDGET = 128, 4096
 LONG_PROMPT = 1000
 """A message is printed before the prefill of a prompt with more tokens than this."""
+OVERRIDES = {
+    **{"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False},
+    **{"use_cache": True, "cache_implementation": "dynamic"},
+}
+"""Options of ``generate`` that hold whatever the model's configuration says: one answer, with a cache."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +57,7 @@ def run(options: argparse.Namespace) -> None:
     """Check the options, answer the prompt, and write the page of the trace."""
     from seergate.eval.running import check_model
     from seergate.eval.settings import method_spec
-    from seergate.eval.tasks.prompts import encode, prompt_text
+    from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
     from seergate.methods import SelectingMethod
     from seergate.models.families import check_positions, model_positions
     from seergate.models.names import bank_for, is_tiny, load_model, model_path, say_gates
@@ -65,7 +70,7 @@ def run(options: argparse.Namespace) -> None:
     path = model_path(options.model)
     bank = bank_for(options.model, options.gates) if spec.has_gates else None
     method = spec.method(bank)
-    if options.trace is not None and not isinstance(method, SelectingMethod):
+    if options.trace is not None and not isinstance(method.read_method, SelectingMethod):
         raise SeergateError(
             f"--trace shows the blocks that are read, and {spec.name!r} selects none; it takes methods such as gate, "
             "quest and oracle, which reads what dense attention looks at"
@@ -111,8 +116,10 @@ def run(options: argparse.Namespace) -> None:
                 torch.tensor([ids], device=model.device),
                 attention_mask=torch.ones(1, len(ids), dtype=torch.long, device=model.device),
                 max_new_tokens=longest,
+                eos_token_id=sorted(end_ids(model, tokenizer)) or None,
                 streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-                **sampling,
+                tokenizer=tokenizer,  # for stop strings
+                **OVERRIDES | sampling,
             )[0].tolist()
         seconds, stats = time.monotonic() - began, handle.stats()
         summary = f"{len(output) - len(ids)} tokens in {seconds:.1f} s"

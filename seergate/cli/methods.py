@@ -27,11 +27,11 @@ def run(options: argparse.Namespace) -> None:
     import textwrap
 
     from seergate.methods import METHODS, method_class, option_names
-    from seergate.methods.registry import keeping_class, load_plugins
+    from seergate.methods.registry import keeping_class, load_plugins, reading_class
 
     load_plugins()
     for name in options.methods or METHODS:
-        kinds = keeping_class(name), method_class(name)  # two of EVICTOR+gate, else one
+        kinds = keeping_class(name), reading_class(name), method_class(name)  # two of NAME+gate, else one
         says = " ".join((inspect.getdoc(kinds[-1]) or "").split("\n\n")[0].split())
         names = option_names(name)
         options_of = {x.name: _written(x) for kind in kinds for x in fields(kind) if x.init and x.name in names}

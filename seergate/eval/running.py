@@ -183,15 +183,15 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
-    """Refuse an unsupported model, dense layers that it lacks, and gates for another model. Reads only the model's
+    """Refuse an unsupported model, gates for another model, and dense layers that it lacks. Reads only the model's
     configuration, and returns it.
     """
     config = base_config(path)
     family_of(config)
-    for method in methods:
-        check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
     for bank in {id(bank): bank for bank in banks}.values():
         check_base(path, bank)
+    for method in methods:  # whose dense layers may be those of the gates
+        check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
     return config
 
 

@@ -72,18 +72,24 @@ def register(kind: AnyMethod) -> AnyMethod:
 
 
 def load_plugins(*modules: str) -> None:
-    """Import these modules, which register methods, and add the methods of installed packages. Raises `SeergateError`
-    if there is no such module.
+    """Import these modules and those of `PLUGINS`, which register methods, and add the methods of installed packages.
+    Raises `SeergateError` if there is no such module.
     """
+    modules += tuple(filter(None, map(str.strip, os.environ.get(PLUGINS, "").split(","))))
     if modules and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for module in modules:
         try:
+            if module.endswith(".py") or not all(map(str.isidentifier, module.split("."))):
+                raise ModuleNotFoundError(name=module)  # the path of a file
             importlib.import_module(module)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise  # another module is missing, which this one needs
-            raise SeergateError(f"there is no module {module!r} to load as a plugin") from error
+            raise SeergateError(
+                f"there is no module {module!r} to load as a plugin; name it as in an import, such as my_methods for "
+                "a file my_methods.py here"
+            ) from error
     for entry in entry_points(group=ENTRY_POINTS):
         if entry.name not in METHODS:
             try:
@@ -121,7 +127,7 @@ def method_class(name: str) -> type[Method]:
             raise SeergateError(f"{name!r} takes two kinds of gates; make a GateOnEvictor of both methods in Python")
         return GateOnEvictor
     if name not in METHODS:
-        load_plugins(*filter(None, os.environ.get(PLUGINS, "").split(",")))
+        load_plugins()
     if name in METHODS:
         return METHODS[name]
     for entry in entry_points(group=ENTRY_POINTS, name=name):

@@ -81,17 +81,21 @@ def load(
     of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
     check_decode_options(options, decode_options(bank), of_model)
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
-    check_base(base, bank, revision=pinned, **hub, **of_config)
+    without_weights = check_base(base, bank, revision=pinned, **hub, **of_config)
+    attach(without_weights, method, correction=correction, storage=storage)  # refuses before weights are read
     model = load_base(base, revision=pinned, **hub, **options)
     attach(model, method, correction=correction, storage=storage)
     return model
 
 
-def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> None:
-    """Raise `SeergateError` if gates do not match a base model's configuration; ``options`` are for `base_config`."""
-    problems = bank.geometry.mismatches(gate_geometry(skeleton(base_config(name, **options)), bank.config))
-    if problems:
+def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> PreTrainedModel:
+    """Raise `SeergateError` if gates do not match a base model's configuration; ``options`` are for `base_config`.
+    Return the model without weights.
+    """
+    model = skeleton(base_config(name, **options))
+    if problems := bank.geometry.mismatches(gate_geometry(model, bank.config)):
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
+    return model
 
 
 def _base_of(

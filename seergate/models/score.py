@@ -98,9 +98,10 @@ def score(
 
 def _checked(input_ids: Tensor, attention_mask: Tensor | None, start: int) -> Tensor:
     """Check the arguments and return which tokens are real (not padding), bool ``[B, S]``."""
-    if input_ids.ndim != 2 or not 1 <= start < input_ids.shape[1]:
+    shape = tuple(getattr(input_ids, "shape", ()))
+    if len(shape) != 2 or not 1 <= start < shape[1]:
         raise ValueError(
-            f"input_ids has the shape {tuple(input_ids.shape)} and start is {start}; they must be [B, S] and 1..S - 1"
+            f"input_ids has the shape {shape} and start is {start}; it must be a tensor [B, S], start 1..S - 1"
         )
     if attention_mask is None:
         return torch.ones_like(input_ids, dtype=torch.bool)

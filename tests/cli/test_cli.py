@@ -260,7 +260,8 @@ def test_methods_are_listed_with_their_options():
     assert output.startswith("quest: Score a page by") and "h2o" not in output
     assert "did you mean 'quest'" in refusal(run_seergate("methods", "qest"))
     both = run_seergate("methods", "snapkv+gate").stdout
-    assert "window=32" in both and "read_budget=" in both
+    assert "window=32" in both and "read_budget=?" in both
+    assert "?" not in output_of("methods", "reason_cache+gate"), "no option is required"
 
 
 def test_shipped_files_are_found_from_anywhere(tmp_path, monkeypatch):

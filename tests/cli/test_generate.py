@@ -76,6 +76,7 @@ def test_a_prompt_a_method_and_a_file(saved, tmp_path):
         (["--prompt", "a1", "--method", "gate"], "needs gates"),
         (["--prompt", "a1", "--method", "quest", "--token-budget", "-3"], "token_budget is -3"),
         (["--prompt", "a1", "--method", "quest:dense_layers=7"], "dense_layers names [7]"),
+        (["--prompt", "a1", "--method", "gate", "--gates", str(shipped("checkpoints/smollm2-135m"))], "another model"),
         (["--prompt", "a1", "--model", "no-such-model"], "no-such-model"),
         (["--prompt", "a1"], "could not be loaded"),
     ],
@@ -97,6 +98,30 @@ def test_a_long_prompt_is_announced_and_threads_are_set(saved, monkeypatch):
     assert 3 in threads
     done = run_seergate(*command, "--prompt", "a1")
     assert done.returncode == 0 and "reading the prompt" not in done.stderr
+
+
+def test_the_models_configuration_changes_the_sampling_only(saved, tmp_path):
+    """One answer with a cache, which ends at the tokenizer's end token, too."""
+    configured, page = shutil.copytree(saved, tmp_path / "configured"), tmp_path / "read.html"
+    command = ["generate", "--method", "quest", "--budget", "128", "--prompt", "a2 plus", "--max-new-tokens", "9"]
+    plain = output_of(*command, "--model", saved)
+    values = {"use_cache": False, "num_beams": 3, "num_return_sequences": 2, "return_dict_in_generate": True}
+    values |= {"cache_implementation": "offloaded", "eos_token_id": 5}
+    (configured / "generation_config.json").write_text(json.dumps(values))
+    done = run_seergate(*command, "--model", str(configured), "--trace", str(page))
+    assert done.returncode == 0 and done.stdout == plain, done.stderr
+    assert "9 tokens in" in done.stderr and page_of(page)["name"] == "quest"
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokenizer.eos_token = plain.split()[0]
+    tokenizer.save_pretrained(configured)
+    done = run_seergate(*command, "--model", str(configured))
+    assert done.returncode == 0 and "1 tokens in" in done.stderr, done.stderr
+
+
+def test_the_blocks_that_a_sharing_method_reads_are_shown(tmp_path):
+    page = tmp_path / "read.html"
+    output_of("generate", "--method", "reason_cache+gate", "--max-new-tokens", "9", "--trace", str(page))
+    assert page_of(page)["name"] == "gate"
 
 
 def test_an_answer_of_one_token_has_no_page_and_says_so(saved, tmp_path):

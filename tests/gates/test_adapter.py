@@ -226,6 +226,7 @@ def test_arguments_that_cannot_be(model, bank, path, tmp_path):
     ids, read, loss = torch.ones(1, 40, dtype=torch.long), GateBank.from_pretrained, bank.distill_loss
     unserialisable = bank.derived()
     unserialisable.training_record = {"model": torch.nn.Linear(1, 1)}
+    model.config.save_pretrained(weightless := tmp_path / "weightless")
     before = (path / CONFIG).read_bytes()
     no_model, unknown = "it must be a causal language model of transformers", "no decode option '.*'; did you mean"
     for call, arguments, options, message in (
@@ -255,6 +256,9 @@ def test_arguments_that_cannot_be(model, bank, path, tmp_path):
         (seergate.load, (path,), {"method": "quest", "token_budget": 16}, "no decode option 'method'; there are"),
         (seergate.load, (path,), {"quantization_config": 4, "token_budget": 16}, "could not be loaded"),
         (seergate.load, (path,), {"base_model": "/nope"}, "there is no such directory"),
+        (seergate.load, (path,), {"base_model": weightless, "dense_layers": (9,)}, r"dense_layers names \[9\]"),
+        (seergate.load, (path,), {"base_model": weightless, "storage": "paged"}, "storage is 'paged'; it must be"),
+        (seergate.load, (path,), {"base_model": weightless, "correction": 4}, "correction is 4; it must be"),
         (seergate.load, (path,), {"config": {"token_budget": 16}}, "config is a dict; it must be a DecodeConfig"),
         (seergate.load, (path,), {"config": seergate.DecodeConfig(), "top_p": 0.5}, "config is given beside top_p"),
         (seergate.load, (path,), {"revision": "x"}, "revision is 'x', but .* is a directory"),

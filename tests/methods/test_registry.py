@@ -1,6 +1,7 @@
 """Methods by name and as values: when two are equal, and what the registry takes and refuses."""
 
 import copy
+import re
 import sys
 import warnings
 from dataclasses import dataclass, fields, replace
@@ -16,6 +17,7 @@ from seergate.methods import LayerSpec, registry
 from tests.support.evictors import centres
 from tests.support.models import tiny_model
 from tests.support.naive_views import retention_for
+from tests.support.running import output_of
 
 
 @pytest.fixture
@@ -189,10 +191,13 @@ def test_plugins(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(SeergateError, match="there is no method 'mine'"):
         methods.method_class("mine")
-    monkeypatch.setenv(registry.PLUGINS, "registers_mine")
+    monkeypatch.setenv(registry.PLUGINS, "seergate, registers_mine")
+    assert "\nmine: " in output_of("methods")
+    del methods.METHODS["mine"], sys.modules["registers_mine"]
     assert methods.method_class("mine").__name__ == "Mine"
-    with pytest.raises(SeergateError, match="there is no module 'not_there' to load"):
-        methods.load_plugins("not_there")
+    for name in ("not_there", "registers_mine.py", "./registers_mine.py", str(tmp_path / "registers_mine"), ""):
+        with pytest.raises(SeergateError, match=f"there is no module '{re.escape(name)}' to load"):
+            methods.load_plugins(name)
     (tmp_path / "broken.py").write_text("import not_there_at_all\n")
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
         methods.load_plugins("broken")

@@ -81,7 +81,7 @@ def test_padding_on_either_side_changes_nothing(model):
 @pytest.mark.parametrize(
     ("mask", "start", "said"),
     [
-        (None, 0, r"start is 0; they must be \[B, S\] and 1..S - 1"),
+        (None, 0, r"start is 0; it must be a tensor \[B, S\], start 1..S - 1"),
         (None, 8, "start is 8"),
         ([1] * 7, 4, r"attention_mask has the shape \(1, 7\)"),
         ([1, 1, 0, 1, 1, 1, 1, 1], 4, "padding inside of a row"),
@@ -92,6 +92,8 @@ def test_padding_on_either_side_changes_nothing(model):
 def test_mistakes_are_told(model, mask, start, said):
     with pytest.raises(ValueError, match=said):
         seergate.score(model, prompt(8), None if mask is None else torch.tensor([mask]), start=start)
+    with pytest.raises(ValueError, match=r"input_ids has the shape \(\)"):
+        seergate.score(model, [[5] * 8], start=4)
 
 
 @torch.no_grad()
