@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from seergate.cache.forward import CACHE, ForwardModes
 
 NO_CACHE = (
-    "generate runs with use_cache=False, given or from the model's configuration, so the attached method has nothing "
-    "to choose from: every step is dense; pass use_cache=True"
+    "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
+    "pass use_cache=True, which the model's configuration may deny"
 )
 _METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
 _DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
