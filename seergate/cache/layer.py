@@ -60,7 +60,8 @@ class GatedLayer(CacheLayerMixin):
     ) -> None:
         self.anchor, self.last_reader = anchor, last_reader
         self.storage, self.method, self.layer, self.num_heads, self.rotary = storage, method, layer, num_heads, rotary
-        self.static_length, self.shared, self.is_compileable = storage.static_length, shared, compiles
+        self.static_length, self.shared, self.compiles = storage.static_length, shared, compiles
+        self.is_compileable = self.static_length is not None  # makes transformers mask the slots that are not written
         self.block_size = int(getattr(method, "block_size", 1))
         self._clear()
 
@@ -103,8 +104,8 @@ class GatedLayer(CacheLayerMixin):
         spec = LayerSpec(self.layer, batch, self.num_heads, heads, head_dim, self.dtype, self.device, self.rotary)
         self.state = self.method.new_state(spec) if self.anchor == self.layer else LayerState(spec, self.method)
         self.storage.allocate(key_states, value_states, self.block_size, self.state)
-        self.rows = Rows(batch, self.device, self.is_compileable)
-        if self.is_compileable:  # a compiler must see no new tensors later
+        self.rows = Rows(batch, self.device, self.compiles)
+        if self.compiles:  # a compiler must see no new tensors later
             for name, size in self.state.tokens_per_entry.items():
                 entries = self.storage.keys.shape[2] // size
                 self.state.grown(name, entries, limit=entries)
@@ -114,7 +115,7 @@ class GatedLayer(CacheLayerMixin):
         """Called by the plain model only: store new tokens, which the method has not seen; as `store`."""
         if self.failed:
             raise SeergateError("a pass failed that was to rectify this cache; start a new one")
-        if isinstance(self.method, CompressingMethod) and self.rows.slots:
+        if isinstance(self.state, CompressingState) and self.rows.slots:
             raise SeergateError(
                 f"this cache was filled under {self.method.name!r}, which evicted from it; start a new one"
             )
@@ -156,10 +157,10 @@ class GatedLayer(CacheLayerMixin):
         context.rows = rows.add(context.counts, new, context.valid, like)
         if passes is not None:
             passes.rows = ref(context.rows)
-        if isinstance(self.method, CompressingMethod) and self.static_length is not None:
+        if isinstance(self.state, CompressingState) and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key, beyond), pad(value, beyond)
-        if isinstance(self.method, CompressingMethod) or (fresh and self.static_length is None):
+        if isinstance(self.state, CompressingState) or (fresh and self.static_length is None):
             return key, value
         if new == 1 and context.mode != PROMPT and not self.shared:
             return key, value  # the attention function reads the storage itself

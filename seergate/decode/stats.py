@@ -217,12 +217,12 @@ class DecodeStats:
             stats.recall_rows += len(record.recall)
 
     def expect_compiled(self, cache: GatedLayer) -> None:
-        """Prepare the counters of compiled steps after an eager one; does nothing if the layer is not compileable.
+        """Prepare the counters of compiled steps after an eager one; does nothing if the layer does not compile.
 
         Tensors that fit are reused, as new ones need a new graph. The counters are in use while they are the cache's
         ``counts``.
         """
-        if not cache.is_compileable:
+        if not cache.compiles:
             return
         stats, state, rows = self.layers[cache.layer], cache.state, cache.rows
         keys, values, size = cache.storage.keys, cache.storage.values, cache.block_size

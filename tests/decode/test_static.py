@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 import seergate
 from seergate import methods
-from seergate.cache.forward import ForwardContext, ForwardMode, ForwardModes
+from seergate.cache.forward import CACHE, ForwardContext, ForwardMode, ForwardModes
 from seergate.cache.layer import GatedLayer
 from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage
@@ -363,6 +363,24 @@ def test_cache_operations(model):
     assert all(layer.is_compileable for layer in static.layers)
     for got in results[1:]:
         torch.testing.assert_close(got, results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "cohere2"])
+@torch.no_grad()
+def test_slots_that_are_not_written_are_hidden_from_layers_that_are_not_gated_and_from_the_plain_model(family):
+    """Under methods whose steps do not compile, with a window that is longer than the cache."""
+    model, ids = tiny_model(family, sliding_window=64), prompt(38).split([30, *[1] * 8], 1)
+
+    def logits(cache):
+        return torch.cat([model(each, **{CACHE: cache}).logits[:, -1:] for each in ids], 1)
+
+    plain = logits(DynamicCache(config=model.config))
+    for method in (methods.Oracle(token_budget=4096), methods.H2O(token_budget=4096)):
+        static = StaticCache(model.config, max_cache_len=50)
+        with seergate.attached(model, method):
+            torch.testing.assert_close(logits(static), plain, rtol=1e-4, atol=1e-4)
+        static.reset()
+        torch.testing.assert_close(logits(static), plain, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("indices", [[1], [0, 0, 1, 1, 1]])
