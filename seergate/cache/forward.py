@@ -25,7 +25,7 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 model's output and the key in ``model_kwargs``."""
 
 VERIFIED_TOKENS = 32
-"""Maximum number of drafted tokens per pass that are decoded one by one; more are read densely, like a prompt."""
+"""Tokens per pass that `seergate.score` decodes, and at most with rectification."""
 
 TWO_THREADS = (
     "two threads run this model at once, and the attached method can serve one request at a time; "
@@ -173,8 +173,7 @@ class ForwardModes:
         if self._drafting is None or not drafting:
             return 0
         prompt = self._drafting[2]
-        drafted = max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
-        return drafted if drafted <= VERIFIED_TOKENS else 0
+        return max(0, min(new, slots + new - prompt))  # drafted or accepted tokens after the prompt
 
 
 def _is_filling(owner: Any, filled: Any, cache: Any) -> bool:

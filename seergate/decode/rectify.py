@@ -70,7 +70,7 @@ class Rectification:
         decoded = self.passes.mode(cache, 0 if layer is None else layer.rows.slots, new).decoded
         if decoded > VERIFIED_TOKENS:
             raise SeergateError(
-                f"{decoded} tokens are forced to be decoded in one pass; with rectification they must be "
+                f"{decoded} tokens are to be decoded in one pass, drafts or forced; with rectification they must be "
                 f"{VERIFIED_TOKENS} at most"
             )
         if layer is None or layer.state is None or layer.rows.slots == 0:

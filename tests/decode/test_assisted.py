@@ -64,6 +64,21 @@ def test_assisted_decoding_is_plain_decoding(drafter):
     assert drafter == "assistant" or any(after)
 
 
+def test_any_number_of_drafts_is_decoded():
+    model, options = tiny_model("qwen3"), {"input_ids": prompt(50, 5).repeat(1, 3), "max_new_tokens": 50}
+    quest = methods.Quest(token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=())
+    with seergate.attached(model, quest):
+        plain = model.generate(**options)
+        with arrivals(model) as sizes:
+            assert torch.equal(model.generate(**options, prompt_lookup_num_tokens=40), plain)
+    assert max(sizes[1:]) == 41
+    with (
+        seergate.attached(model, quest, correction=seergate.Rectify(4)),
+        pytest.raises(SeergateError, match="40 tokens are to be decoded in one pass.* 32 at most"),
+    ):
+        model.generate(**options, prompt_lookup_num_tokens=40)
+
+
 @torch.no_grad()
 def test_assisted_decoding_beside_padding_and_rectification():
     model = tiny_model("qwen3").double()

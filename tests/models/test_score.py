@@ -105,7 +105,7 @@ def test_rectified_text_is_scored_token_by_token(model):
         assert handle.stats()["rectification"]["passes"] > 2
         cache = model(ids[:, :START], use_cache=True).past_key_values
         with handle.passes.forced("decode"):
-            refused("33 tokens are forced", model, ids[:, START : START + 33], past_key_values=cache)
+            refused("33 tokens are to be decoded", model, ids[:, START : START + 33], past_key_values=cache)
     with seergate.attached(model, "h2o", token_budget=32) as handle:
         for mode in ("decode", "dense"):  # a dense pass would read neither evicted nor quantised tokens
             refused(f"evicts decodes one token per pass, so '{mode}' cannot", handle.passes.forced, mode)
