@@ -30,12 +30,12 @@ from seergate.eval.tasks.task import Problem, Task
 from seergate.fingerprint import fingerprint, rope_of
 from seergate.methods import Method
 from seergate.models.attach import attached
-from seergate.models.families import check_length, family_of, why_no_longer
+from seergate.models.families import check_length, kv_heads, why_no_longer
 from seergate.models.gate_bank import GateBank
 from seergate.models.gated_model import check_base
-from seergate.models.loading import base_config
+from seergate.models.loading import base_config, skeleton
 from seergate.models.names import TINY, check_file_served, is_tiny, load_banks, load_model, model_path, say_gates
-from seergate.models.resolving import check_dense_layers
+from seergate.models.resolving import check_anchors, check_dense_layers
 from seergate.paths import exists
 from seergate.pretrained import load_tokenizer
 
@@ -183,15 +183,16 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
-    """Refuse an unsupported model, gates for another model, and dense layers that it lacks. Reads only the model's
-    configuration, and returns it.
+    """Refuse an unsupported model, gates for another model, and dense layers and anchors that it lacks. Reads only the
+    model's configuration, and returns it.
     """
     config = base_config(path)
-    family_of(config)
+    heads = kv_heads(skeleton(config))
     for bank in {id(bank): bank for bank in banks}.values():
         check_base(path, bank)
     for method in methods:  # whose dense layers may be those of the gates
         check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
+        check_anchors(method, heads)
     return config
 
 

@@ -76,6 +76,7 @@ def test_a_prompt_a_method_and_a_file(saved, tmp_path):
         (["--prompt", "a1", "--method", "gate"], "needs gates"),
         (["--prompt", "a1", "--method", "quest", "--token-budget", "-3"], "token_budget is -3"),
         (["--prompt", "a1", "--method", "quest:dense_layers=7"], "dense_layers names [7]"),
+        (["--prompt", "a1", "--method", "quest:anchors=7"], "anchors names [7]"),
         (["--prompt", "a1", "--method", "gate", "--gates", str(shipped("checkpoints/smollm2-135m"))], "another model"),
         (["--prompt", "a1", "--model", "no-such-model"], "no-such-model"),
         (["--prompt", "a1"], "could not be loaded"),
