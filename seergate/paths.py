@@ -75,6 +75,12 @@ def gguf_file(name: str | os.PathLike[str] | None) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
+def model_name(model: str | os.PathLike[str]) -> str:
+    """The last part of a model's path or Hub id, also of ``.`` and ``..``; names of outputs contain it."""
+    path = Path(model)
+    return (path.resolve() if path.name in ("", "..") else path).name
+
+
 def is_local_model(name: str | os.PathLike[str] | None) -> bool:
     """True if a name is an existing directory or GGUF file."""
     return name is not None and (os.path.isdir(name) or gguf_file(name) is not None)

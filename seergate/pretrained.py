@@ -95,3 +95,17 @@ def chat_text(
     if not today and "strftime_now" in str(given or tokenizer.chat_template):
         options["chat_template"] = _FIXED_CLOCK + tokenizer.get_chat_template(given)
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+
+def leaves_out_a_turn(
+    messages: Iterable[dict[str, str]], text: str, render: Callable[[list[dict[str, str]]], str]
+) -> bool:
+    """Whether a chat template ignores a turn of a user, or of a role that it does not know.
+
+    Args:
+        text: the conversation in the template's markup, ``render(messages)``.
+    """
+    messages = list(messages)
+    kept = ("system", "assistant")  # whose contents templates rewrite
+    changed = [m if m["role"] in kept or m["content"].strip() in text else m | {"content": "?"} for m in messages]
+    return changed != messages and render(changed) == text

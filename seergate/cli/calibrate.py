@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args
 from seergate.errors import SeergateError
+from seergate.paths import model_name
 
 if TYPE_CHECKING:
     from seergate.eval.calibration.calibrator import Calibration
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     tokenizer = load_tokenizer(path)
     task = plan.make_task().bound(tokenizer)
     problems = task.problems()
-    name = f"calibrate-{Path(options.model).name}-{options.method}{Path(calibration.file_name).suffix}"
+    name = f"calibrate-{model_name(options.model)}-{options.method}{Path(calibration.file_name).suffix}"
     target = options.out or Path("runs") / name
     _check_target(target, calibration, options.method)
     check_writable(target.parent)

@@ -12,6 +12,7 @@ from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES
+from seergate.paths import model_name
 
 HELP = (
     "regenerate a figure or table of one of five papers",
@@ -60,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     _check_options(options, run, tiny)
     label = options.name if "table" in options.name else f"figure-{options.name}"
-    out = options.out or Path("runs") / f"{label}-{Path(options.model).name}"
+    out = options.out or Path("runs") / f"{label}-{model_name(options.model)}"
     task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
     defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
     if task == run.get("task"):

@@ -11,6 +11,7 @@ from seergate.checks import check_count, check_counts
 from seergate.cli.arguments import Command, eval_args, given, model_args
 from seergate.cli.generate import TINY_BUDGET
 from seergate.errors import SeergateError
+from seergate.paths import model_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +38,7 @@ def _prepared(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate
     check_counts(options, count=1)
     if (bank := bank_for(options.model, options.gates)) is None:
         raise SeergateError("there are no gates beside the model; give their directory or Hub id with --gates")
-    out = options.out or Path("runs") / f"{Path(options.model).name}-{command}-{options.count}"
+    out = options.out or Path("runs") / f"{model_name(options.model)}-{command}-{options.count}"
     check_writable(out)
     if any(out.iterdir()):
         raise SeergateError(f"{out} is not empty; name a new directory with --out")

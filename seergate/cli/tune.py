@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args
 from seergate.errors import SeergateError
+from seergate.paths import model_name
 from seergate.progress import duration
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def _checked(options: argparse.Namespace) -> _Job:
     context = options.max_length
     if context is None:
         context = min(CONTEXT, within_positions(config, architecture(config)).max_length)
-    out = Path(options.out or f"runs/tune-{Path(options.model).name.lower().removesuffix('.gguf')}")
+    out = Path(options.out or f"runs/tune-{model_name(options.model).lower().removesuffix('.gguf')}")
     least = (2 + config.sink_blocks) * config.block_size
     budgets = sorted(set(options.budget or (max(least, context // part) for part in (8, 4, 2))))
     config = replace(

@@ -21,7 +21,7 @@ from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.report.tables import markdown
 from seergate.gates import CONFIG_FILE
-from seergate.paths import shipped
+from seergate.paths import model_name, shipped
 from seergate.yaml_file import read_yaml
 
 
@@ -94,7 +94,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
         if not (config.eval_packs and config.eval_steps):
             raise SeergateError("an ablation compares held-out packs; eval_packs and eval_steps must not be 0")
-        name = Path(config.model).name.lower()
+        name = model_name(config.model).lower()
         home = Path(root) if root else Path("runs") / f"ablation-{study.name}-{name}"
         directory = re.sub(r"[^a-z0-9]+", "-", variant.lower()).strip("-")
         if not directory:

@@ -24,7 +24,7 @@ from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.tasks.chain_sum import GIVENS, NAMES
 from seergate.models.names import locate, preset_of
 from seergate.options import Parser, add_options, as_text, option
-from seergate.paths import HUB_ID, exists, is_local_model, shipped
+from seergate.paths import HUB_ID, exists, is_local_model, model_name, shipped
 from seergate.yaml_file import read_yaml
 
 DEFAULT_PRESET = "tiny-reasoner"
@@ -360,7 +360,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
     @property
     def run_dir(self) -> Path:
         """Directory of the adapter, checkpoints and logs."""
-        return Path(self.output_dir) if self.output_dir else Path("runs") / f"{Path(self.model).name.lower()}-gates"
+        return Path(self.output_dir) if self.output_dir else Path("runs") / f"{model_name(self.model).lower()}-gates"
 
     def _shares(self) -> list[_Share | None]:
         return [None] if exists(self.data) else [_share(source) for source in self.data.split(",")]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.checks import holds_turns
 from seergate.errors import SeergateError, first_line
-from seergate.pretrained import beginning, chat_text
+from seergate.pretrained import beginning, chat_text, leaves_out_a_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -219,11 +219,7 @@ class Formatter:
         else:
             raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
-        changed = [  # turns that the template leaves out or rewrites, say as JSON
-            m if m["role"] in ("system", "assistant") or m["content"].strip() in text else m | {"content": "?"}
-            for m in messages
-        ]
-        if changed != messages and _render(self.tokenizer, changed, self.template) == text:
+        if leaves_out_a_turn(messages, text, lambda turns: _render(self.tokenizer, turns, self.template)):
             raise MalformedRow("a turn whose role the chat template leaves out")
         system = [message for message in messages[:1] if message["role"] == "system"]
         tags = text.count(OPEN) - _render(self.tokenizer, [*system, _PROBE[0]], self.template).count(OPEN)

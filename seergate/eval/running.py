@@ -36,7 +36,7 @@ from seergate.models.gated_model import check_base
 from seergate.models.loading import base_config, skeleton
 from seergate.models.names import TINY, check_file_served, is_tiny, load_banks, load_model, model_path, say_gates
 from seergate.models.resolving import check_anchors, check_dense_layers
-from seergate.paths import exists
+from seergate.paths import exists, model_name
 from seergate.pretrained import load_tokenizer
 
 
@@ -113,7 +113,7 @@ def run_plan(plan: SweepPlan) -> Path:
         check_length(text, limit.of(0), "a text of the task's length")
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     name = directory_of(plan.task) or task.name
-    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{Path(path).name}-{name}{engine}"
+    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{model_name(path)}-{name}{engine}"
     check_writable(out)
     if banks is not None and any(spec.has_gates for spec in specs):
         print(say_gates(plan.model, plan.gates))

@@ -102,6 +102,7 @@ def test_without_a_cache_the_method_has_no_effect_and_that_is_said(speaker):
 
 def test_an_offloaded_cache_of_transformers_is_refused_with_the_one_there_is():
     model = tiny_model("qwen3")
-    cache = DynamicCache(config=model.config, offloading=True)
+    cache = DynamicCache(config=model.config)
+    cache.offloading = True  # the argument makes a CUDA stream, which builds for CUDA refuse without a driver
     with seergate.attached(model, "quest", token_budget=16, block_size=8):
         refused(r"attach with storage=seergate\.Off", model, prompt(20), past_key_values=cache)

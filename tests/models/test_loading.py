@@ -10,7 +10,7 @@ from seergate import GateConfig, SeergateError
 from seergate.cli.train import main
 from seergate.models.families import gate_geometry
 from seergate.models.loading import base_config, load_base, skeleton
-from seergate.paths import shipped
+from seergate.paths import model_name, shipped
 from seergate.pretrained import load_tokenizer
 from tests.support.running import refused
 
@@ -62,3 +62,10 @@ def test_query_heads_that_cannot_be_divided_among_kv_heads() -> None:
 def test_a_published_ministral_3_is_refused_as_the_documents_say() -> None:
     message = r"no model can be built from its configuration: .*Mistral3Config"
     refused(message, skeleton, Mistral3Config(text_config={"model_type": "ministral3"}))
+
+
+@pytest.mark.parametrize("name", ["org/Model-1.5B", "some/Model-1.5B/", ".", "sub/.."])
+def test_a_model_is_named_by_its_directory_or_repository(tmp_path, monkeypatch, name):
+    (tmp_path / "Model-1.5B/sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "Model-1.5B")
+    assert model_name(name) == "Model-1.5B"

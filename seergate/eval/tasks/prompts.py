@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval.tasks.task import Problem
-from seergate.pretrained import beginning, chat_text
+from seergate.pretrained import beginning, chat_text, leaves_out_a_turn
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
@@ -23,12 +25,23 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: 
             "this model's tokenizer has no chat template, so the task's messages cannot be put to it; base models can "
             "continue a text: gsm8k:shots=4, math500:shots=4, needle, humaneval:chat=false, or rows with a 'prompt'"
         )
+
+    def render(messages: Iterable[dict[str, str]]) -> str:
+        return chat_text(tokenizer, messages, today=today, add_generation_prompt=True)
+
     try:
-        return chat_text(tokenizer, problem.messages, today=today, add_generation_prompt=True)
+        text = render(problem.messages)
+        ignored = leaves_out_a_turn(problem.messages, text, render)
     except TemplateError as error:
         raise SeergateError(
             f"the model's chat template refuses the messages of problem {problem.problem_id}: {error}"
         ) from error
+    if ignored:
+        raise SeergateError(
+            f"the model's chat template leaves out a turn of problem {problem.problem_id}, whose roles are "
+            f"{', '.join(message['role'] for message in problem.messages)}; use roles that it knows, such as user"
+        )
+    return text
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
