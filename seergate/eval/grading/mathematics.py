@@ -29,7 +29,9 @@ _AROUND = re.compile(
 )
 _END = re.compile(r"(?:\\[!:]|[\s,;~\\]|(?<!\.)\.)+\Z")  # punctuation, line breaks and spaces
 _SEPARATOR = rf"[^\S\n]*(?:,\\!|\{{\\?,\}}|{SPACE})[^\S\n]*"
-_THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
+_THOUSANDS = re.compile(
+    rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)|(?<![\w.^\\,(\[])\d{{1,3}}(?:,\d{{3}})+(?=\s*\\(?:pi|sqrt))"
+)
 _NOTHING = re.compile(
     r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
 )
@@ -249,7 +251,8 @@ def _brackets(text: str) -> str:
 def _closed(text: str) -> str:
     r"""A formula with a plain space for LaTeX's spaces, and none before ``%``, ``i`` and ``^``; line breaks stay."""
     text = re.sub(rf"(\\\\)|(?:{SPACE}|\\>)+", lambda match: match[1] or " ", text)
-    return re.sub(r"(?<=[\d}]) (?=\\?%|i(?![A-Za-z])|\^)", "", text)
+    text = re.sub(r"(?<=[\d}]) (?=\\?%|i(?![A-Za-z])|\^)", "", text)
+    return re.sub(r"(?<=[})])\\?%", r"\\cdot 1\\%", text)  # math-verify reads it behind a plain number only
 
 
 class MisreadError(ValueError):
