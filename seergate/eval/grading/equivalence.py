@@ -92,9 +92,9 @@ def _untrue(answer: Any) -> bool:
 
     for relation in answer.args if isinstance(answer, And) else [answer]:
         if isinstance(relation, Eq) and relation.lhs.is_number and relation.rhs.is_number:
-            apart = abs(relation.lhs - relation.rhs)
-            rounded = relation.has(Float)  # 1/3 = 0.333
-            if apart.evalf() > 2e-3 * abs(relation.rhs) if rounded else not _is_zero(apart):
+            left, right = relation.lhs.doit(), relation.rhs.doit()  # 1/4 = 25 %
+            rounded, apart = relation.has(Float), abs(left - right)  # 1/3 = 0.333
+            if apart.evalf() > 2e-3 * abs(right) if rounded else not _is_zero(apart):
                 return True
     return False
 

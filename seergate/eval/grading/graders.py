@@ -22,6 +22,7 @@ from seergate.eval.grading.mathematics import (
     SPACE,
     UNITS,
     MisreadError,
+    closed,
     latex,
     multiplied,
     plain,
@@ -227,7 +228,7 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
-    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", each) for each in (gold, answer))  # { x } as {x}
+    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", closed(each)) for each in (gold, answer))  # { x } as {x}
     if text == right or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
         return True, "equal as text but for how it is set"
     try:
