@@ -158,10 +158,9 @@ def prepare_data(
         if vocabulary is not None and largest >= vocabulary:
             problem = "a token that the model has no embedding for"
         cut = length > config.max_length and config.over_length == "truncate"
-        used = _digest(ids[row]["ids"][: config.max_length]) if cut and not problem else digest
         if problem:
             malformed[problem] += 1
-        elif used in seen:
+        elif (used := _digest(ids[row]["ids"][: config.max_length]) if cut else digest) in seen:
             counts["duplicates"] += 1
         else:
             seen.add(used)

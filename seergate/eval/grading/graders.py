@@ -218,9 +218,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
-_WORDS = re.compile(  # no product such as aBc, in which case matters
-    r"(?:YES|TRUE|FALSE|N[Oo]|no|[A-Za-z][a-z]{2,})(?: [A-Za-z][a-z]*| \d+)*"
-)
+_WORDS = re.compile(r"(?:YES|TRUE|FALSE|N[Oo]|no|[A-Za-z][a-z]{2,})(?: [A-Za-z][a-z]*| \d+)*")  # no product: aBc
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:

@@ -29,10 +29,7 @@ _AROUND = re.compile(
 )
 _END = re.compile(r"(?:\\[!:]|[\s,;~\\]|(?<!\.)\.)+\Z")  # punctuation, line breaks and spaces
 _SEPARATOR = rf"[^\S\n]*(?:,\\!|\{{\\?,\}}|{SPACE})[^\S\n]*"
-_THOUSANDS = re.compile(
-    rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)"
-    r"|(?<![\w.^\\,(\[])(?<!\\\{)[1-9]\d{0,2}(?:,\d{3})+(?=\s*\\(?:pi|sqrt))"
-)
+_THOUSANDS = re.compile(rf"(?<![\w.^\\])\d{{1,3}}(?:{_SEPARATOR}\d{{3}})+(?!\d)")
 _NOTHING = re.compile(
     r"\\text[a-z]*\s*\{\s*(?:there (?:is|are) )?(?:no(?: real| such| integer)? (?:solutions?|roots?)|none)\s*\}", re.I
 )
@@ -132,8 +129,7 @@ _UNITS = """
 UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 """A unit's names, and the one that stands for all."""
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
-_FORMULA = re.compile(r"[-+/.=^$<>]\s*\d|\d\s*[-+/=^*<>%]|\d[.,:]\d")
-"""Text that is a formula, of which not only the words count."""
+_FORMULA = re.compile(r"[-+/.=^$<>:]\s*\d|\d\s*[-+/=^*<>%]|\d[.,:]\d")  # more than words
 _LAST_WORDS = re.compile(
     rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
 )
