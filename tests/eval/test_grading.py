@@ -95,7 +95,8 @@ ANSWERS = r"""
     \frac{\sqrt5-1}{2}, \frac{-1-\sqrt5}{2} == \frac{-1\pm\sqrt{5}}{2} || \left\{\frac{-1\pm\sqrt5}{2}\right\}
     \frac{1\pm\sqrt5}{2}, 3 == 3, \frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}
     x=k\pi,k\in\mathbb{Z} == x = k\pi,\ k \in\mathbb{Z}
-    \sqrt{3} == \sqrt{3}\% != 3\%    5 == \text{Answer: 5}    \text{No} == no || \text{NO} != yes || \text{not}
+    \sqrt{3} == \sqrt{3}\% != 3\%    5 == \text{Answer: 5}    \text{Type-2} == \text{Type 2}
+    \text{No} == no || \text{NO} != yes || \text{not}
     12 == 12\,^\circ || \$\,12    5 == x\,=\,5 != 5\,,6    6+9i == 6\,+\,9\,i    -5 == -\,5
     1,2 == 1,\,2 != 1
     \left(3,\frac{\pi}{2}\right) == \bigl( 3, \frac{\pi}{2} \bigr) != \bigl( 3, \frac{\pi}{3} \bigr)

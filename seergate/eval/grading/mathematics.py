@@ -129,7 +129,7 @@ _UNITS = """
 UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 """A unit's names, and the one that stands for all."""
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
-_FORMULA = re.compile(r"[-+/.=^$<>:]\s*\d|\d\s*[-+/=^*<>%]|\d[.,:]\d")  # more than words
+_FORMULA = re.compile(r"(?<![A-Za-z])-\s*\d|[+/.=^$<>:]\s*\d|\d\s*[-+/=^*<>%]|\d[.,:]\d")  # not Type-2
 _LAST_WORDS = re.compile(
     rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
 )
