@@ -250,7 +250,9 @@ def _brackets(text: str) -> str:
 
 
 def closed(text: str) -> str:
-    r"""A formula with a plain space for LaTeX's spaces, and none before ``%``, ``i`` and ``^``; line breaks stay."""
+    r"""A formula with a plain space for LaTeX's spaces, and none before ``%``, ``i`` and ``^``; line breaks stay. A
+    percent sign behind a bracket is a factor.
+    """
     text = re.sub(rf"(\\\\)|(?:{SPACE}|\\>)+", lambda match: match[1] or " ", text)
     text = re.sub(r"(?<=[\d}]) (?=\\?%|i(?![A-Za-z])|\^)", "", text)
     return re.sub(r"(?<=[})])\\?%", r"\\cdot 1\\%", text)  # math-verify reads it behind a plain number only
@@ -262,10 +264,8 @@ def _both_signs(text: str) -> str:
     before = re.sub(r"\\[{}]", "", text[: signs[0].start()]) if len(signs) == 1 else ""
     if before.count("{") <= before.count("}"):
         return text
-    parts = re.split(r",(?![^(\[{]*[)\]}])", text)  # of a list
-    return ",".join(
-        part.replace(signs[0][0], sign) for part in parts for sign in ("+-" if signs[0][0] in part else "+")
-    )
+    sign, parts = signs[0][0], re.split(r",(?![^(\[{]*[)\]}])", text)  # parts of a list
+    return ",".join(part.replace(sign, each) for part in parts for each in ("+-" if sign in part else "+"))
 
 
 class MisreadError(ValueError):
