@@ -89,7 +89,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
     configs = {}
     for variant, given in study.variants.items():
         try:
-            config = load_train_config(model, {**common, **given})
+            config = load_train_config(given.get("model", model), {**common, **given})
         except ValueError as error:
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
         if not (config.eval_packs and config.eval_steps):

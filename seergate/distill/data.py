@@ -43,7 +43,7 @@ class DataReport:
     Attributes:
         tokens, longest: tokens of all samples, and of the longest sample.
         truncated, dropped: samples longer than a pack, which are truncated to its length or left out.
-        duplicates: samples left out because they equal an earlier one.
+        duplicates: samples left out because they equal an earlier one, after truncation.
         too_short: samples left out because no token has two past blocks to choose from, besides sink blocks.
         malformed: reason -> number of rows left out for it.
         notes: note of `TrainingText` -> number of rows with it.
@@ -151,19 +151,22 @@ def prepare_data(
     malformed: Counter[str] = Counter()
     notes: Counter[str] = Counter()
     first: dict[str, tuple[int, int]] = {}  # digest of the tokens -> row and length of the first sample with them
+    seen, ids = set[str](), tokens.select_columns("ids").with_format("numpy")
     about = tokens.select_columns(["length", "digest", "problem", "notes", "largest"])[:]
     for row, (length, digest, problem, noted, largest) in enumerate(zip(*about.values(), strict=True)):
         notes.update(noted)
         if vocabulary is not None and largest >= vocabulary:
             problem = "a token that the model has no embedding for"
+        cut = length > config.max_length and config.over_length == "truncate"
         if problem:
             malformed[problem] += 1
-        elif digest in first:
+        elif (used := _digest(ids[row]["ids"][: config.max_length]) if cut else digest) in seen:
             counts["duplicates"] += 1
         else:
+            seen.add(used)
             first[digest] = row, length
             if length > config.max_length:
-                counts["truncated" if config.over_length == "truncate" else "dropped"] += 1
+                counts["truncated" if cut else "dropped"] += 1
     counts |= {"malformed": dict(malformed), "notes": dict(notes)}
     long = config.max_length if config.over_length == "drop" else float("inf")
     unique = {digest: place for digest, place in first.items() if place[1] <= long}
@@ -283,10 +286,14 @@ def tokenise(columns: dict[str, list[Any]], formatter: Formatter) -> dict[str, l
         "ids": ids,
         "length": [len(some) for some in ids],
         "largest": [max(some, default=-1) for some in ids],
-        "digest": [hashlib.blake2b(np.asarray(x, np.int32).tobytes(), digest_size=16).hexdigest() for x in ids],
+        "digest": [*map(_digest, ids)],
         "problem": problems,
         "notes": [texts[number].notes if number in texts else [] for number in range(len(rows))],
     }
+
+
+def _digest(ids: Any) -> str:
+    return hashlib.blake2b(np.asarray(ids, np.int32).tobytes(), digest_size=16).hexdigest()
 
 
 def questions(config: TrainConfig) -> tuple[dict[int, list[dict[str, str]]], Counter[str]]:

@@ -71,7 +71,8 @@ class WandbLike(Tracker):
         options |= {"project": "seergate"} | ({"resume": "allow"} if first_step > 1 else {})
         if service == "wandb":
             options |= {"id": options["name"], "dir": place}
-            options = {name: options[name] for name in options if not os.environ.get(f"WANDB_{name.upper()}")}
+            variables = {name: f"WANDB_{'RUN_ID' if name == 'id' else name.upper()}" for name in options}
+            options = {name: options[name] for name in options if not os.environ.get(variables[name])}
         self._run = self._service.init(config=config.to_dict(), **options)
 
     def numbers(self, values: dict[str, float], step: int) -> None:

@@ -83,6 +83,12 @@ def test_an_ended_study_is_evaluated_again_where_that_is_not_recorded(config, mo
     assert_identical(weights(run), before)
 
 
+def test_a_variant_may_have_a_model_of_its_own(config: TrainConfig) -> None:
+    study = Study("s", {}, {"a": {"model": config.model}, "b": {"seed": 1}})
+    configs = variant_configs(study, "tiny-reasoner", {}).values()
+    assert [Path(each.model).name for each in configs] == [Path(config.model).name, "tiny-reasoner"]
+
+
 def test_variants_without_held_out_packs_are_refused_before_training(config):
     configs = variant_configs(study := Study("s", {}, {"a": {"rope": True}}), config.model, options_of(config))
     with pytest.raises(SeergateError, match="/a has no held-out packs to compare: at most a tenth of . packs"):

@@ -252,11 +252,12 @@ def test_a_template_whose_system_prompt_names_the_tags_is_used(written: str) -> 
 @pytest.mark.parametrize("over_length", ["truncate", "drop"])
 def test_long_samples_are_cut_or_left_out_and_counted(data_config, tokenizer, over_length):
     data_config = replace(data_config, over_length=over_length, max_length=200)
-    write(data_config.data, [chat("<think>" + "x" * n + "</think>y") for n in (10, 500, 1000)])
+    thoughts = ("x" * 10, "x" * 500, "z" * 1000, "z" * 1001)  # the last two are equal once they are cut
+    write(data_config.data, [chat(f"<think>{thought}</think>y") for thought in thoughts])
     data = prepare_data(data_config, tokenizer)
     cut = over_length == "truncate"
-    assert data.report.samples == (3 if cut else 1)
-    assert (data.report.truncated, data.report.dropped) == ((2, 0) if cut else (0, 2))
+    assert (data.report.samples, data.report.duplicates) == ((3, 1) if cut else (1, 0))
+    assert (data.report.truncated, data.report.dropped) == ((2, 0) if cut else (0, 3))
     assert data.samples.lengths.max() <= 200 and (not cut or data.samples.lengths.max() == 200)
     assert data.report.longest == data.samples.lengths.max()
 

@@ -86,8 +86,8 @@ def test_a_run_that_starts_over_is_not_appended_to_the_one_before(service, tmp_p
     for first in (1, 2):
         open_trackers(config, first)
     assert [given.get("resume") for given in asked] == [None, "allow"] and asked[0]["project"] == "seergate"
-    for name in ("PROJECT", "NAME", "DIR"):
+    for name in ("PROJECT", "NAME", "DIR", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", "mine")
     open_trackers(config, 2)
-    given = {"config", "id", "resume"} if service == "wandb" else {"config", "name", "project", "resume"}
+    given = {"config", "resume"} if service == "wandb" else {"config", "name", "project", "resume"}
     assert asked[-1].keys() == given

@@ -86,7 +86,18 @@ ANSWERS = r"""
     3\pm\sqrt{2} == 3+\sqrt2 \text{ and } 3-\sqrt2 || 3±√2 != 3+\sqrt2    \frac{7}{4} == 1 3/4 || 1¾ != 1 3/5 || 3/4
     3000000 == 3 million || \$3\text{ million} != 3 || 3 billion    10^5 == 10⁵ != 105
     2\pi == 2\,\pi || \,2\;\pi\, || 2~\pi != 2\,\pi\,3    3\sqrt{2} == 3\,\sqrt{2} || 3~\sqrt{2} != 3\,2
-    20\% == 20\,\%    12 == 12\,^\circ || \$\,12    5 == x\,=\,5 != 5\,,6    6+9i == 6\,+\,9\,i    -5 == -\,5
+    20\% == 20\,\%    33\frac{1}{3}\% == \frac{100}{3} || \frac13 || 33⅓\,\% != 33 || 33\%    15 == 15\% != 10+5\%
+    \frac{1}{4} == \frac14=25\% || 0.25=25\% != \frac14=26\%
+    -5 == \text{-5} || \textbf{-5} || \text{x = -5} != \text{5} || \text{+5}    5 != \text{-5} || \text{-}5
+    \frac{3}{4} == \text{3/4} || \textbf{0.75}    12000 == \text{12,000} != \text{12}    (-2,3) == \text{(-2, 3)}
+    \frac{-1\pm\sqrt{5}}{2} == \frac{-1 \pm\sqrt5}{2} || x=-\frac12\pm\frac{\sqrt5}2
+    \frac{-1\pm\sqrt{5}}{2} != \frac{-1+\sqrt5}{2} || \frac{1\pm\sqrt5}{2}
+    \frac{\sqrt5-1}{2}, \frac{-1-\sqrt5}{2} == \frac{-1\pm\sqrt{5}}{2} || \left\{\frac{-1\pm\sqrt5}{2}\right\}
+    \frac{1\pm\sqrt5}{2}, 3 == 3, \frac{1-\sqrt5}{2}, \frac{1+\sqrt5}{2}
+    x=k\pi,k\in\mathbb{Z} == x = k\pi,\ k \in\mathbb{Z}
+    \sqrt{3} == \sqrt{3}\% != 3\%    5 == \text{Answer: 5}    \text{Type-2} == \text{Type 2}
+    \text{No} == no || \text{NO} != yes || \text{not}
+    12 == 12\,^\circ || \$\,12    5 == x\,=\,5 != 5\,,6    6+9i == 6\,+\,9\,i    -5 == -\,5
     1,2 == 1,\,2 != 1
     \left(3,\frac{\pi}{2}\right) == \bigl( 3, \frac{\pi}{2} \bigr) != \bigl( 3, \frac{\pi}{3} \bigr)
     \begin{pmatrix}1&2\\3&4\end{pmatrix} == \left[\begin{array}{cc}1 & 2 \\ 3 & 4\end{array}\right]
@@ -407,9 +418,10 @@ def test_nothing_is_right_where_there_is_no_gold_answer(grader):
 
 
 def test_gold_answers_that_nothing_can_equal_are_refused():
-    impossible = [*(("letter", gold) for gold in ("b", "(B)", "B.", "1", ""))]
+    impossible = [*(("letter", gold) for gold in ("b", "(B)", "B.", "1", "")), ("math", "2+1 = 3\n#### 3")]
     for grader, gold in [*impossible, ("math", " "), ("digit", ""), ("number", "seven")]:
         refused("the answer .* must", check_gold, grader, gold)
     check_gold("letter", "B")
     check_gold("exact", "")
+    check_gold("number", "2+1 = 3\n#### 3")
     refused("known are digit, math, exact, letter", check_grader, "mth")

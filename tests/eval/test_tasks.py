@@ -69,6 +69,8 @@ def test_jsonl(tmp_path):
         (b'{"prompt": "boxed x", "answer": true}\n', "'answer' is True"),
         (b'{"prompt": "boxed x", "answer": " "}\n', "line 1: the answer is empty"),
         (b'{"question": null, "answer": 1}\n', "line 1: 'question' is None; it must be a text"),
+        (b'{"question": " ", "answer": 1}\n', "line 1: 'question' is blank"),
+        (b'{"question": "1+1?", "answer": "1+1=<<1+1=2>>2\\n#### 2"}\n', "line 1: the answer .* only what stands"),
         (b'{"prompt": 5, "answer": 1}\n', "line 1: 'prompt' is 5"),
         (b'{"messages": [{"role": "user", "content": null}], "answer": 1}\n', "line 1: 'messages' must be a list"),
         (b'{"messages": [{"role": "user", "content": 5}], "answer": 1}\n', "line 1: 'messages' must be a list"),

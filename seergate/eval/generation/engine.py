@@ -6,10 +6,9 @@ only prompts that are prefilled together are padded. Models with layers that do 
 linear attention) run in static batches whose finished rows are dropped.
 
 A sample's tokens do not depend on its neighbours: selections are made per row, and each sample has its own random
-generator. (Matrix products of different sizes may round differently in the last bit, which can change the choice
-between two tokens that are tied to that bit. That is a property of the linear algebra library.) With dynamic and
-LongRoPE scaling the frequencies depend on the longest row and on the length at which a key was cached. Rows so long
-that the frequencies change are therefore refused.
+generator. (Matrix products of different sizes round differently, which can change the choice between two tokens that
+are nearly tied: rare in float32, common in bfloat16.) With dynamic and LongRoPE scaling the frequencies depend on the
+longest row and on the length at which a key was cached. Rows so long that the frequencies change are refused.
 """
 
 from __future__ import annotations

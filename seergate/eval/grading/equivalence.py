@@ -58,8 +58,7 @@ def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bo
 
     Leading zeros are no decimals: 1.23e-30 is rounded to 36. Matrices are compared by element.
     """
-    from math_verify.grader import get_pct_val
-    from sympy import Float, I, Rational
+    from sympy import Float, I, Rational, UnevaluatedExpr
 
     if gold.is_Matrix and answer.is_Matrix:
         gold, answer = gold.doit(), answer.doit()
@@ -67,7 +66,8 @@ def _equal(gold: Any, answer: Any, rounding: int = 6, precision: int = 15) -> bo
     gold, answer = (each.xreplace({x: I for x in each.free_symbols if x.name == "i"}) for each in (gold, answer))
     rounded = gold.has(Float) or answer.has(Float)
     # A percent sign may be missing in one of the two. Floats come from decimals, which are exact.
-    for pair in (gold, answer), (get_pct_val(gold, gold), get_pct_val(answer, answer)):
+    percent = {UnevaluatedExpr(Rational(1, 100)): Rational(1)}
+    for pair in (gold, answer), tuple(x.xreplace(percent) if x.is_Mul else x for x in (gold, answer)):
         a, b = (side.xreplace({x: Rational(str(x)) for x in side.atoms(Float)}).doit() for side in pair)
         if a == b or _is_zero(a - b):
             return True
@@ -92,9 +92,9 @@ def _untrue(answer: Any) -> bool:
 
     for relation in answer.args if isinstance(answer, And) else [answer]:
         if isinstance(relation, Eq) and relation.lhs.is_number and relation.rhs.is_number:
-            apart = abs(relation.lhs - relation.rhs)
-            rounded = relation.has(Float)  # 1/3 = 0.333
-            if apart.evalf() > 2e-3 * abs(relation.rhs) if rounded else not _is_zero(apart):
+            left, right = relation.lhs.doit(), relation.rhs.doit()  # 1/4 = 25 %
+            rounded, apart = relation.has(Float), abs(left - right)  # 1/3 = 0.333
+            if apart.evalf() > 2e-3 * abs(right) if rounded else not _is_zero(apart):
                 return True
     return False
 

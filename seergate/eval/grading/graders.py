@@ -22,6 +22,7 @@ from seergate.eval.grading.mathematics import (
     SPACE,
     UNITS,
     MisreadError,
+    closed,
     latex,
     multiplied,
     plain,
@@ -217,7 +218,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
-_WORDS = re.compile(r"[A-Za-z][a-z]{2,}(?: [A-Za-z][a-z]*| \d+)*")  # no product such as aBc, in which case matters
+_WORDS = re.compile(r"(?:YES|TRUE|FALSE|N[Oo]|no|[A-Za-z][a-z]{2,})(?: [A-Za-z][a-z]*| \d+)*")  # no product: aBc
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
@@ -225,7 +226,7 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     if answer == gold.strip():
         return True, "equal as text"
     gold, answer = plain(gold), plain(answer)
-    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", each) for each in (gold, answer))  # { x } as {x}
+    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", closed(each)) for each in (gold, answer))  # { x } as {x}
     if text == right or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
         return True, "equal as text but for how it is set"
     try:
@@ -297,5 +298,7 @@ def check_gold(name: str, gold: str) -> None:
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
     if name == "number" and last_number(gold) is None:
         raise SeergateError(f"the answer {gold!r} must be a number for the grader 'number'")
+    if name not in ("number", PROGRAM) and re.search(r"^\s*####", gold, re.MULTILINE):
+        raise SeergateError(f"the answer {gold!r} must be only what stands behind '####', except for 'number'")
     if name != "exact" and not gold.strip():
         raise SeergateError(f"the answer is empty; for the grader {name!r} it must not be")

@@ -109,8 +109,10 @@ def plain(text: str) -> str:
     text = _RECURRING.sub(_recurring, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
     text = multiplied(text)
-    words = re.fullmatch(rf"(?:{_TEXT}|[A-Za-z0-9 ()]+)+", text) if re.match(_TEXT, text) else None
-    return text if words is None else " ".join(re.findall(r"\w+", re.sub(_TEXT, r" \1 ", text)))
+    if not re.match(rf"{_TEXT}(?:{_TEXT}|[A-Za-z0-9 ()]+)*\Z", text):
+        return text
+    text = re.sub(_TEXT, r" \1 ", text)
+    return plain(text) if _FORMULA.search(text) else " ".join(re.findall(r"\w+", text))
 
 
 _UNITS = """
@@ -127,6 +129,7 @@ _UNITS = """
 UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 """A unit's names, and the one that stands for all."""
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
+_FORMULA = re.compile(r"(?<![A-Za-z])-\s*\d|[+/.=^$<>:]\s*\d|\d\s*[-+/=^*<>%]|\d[.,:]\d")  # not Type-2
 _LAST_WORDS = re.compile(
     rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
 )
@@ -246,10 +249,23 @@ def _brackets(text: str) -> str:
     return "(" if _TUPLE.fullmatch(value) or re.search(r"[<>]|\\[lg]t(?![A-Za-z])", value) else ""
 
 
-def _closed(text: str) -> str:
-    r"""A formula with a plain space for LaTeX's spaces, and none before ``%``, ``i`` and ``^``; line breaks stay."""
+def closed(text: str) -> str:
+    r"""A formula with a plain space for LaTeX's spaces, and none before ``%``, ``i`` and ``^``; line breaks stay. A
+    percent sign behind a bracket is a factor.
+    """
     text = re.sub(rf"(\\\\)|(?:{SPACE}|\\>)+", lambda match: match[1] or " ", text)
-    return re.sub(r"(?<=[\d}]) (?=\\?%|i(?![A-Za-z])|\^)", "", text)
+    text = re.sub(r"(?<=[\d}]) (?=\\?%|i(?![A-Za-z])|\^)", "", text)
+    return re.sub(r"(?<=[})])\\?%", r"\\cdot 1\\%", text)  # math-verify reads it behind a plain number only
+
+
+def _both_signs(text: str) -> str:
+    r"""A formula with one ``\pm`` inside braces as two formulas; math-verify reads it outside of them only."""
+    signs = list(re.finditer(r"\\(?:pm|mp)(?![A-Za-z])", text))
+    before = re.sub(r"\\[{}]", "", text[: signs[0].start()]) if len(signs) == 1 else ""
+    if before.count("{") <= before.count("}"):
+        return text
+    sign, parts = signs[0][0], re.split(r",(?![^(\[{]*[)\]}])", text)  # parts of a list
+    return ",".join(part.replace(sign, each) for part in parts for each in ("+-" if sign in part else "+"))
 
 
 class MisreadError(ValueError):
@@ -269,7 +285,7 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("numbers to different bases")
     if _SIDE_BY_SIDE.search(gold) or _SIDE_BY_SIDE.search(answer):
         raise MisreadError("numbers beside each other are no product")
-    gold, answer = map(_closed, (gold, answer))
+    gold, answer = (_both_signs(closed(text)) for text in (gold, answer))
     if _NUMBER.fullmatch(gold) or _NUMBER.fullmatch(answer):
         gold, answer = (_CURRENCY.sub("", text) for text in (gold, answer))
     if {_brackets(gold), _brackets(answer)} == {"{", "("}:

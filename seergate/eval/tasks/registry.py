@@ -23,7 +23,7 @@ from seergate.eval.tasks.chain_sum import GIVENS, NAMES, TRAINING_SEEDS, make_pr
 from seergate.eval.tasks.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LENGTH
 from seergate.eval.tasks.humaneval import humaneval
 from seergate.eval.tasks.retrieval import needle, perplexity, variable_tracking
-from seergate.eval.tasks.task import Problem, Task, as_text
+from seergate.eval.tasks.task import Problem, Task, as_text, words
 from seergate.json_file import json_lines
 from seergate.paths import exists
 
@@ -127,9 +127,9 @@ def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
                 f"the prompt does not ask for \\boxed{{}}, in which the grader {grader!r} looks for the answer; ask "
                 f"for it, or give another --grader: {free}"
             )
-        return Problem(name, gold, prompt=record["prompt"])
+        return Problem(name, gold, prompt=words(record, "prompt"))
     if "question" in record:
-        turn = {"role": "user", "content": record["question"] + (MATH_INSTRUCTION if grader in BOXED else "")}
+        turn = {"role": "user", "content": words(record, "question") + (MATH_INSTRUCTION if grader in BOXED else "")}
         return Problem(name, gold, messages=(turn,))
     raise ValueError("there is none of 'messages', 'prompt' and 'question'")
 
