@@ -198,6 +198,8 @@ def test_plugins(tmp_path, monkeypatch):
     for name in ("not_there", "registers_mine.py", "./registers_mine.py", str(tmp_path / "registers_mine"), ""):
         with pytest.raises(SeergateError, match=f"there is no module '{re.escape(name)}' to load"):
             methods.load_plugins(name)
+    (tmp_path / "my-methods.py").touch()
+    methods.load_plugins("my-methods")
     (tmp_path / "broken.py").write_text("import not_there_at_all\n")
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
         methods.load_plugins("broken")
