@@ -88,12 +88,12 @@ def _is_zero(difference: Any) -> bool:
 
 def _untrue(answer: Any) -> bool:
     """True if an answer equates two different numbers (``205 = 204``), of which math-verify would take the last."""
-    from sympy import And, Eq, Float
+    from sympy import And, Eq, Float, UnevaluatedExpr
 
     for relation in answer.args if isinstance(answer, And) else [answer]:
         if isinstance(relation, Eq) and relation.lhs.is_number and relation.rhs.is_number:
-            left, right = relation.lhs.doit(), relation.rhs.doit()  # 1/4 = 25 %
-            rounded, apart = relation.has(Float), abs(left - right)  # 1/3 = 0.333
+            left, right = (side.xreplace({x: x.doit() for x in side.atoms(UnevaluatedExpr)}) for side in relation.args)
+            rounded, apart = relation.has(Float), abs(left - right)  # 1/3 = 0.333; a percent is unevaluated
             if apart.evalf() > 2e-3 * abs(right) if rounded else not _is_zero(apart):
                 return True
     return False

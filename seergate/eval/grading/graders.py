@@ -218,7 +218,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     return letter == gold.strip(), f"read as the letter {letter}"
 
 
-_WORDS = re.compile(r"(?:YES|TRUE|FALSE|N[Oo]|no|[A-Za-z][a-z]{2,})(?: [A-Za-z][a-z]*| \d+)*")  # no product: aBc
+_WORDS = re.compile(r"(?:YES|TRUE|FALSE|N[Oo]|no|[A-Za-z][a-z]{2,})(?:[ /-](?:[A-Za-z][a-z]*|\d+))*")  # not aBc
 
 
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
@@ -298,7 +298,7 @@ def check_gold(name: str, gold: str) -> None:
         raise SeergateError(f"the answer {gold!r} must be one capital letter for the grader 'letter'")
     if name == "number" and last_number(gold) is None:
         raise SeergateError(f"the answer {gold!r} must be a number for the grader 'number'")
-    if name not in ("number", PROGRAM) and re.search(r"^\s*####", gold, re.MULTILINE):
+    if name in BOXED and re.search(r"^\s*####", gold, re.MULTILINE):
         raise SeergateError(f"the answer {gold!r} must be only what stands behind '####', except for 'number'")
     if name != "exact" and not gold.strip():
         raise SeergateError(f"the answer is empty; for the grader {name!r} it must not be")

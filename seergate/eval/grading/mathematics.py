@@ -109,7 +109,7 @@ def plain(text: str) -> str:
     text = _RECURRING.sub(_recurring, text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
     text = multiplied(text)
-    if not re.match(rf"{_TEXT}(?:{_TEXT}|[A-Za-z0-9 ()]+)*\Z", text):
+    if not re.match(rf"{_TEXT}(?:{_TEXT}|[A-Za-z0-9 ()])*\Z", text):
         return text
     text = re.sub(_TEXT, r" \1 ", text)
     return plain(text) if _FORMULA.search(text) else " ".join(re.findall(r"\w+", text))
@@ -129,7 +129,7 @@ _UNITS = """
 UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 """A unit's names, and the one that stands for all."""
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
-_FORMULA = re.compile(r"(?<![A-Za-z])-\s*\d|[+/.=^$<>:]\s*\d|\d\s*[-+/=^*<>%]|\d[.,:]\d")  # not Type-2
+_FORMULA = re.compile(r"(?<![A-Za-z])-\s*\d|[+/.=^$<>:]\s*\d|\d\s*([+/=^*<>%]|-(?![A-Za-z]))|\d[.,:]\d")  # not F-2
 _LAST_WORDS = re.compile(
     rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
 )
