@@ -35,8 +35,11 @@ TINY_BUDGET, REAL_BUDGET = 128, 4096
 LONG_PROMPT = 1000
 """A message is printed before the prefill of a prompt with more tokens than this."""
 OVERRIDES = {
-    **{"num_beams": 1, "num_return_sequences": 1, "return_dict_in_generate": False},
-    **{"use_cache": True, "cache_implementation": "dynamic"},
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "use_cache": True,
+    "cache_implementation": "dynamic",
 }
 """Options of ``generate`` that hold whatever the model's configuration says: one answer, with a cache."""
 

@@ -187,9 +187,10 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     model's configuration, and returns it.
     """
     config = base_config(path)
-    heads = kv_heads(skeleton(config))
+    model = skeleton(config)
+    heads = kv_heads(model)
     for bank in {id(bank): bank for bank in banks}.values():
-        check_base(path, bank)
+        check_base(path, model, bank)
     for method in methods:  # whose dense layers may be those of the gates
         check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
         check_anchors(method, heads)

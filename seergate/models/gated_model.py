@@ -81,21 +81,19 @@ def load(
     of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
     check_decode_options(options, decode_options(bank), of_model)
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
-    without_weights = check_base(base, bank, revision=pinned, **hub, **of_config)
+    without_weights = skeleton(base_config(base, revision=pinned, **hub, **of_config))
+    check_base(base, without_weights, bank)
     attach(without_weights, method, correction=correction, storage=storage)  # refuses before weights are read
     model = load_base(base, revision=pinned, **hub, **options)
     attach(model, method, correction=correction, storage=storage)
     return model
 
 
-def check_base(name: str | os.PathLike[str], bank: GateBank, **options: Any) -> PreTrainedModel:
-    """Raise `SeergateError` if gates do not match a base model's configuration; ``options`` are for `base_config`.
-    Return the model without weights.
-    """
-    model = skeleton(base_config(name, **options))
-    if problems := bank.geometry.mismatches(gate_geometry(model, bank.config)):
+def check_base(name: str | os.PathLike[str], model: PreTrainedModel, bank: GateBank) -> None:
+    """Raise `SeergateError` if gates do not match the base model ``name``; ``model`` may have no weights."""
+    problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
+    if problems:
         raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
-    return model
 
 
 def _base_of(
