@@ -27,7 +27,8 @@ from seergate.methods import Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
 from seergate.models.gate_bank import GateBank
-from seergate.models.hooks import FLEX, Attachment, LayerBinding, SingleThreadGuard
+from seergate.models.hooks import Attachment, LayerBinding, SingleThreadGuard
+from seergate.models.masks import FLEX
 from seergate.models.prompts import PromptReader
 from seergate.models.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method
 

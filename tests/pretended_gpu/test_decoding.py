@@ -36,8 +36,8 @@ READS: dict[str, dict[str, str]] = {
         "seergate/methods/gate_on_evictor.py attend: tolist": "how much was read, for the statistics",
     },
     "rectified": {
-        "seergate/models/hooks.py valid_tokens: item": "the mask of the pass that rectifies",
-        "seergate/models/hooks.py hide_what_is_masked: item": "the same",
+        "seergate/models/masks.py valid_tokens: item": "the mask of the pass that rectifies",
+        "seergate/models/masks.py hide_what_is_masked: item": "the same",
     },
 }
 """Where the host reads from the device in a decode step, and why, by case."""
