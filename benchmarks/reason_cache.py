@@ -26,8 +26,8 @@ import torch
 from common import arguments, described, parsed, random_model, save
 from transformers import DynamicCache
 
+from seergate.cache.block_store import OutOfBlocks
 from seergate.cache.forward import CACHE
-from seergate.cache.pages import OutOfBlocks
 from seergate.cache.paging import Paging
 from seergate.methods import Dense, Method, ReasonCache
 from seergate.models.attach import attached

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seergate.cache.block_store import Copies
 from seergate.cache.forward import ForwardContext
-from seergate.cache.pages import CachePages, Copies
+from seergate.cache.pages import CachePages
 from seergate.cache.storage import KVBackend
 from seergate.errors import SeergateError, first_line
 from seergate.methods.reason_cache.evaluator import Evaluator

@@ -9,7 +9,7 @@ from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from seergate import SeergateError
-from seergate.cache.pages import BlockStore, OutOfBlocks
+from seergate.cache.block_store import BlockStore, OutOfBlocks
 from seergate.cache.paging import Paging
 from seergate.methods import Dense, Gate
 from seergate.methods.selecting import page_tokens

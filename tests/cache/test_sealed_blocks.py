@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate.cache.pages import BlockStore
+from seergate.cache.block_store import BlockStore
 from tests.cache.test_sharing import READS, looping, reason
 from tests.support.models import prompt
 
