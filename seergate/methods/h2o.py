@@ -30,7 +30,7 @@ class H2OState(BudgetedState):
     @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
-        if step.q_BHSD.shape[2] == 1:
+        if step.decoded == step.q_BHSD.shape[2] == 1:
             return  # `observe_attention` counts it
         with torch.autocast(step.k_BKSD.device.type, enabled=False):  # as at a decode step
             for row, count in enumerate(step.counts):

@@ -44,6 +44,9 @@ def test_h2o_by_hand():
     assert state.select_kept(last).index.tolist() == [[[0, 2, 3]]]
     state, last = prompted(methods.H2O(token_budget=2, recent_tokens=2), q, keys)
     assert state.select_kept(last).index.tolist() == [[[2, 3]]], "without heavy hitters it is a sliding window"
+    state = methods.H2O().new_state(spec(keys, 1))
+    state.append(step(q[:, :, :1], keys[:, :, :1], decoded=0))
+    assert state.rows["mass"][..., 0].tolist() == [[1]], "a prompt of one token that is not decoded"
 
 
 def test_tova_by_hand():
