@@ -65,6 +65,7 @@ def _regrade(options: argparse.Namespace) -> None:
     from seergate.eval.store import run_directories
 
     check_counts(options, processes=1)
+    any_changed = False
     for directory in run_directories(options.run_dir):
         result = regrade(directory, **given(options, "grader", "dry_run", "processes", "run_programs"))
         if not result.total:
@@ -78,6 +79,9 @@ def _regrade(options: argparse.Namespace) -> None:
             print(f"  problem {problem}, sample {sample}: {old} -> {new}")
         if len(result.changed) > 10:
             print(f"  and {len(result.changed) - 10} more")
+        any_changed |= bool(result.changed)
+    if any_changed and not options.dry_run:
+        print("reports from before show the earlier grades; `seergate report` writes them again")
 
 
 REGRADE = Command(REGRADE_HELP, _regrade_arguments, _regrade)

@@ -182,7 +182,7 @@ class Formatter:
         elif row.get("text") is not None:
             content = row["text"]
         else:
-            raise MalformedRow("no messages, prompt and completion, or text")
+            raise MalformedRow("no messages, prompt and completion, or text; --data-column names another key")
         if not isinstance(content, (str, list)):
             there = ", ".join(sorted(map(str, row)))
             raise MalformedRow(f"no {self.column} among {there}" if content is None else "neither messages nor text")

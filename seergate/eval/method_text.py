@@ -81,9 +81,8 @@ def _list(key: str, text: str) -> tuple[int, ...]:
 
 
 def value_text(value: Any) -> str:
-    """The text of a value; of a path only the file's name, because the text becomes part of a directory's name."""
+    """The text of a value."""
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
     words = {repr(word): text for text, word in WORDS.items()}
-    text = words.get(repr(value), str(value))
-    return text.replace("\\", "/").rsplit("/", 1)[-1]
+    return words.get(repr(value), str(value))

@@ -85,7 +85,8 @@ class MethodSpec:
             parts.append(f"b{self.block_size}")
         if self.dense_layers:
             parts.append("dense" + ",".join(map(str, self.dense_layers)))
-        parts += [f"{key}={value_text(value)}" for key, value in sorted(self.options.items())]
+        texts = {key: value_text(value).replace("\\", "/") for key, value in sorted(self.options.items())}
+        parts += [f"{key}={text.rsplit('/', 1)[-1]}" for key, text in texts.items()]  # of a path, the file's name
         return "-".join([*parts, self.gates] if self._gates_differ else parts)
 
     @property

@@ -261,7 +261,9 @@ def test_methods_are_listed_with_their_options():
     assert "did you mean 'quest'" in refusal(run_seergate("methods", "qest"))
     both = run_seergate("methods", "snapkv+gate").stdout
     assert "window=32" in both and "read_budget=?" in both
-    assert "?" not in output_of("methods", "reason_cache+gate"), "no option is required"
+    shared = output_of("methods", "reason_cache+gate")
+    assert "?" not in shared, "no option is required"
+    assert r"border=\n[ \t\r]*\n," in " ".join(shared.split()), "no path"
 
 
 def test_shipped_files_are_found_from_anywhere(tmp_path, monkeypatch):

@@ -96,7 +96,8 @@ def test_regrade_tells_what_changes(runs):
     changes = output("regrade", run, "--processes", 1)
     assert "6 samples, 1 changed; accuracy 0.0 % -> 16.7 %" in changes
     assert "wrong (None; no boxed answer) -> right" in changes
-    assert "1 changed" not in output("regrade", runs, "--dry-run")
+    assert "show the earlier grades" in changes
+    assert "1 changed" not in (unchanged := output("regrade", runs, "--dry-run")) and "earlier" not in unchanged
     assert "nowhere" in error("regrade", runs / "nowhere")
 
 

@@ -191,7 +191,11 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, to
     bad: dict[str, list[Any]] = {
         "not JSON": ['{"messages": [\n', "\x00\ufffd\n"],
         "not a record": [[1, 2], None, 7],
-        "no messages, prompt and completion, or text": [{}, {"messages": None}, {"prompt": "only"}],
+        "no messages, prompt and completion, or text; --data-column names another key": [
+            {},
+            {"messages": None},
+            {"prompt": "only"},
+        ],
         "no assistant turn": [{"messages": []}, {"messages": [user]}],
         "empty assistant turn": [chat(""), chat("  \n"), chat("<think>\n</think>")],
         "a turn without role and content": [
