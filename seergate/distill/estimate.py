@@ -11,16 +11,23 @@ import torch
 from torch import nn
 
 from seergate.config import SCORERS
-from seergate.distill.base_model import base_dtype, gate_config, is_gguf, own_format, with_run_rope, within_positions
+from seergate.distill.base_model import base_dtype, own_format, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
 from seergate.errors import SeergateError
-from seergate.models.families import attention_modules, decoder_of, gate_geometry, text_config, why_one_sequence
+from seergate.models.families import (
+    attention_modules,
+    decoder_of,
+    gate_geometry,
+    head_dim_of,
+    text_config,
+    why_one_sequence,
+)
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, skeleton
 from seergate.models.names import presets
-from seergate.paths import shipped
+from seergate.paths import gguf_file, shipped
 from seergate.yaml_file import read_yaml
 
 if TYPE_CHECKING:
@@ -120,7 +127,7 @@ class Plan:
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         c = self.config
-        whole = self.precision.endswith(("float16", "float32")) and not is_gguf(c)
+        whole = self.precision.endswith(("float16", "float32")) and not gguf_file(c.model)
         if c.base_memory_gb is not None:
             ways = "a smaller --base-memory-gb or "
         elif self.precision.endswith("mxfp4"):  # may be divided
@@ -174,7 +181,7 @@ def make_plan(
         raise SeergateError("device is 'cuda' and this machine has no CUDA device; give --memory-gb")
     shape = with_run_rope(architecture(config), config)
     config, model = within_positions(config, shape), skeleton(shape)
-    gates = gate_config(config, model)
+    gates = config.gates(head_dim_of(model))
     geometry = gate_geometry(model, gates)
     readers = len(geometry.layers)
     if config.anchors:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from seergate.distill.base_model import base_dtype, is_divisible, is_gguf, own_format
+from seergate.distill.base_model import base_dtype, is_divisible, own_format
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
 from seergate.distill.losses.teacher_forward import tile_rows
@@ -23,6 +23,7 @@ from seergate.eval.generation.batch_memory import container_limit
 from seergate.models.families import decoder_of, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
+from seergate.paths import gguf_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -130,7 +131,7 @@ def decide_sharding(
     if config.shard_base is not None:
         return config
     copies = replace(config, shard_base=False)
-    whole = is_gguf(config) or not is_divisible(model.config)
+    whole = gguf_file(config.model) or not is_divisible(model.config)  # each process reads such a file in full
     if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or whole:
         return copies
     fits = estimate_memory(model, bank, copies, device, processes).total <= room
