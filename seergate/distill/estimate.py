@@ -234,7 +234,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, lengt
     chosen = getattr(text_config(model), "num_experts_per_tok", None) or 0
     experts = [p for m in layers.modules() if hasattr(m, "num_experts") for p in m.parameters(recurse=False)]
     weights += sum(chosen * p[0].numel() for p in experts if p.ndim == 3)  # all experts: [experts, in, out]
-    weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, recomputation, gradient
+    weights += 3 * bank.num_parameters  # forward, recomputation, gradient
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = pairs(length) * 4 * queries * len(list(attention_modules(model)))

@@ -107,7 +107,7 @@ def estimate_memory(
         here = -(-base // processes)
         tied = text_config(model).tie_word_embeddings  # a tied embedding stays gathered
         gathered = embedding + 2 * max(layers) if tied else max(embedding, 2 * max(layers))
-    gates = FLOAT32 * sum(p.numel() for p in bank.parameters())
+    gates = FLOAT32 * bank.num_parameters
     return Memory(
         base=here,
         base_elsewhere=base - here,

@@ -511,7 +511,7 @@ class _Run:
             yield f"the frozen model is divided among {world.size} processes"
         if self.model.why_one_sample:
             yield f"a pack holds one sample: {self.model.why_one_sample}"
-        parameters = sum(p.numel() for p in self.bank.parameters())
+        parameters = self.bank.num_parameters
         processes = "" if world.size == 1 else f" in {world.size} processes"
         yield (
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {self.engine.name} on "
