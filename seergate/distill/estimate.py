@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from seergate.config import SCORERS
 from seergate.distill.base_model import base_dtype, own_format, with_run_rope, within_positions
@@ -29,9 +30,6 @@ from seergate.models.loading import base_config, skeleton
 from seergate.models.names import presets
 from seergate.paths import gguf_file, shipped
 from seergate.yaml_file import read_yaml
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 GB = 1e9
 

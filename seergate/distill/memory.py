@@ -10,10 +10,11 @@ import os
 import resource
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from seergate.distill.base_model import base_dtype, is_divisible, own_format
 from seergate.distill.config import TrainConfig
@@ -24,9 +25,6 @@ from seergate.models.families import decoder_of, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
 from seergate.paths import gguf_file
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FLOAT32 = 4
 BYTES_PER_WEIGHT = {"bnb-4bit": 0.5 + 4 / 64, "bnb-8bit": 1.0, "torchao-int8": 1.0}

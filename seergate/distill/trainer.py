@@ -24,9 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
+from transformers import PreTrainedModel
 
 from seergate.config import SCORERS
 from seergate.distill import commits
@@ -69,9 +70,6 @@ from seergate.models.families import check_gates
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import download_weights, skeleton
 from seergate.pretrained import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 """Signals that a cluster sends before it kills a process, and that of Ctrl-C; a run then saves a checkpoint after the
