@@ -44,7 +44,7 @@ from torch import Tensor
 
 from seergate import GateBank
 from seergate.distill import TrainConfig, load_train_config
-from seergate.distill.base_model import gate_config, load_frozen
+from seergate.distill.base_model import load_frozen
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import make_plan
@@ -167,7 +167,7 @@ def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tenso
 
         return forward
     torch.manual_seed(1)
-    bank = GateBank.for_model(model, gate_config(run, model))
+    bank = GateBank.for_model(model, run.gates(families.head_dim_of(model)))
     if way == "materialised":
         bank = bank.to(getattr(torch, run.dtype))  # as published
         teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # in this process only

@@ -35,7 +35,6 @@ def _info_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _info(options: argparse.Namespace) -> None:
-    """Print the facts about gates."""
     facts = _facts_of(_read_gates(options.source, options))
     if options.json:
         print(json.dumps(facts, indent=2))
@@ -44,7 +43,6 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _facts_of(bank: GateBank) -> dict[str, Any]:
-    """The facts about gates, in sections."""
     gate, geometry = bank.config, bank.geometry
     return {
         "gates": {
@@ -73,7 +71,6 @@ def _facts_of(bank: GateBank) -> dict[str, Any]:
 
 
 def _say(facts: dict[str, Any]) -> None:
-    """Print the facts, one per line."""
     for title in ("gates", "base model"):
         print(title)
         _table(facts[title])
@@ -128,7 +125,6 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(options: argparse.Namespace) -> None:
-    """Read the gates, describe them, upload them."""
     from seergate.gates import CARD_FILE, Source, base_note, check_target, read_card, save_adapter
     from seergate.models.gate_bank import GateBank
 
@@ -210,7 +206,6 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    """Read the gates, change them as the options say, and write them."""
     import torch
 
     from seergate.gates import Source, save_adapter
@@ -235,7 +230,6 @@ EXPORT = Command(EXPORT_HELP, _export_arguments, _export)
 
 
 def _add_source_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for reading from the Hub."""
     parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository [main]")
     parser.add_argument("--subfolder", metavar="DIR", help="folder of the gates in the repository [its root]")
     parser.add_argument("--token", metavar="TOKEN", help="Hub token [that of `hf auth login`]")

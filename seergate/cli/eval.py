@@ -132,7 +132,6 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> None:
-    """Run the plan in the file."""
     from seergate.eval.sweep_plan import SweepPlan
 
     plan = replace(SweepPlan.read(options.file), **given(options, "model", "gates", "out", "match"))

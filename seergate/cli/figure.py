@@ -141,7 +141,6 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
 
 
 def _write(name: str, out: Path, label: str) -> Path:
-    """Write the page of a figure and return its path."""
     from seergate.eval.papers.looks import STYLES, beside
     from seergate.eval.report import load_sweeps, write_report
     from seergate.eval.report.load import apart

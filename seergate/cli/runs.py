@@ -29,7 +29,6 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    """Write the report and print its findings."""
     from seergate.cli.console import say_report
     from seergate.eval.report import write_report
 
@@ -60,7 +59,6 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _regrade(options: argparse.Namespace) -> None:
-    """Grade the stored samples again, and print which grades changed."""
     from seergate.eval.regrade import regrade
     from seergate.eval.store import run_directories
 
@@ -107,7 +105,6 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    """Print the answers."""
     from seergate.eval import store
 
     if not (options.run_dir / store.CONFIG).is_file():

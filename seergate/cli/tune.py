@@ -122,7 +122,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _checked(options: argparse.Namespace) -> _Job:
-    """Check the options, and return the job that they describe."""
     import torch
 
     from seergate.distill.base_model import within_positions

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from seergate.checks import is_int, is_number
-from seergate.config import GateConfig
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
@@ -53,11 +52,6 @@ NOT_SCALING = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_in
 _PACKAGES = {"bnb-4bit": "bitsandbytes", "bnb-8bit": "bitsandbytes", "torchao-int8": "torchao"}
 
 
-def is_gguf(config: TrainConfig) -> bool:
-    """Return whether the frozen model is a GGUF file; each process reads such a file in full."""
-    return gguf_file(config.model) is not None
-
-
 def own_format(shape: Any) -> tuple[str, int | None] | None:
     """Return the format of a quantised checkpoint, and its bits per weight if they are known."""
     own = getattr(shape, "quantization_config", None) or {}
@@ -72,14 +66,9 @@ def is_divisible(shape: Any) -> bool:
     return own is None or own[0] == "mxfp4"
 
 
-def gate_config(config: TrainConfig, model: PreTrainedModel) -> GateConfig:
-    """Return the gates' architecture; the gate dimension defaults to the model's head dimension."""
-    return config.gates(head_dim_of(model))
-
-
 def fresh_gates(config: TrainConfig, model: PreTrainedModel) -> GateBank:
     """Create the gates of the run, initialised as ``config.init`` says."""
-    bank = GateBank.for_model(model, gate_config(config, model))
+    bank = GateBank.for_model(model, config.gates(head_dim_of(model)))
     if config.anchors:
         bank = bank.with_anchors(config.anchors)
     if config.init == "model":
@@ -138,7 +127,7 @@ def with_run_rope(shape: Any, config: TrainConfig) -> Any:
             raise SeergateError(
                 f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, which is quantised"
             )
-    if is_gguf(config):
+    if gguf_file(config.model):
         for name, given in (("quantize", quantized), ("shard_base", config.shard_base), ("base_memory_gb", memory)):
             if given:
                 raise SeergateError(

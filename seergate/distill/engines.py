@@ -63,13 +63,8 @@ class Engine(ABC):
 
 def check_engine(config: TrainConfig, world_size: int) -> None:
     """Raise `SeergateError` early if `make_engine` would fail for the options or the installed packages."""
-    if config.shard_base:
-        if world_size == 1:
-            raise SeergateError("shard_base is true; it needs several processes, as torchrun or deepspeed start them")
-        import transformers.distributed
-
-        if not hasattr(transformers.distributed.DistributedConfig, "fsdp_size"):
-            raise SeergateError("shard_base is true; it needs a transformers that loads shards, such as 5.17")
+    if config.shard_base and world_size == 1:
+        raise SeergateError("shard_base is true; it needs several processes, as torchrun or deepspeed start them")
     if config.deepspeed:
         if importlib.util.find_spec("deepspeed") is None:
             raise SeergateError(f"DeepSpeed is not installed; {how_to_install('train')}, or use torchrun")

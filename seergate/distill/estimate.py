@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from seergate.config import SCORERS
-from seergate.distill.base_model import base_dtype, gate_config, is_gguf, own_format, with_run_rope, within_positions
+from seergate.distill.base_model import base_dtype, own_format, with_run_rope, within_positions
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.engines import check_engine
 from seergate.distill.memory import Memory, capacity, decide_sharding, estimate_memory, overhead
 from seergate.errors import SeergateError
-from seergate.models.families import attention_modules, decoder_of, gate_geometry, text_config, why_one_sequence
+from seergate.models.families import (
+    attention_modules,
+    decoder_of,
+    gate_geometry,
+    head_dim_of,
+    text_config,
+    why_one_sequence,
+)
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, skeleton
 from seergate.models.names import presets
-from seergate.paths import shipped
+from seergate.paths import gguf_file, shipped
 from seergate.yaml_file import read_yaml
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
 
 GB = 1e9
 
@@ -120,7 +125,7 @@ class Plan:
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         c = self.config
-        whole = self.precision.endswith(("float16", "float32")) and not is_gguf(c)
+        whole = self.precision.endswith(("float16", "float32")) and not gguf_file(c.model)
         if c.base_memory_gb is not None:
             ways = "a smaller --base-memory-gb or "
         elif self.precision.endswith("mxfp4"):  # may be divided
@@ -174,7 +179,7 @@ def make_plan(
         raise SeergateError("device is 'cuda' and this machine has no CUDA device; give --memory-gb")
     shape = with_run_rope(architecture(config), config)
     config, model = within_positions(config, shape), skeleton(shape)
-    gates = gate_config(config, model)
+    gates = config.gates(head_dim_of(model))
     geometry = gate_geometry(model, gates)
     readers = len(geometry.layers)
     if config.anchors:
@@ -227,7 +232,7 @@ def pack_flop(model: PreTrainedModel, bank: GateBank, config: TrainConfig, lengt
     chosen = getattr(text_config(model), "num_experts_per_tok", None) or 0
     experts = [p for m in layers.modules() if hasattr(m, "num_experts") for p in m.parameters(recurse=False)]
     weights += sum(chosen * p[0].numel() for p in experts if p.ndim == 3)  # all experts: [experts, in, out]
-    weights += 3 * sum(p.numel() for p in bank.parameters())  # forward, recomputation, gradient
+    weights += 3 * bank.num_parameters  # forward, recomputation, gradient
     queries = geometry.num_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim / config.block_size
     seen = pairs(length) * 4 * queries * len(list(attention_modules(model)))

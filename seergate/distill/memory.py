@@ -10,12 +10,13 @@ import os
 import resource
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from seergate.distill.base_model import base_dtype, is_divisible, is_gguf, own_format
+from seergate.distill.base_model import base_dtype, is_divisible, own_format
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
 from seergate.distill.losses.teacher_forward import tile_rows
@@ -23,9 +24,7 @@ from seergate.eval.generation.batch_memory import container_limit
 from seergate.models.families import decoder_of, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from seergate.paths import gguf_file
 
 FLOAT32 = 4
 BYTES_PER_WEIGHT = {"bnb-4bit": 0.5 + 4 / 64, "bnb-8bit": 1.0, "torchao-int8": 1.0}
@@ -106,7 +105,7 @@ def estimate_memory(
         here = -(-base // processes)
         tied = text_config(model).tie_word_embeddings  # a tied embedding stays gathered
         gathered = embedding + 2 * max(layers) if tied else max(embedding, 2 * max(layers))
-    gates = FLOAT32 * sum(p.numel() for p in bank.parameters())
+    gates = FLOAT32 * bank.num_parameters
     return Memory(
         base=here,
         base_elsewhere=base - here,
@@ -130,7 +129,7 @@ def decide_sharding(
     if config.shard_base is not None:
         return config
     copies = replace(config, shard_base=False)
-    whole = is_gguf(config) or not is_divisible(model.config)
+    whole = gguf_file(config.model) or not is_divisible(model.config)  # each process reads such a file in full
     if processes == 1 or config.base_memory_gb is not None or config.quantize != "none" or whole:
         return copies
     fits = estimate_memory(model, bank, copies, device, processes).total <= room

@@ -24,9 +24,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
+from transformers import PreTrainedModel
 
 from seergate.config import SCORERS
 from seergate.distill import commits
@@ -69,9 +70,6 @@ from seergate.models.families import check_gates
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import download_weights, skeleton
 from seergate.pretrained import load_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 """Signals that a cluster sends before it kills a process, and that of Ctrl-C; a run then saves a checkpoint after the
@@ -511,7 +509,7 @@ class _Run:
             yield f"the frozen model is divided among {world.size} processes"
         if self.model.why_one_sample:
             yield f"a pack holds one sample: {self.model.why_one_sample}"
-        parameters = sum(p.numel() for p in self.bank.parameters())
+        parameters = self.bank.num_parameters
         processes = "" if world.size == 1 else f" in {world.size} processes"
         yield (
             f"gates: {len(self.bank)} layers, {parameters:,} parameters, for {config.model}; {self.engine.name} on "

@@ -174,7 +174,6 @@ def _leave_out(plan: SweepPlan, names: Sequence[str], why: str) -> None:
 
 
 def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> None:
-    """Refuse settings of a plan that do not work with a server."""
     _leave_out(plan, ("workers", "ray_address", "match"), f"with --engine {plan.engine}")
     engine_version(plan.engine)
     check_file_served(model_path(plan.model), plan.engine)

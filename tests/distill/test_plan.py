@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 from seergate import GateBank
 from seergate.distill import load_train_config
-from seergate.distill.base_model import gate_config
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import loss_pairs, make_plan, pack_flop, pairs
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, capacity, estimate_memory
 from seergate.eval.generation import batch_memory
+from seergate.models.families import head_dim_of
 from seergate.models.names import presets
 from tests.support.memory import peak_bytes
 from tests.support.running import ROOT, output_of, refusal, run_seergate
@@ -172,7 +172,7 @@ def test_activations_agree_with_the_allocator(shape: str) -> None:
     dtype = "bfloat16" if shape == "wide attention" else "float32"
     run = load_train_config("qwen3-8b", {"max_length": 6144, "block_size": 64, "dtype": dtype})
     model = random_model(SHAPES[shape], dtype)
-    bank = GateBank.for_model(model, gate_config(run, model))
+    bank = GateBank.for_model(model, run.gates(head_dim_of(model)))
     ids = torch.randint(0, 32, (1, 6144))
     measured = peak_bytes(lambda: distill_step(bank, model, ids, row_start=0.5))
     assert activation_bytes(model, bank, run, CPU) == pytest.approx(measured, rel=0.15)
@@ -185,7 +185,7 @@ def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
     shape = qwen3(hidden_size=1024, intermediate_size=3072, **heads)
     values = {"max_length": 4096, "block_size": 64, "dtype": "bfloat16", "packs_per_step": 1}
     run, model = load_train_config("qwen3-0.6b", values), random_model(shape, "bfloat16")
-    bank = GateBank.for_model(model, gate_config(run, model))
+    bank = GateBank.for_model(model, run.gates(head_dim_of(model)))
     planned = estimate_memory(model, bank, run, CPU, processes=1)
     ids = torch.randint(0, 32, (1, 4096))
 
@@ -222,7 +222,7 @@ def test_operations_agree_with_a_count_of_them(shape: str, stride: int) -> None:
     model = random_model(SHAPES[shape])
     if shape == "experts":
         model.set_experts_implementation("eager")  # the counter knows nothing of grouped products
-    bank = GateBank.for_model(model, gate_config(run, model))
+    bank = GateBank.for_model(model, run.gates(head_dim_of(model)))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         distill_step(bank, model, torch.randint(0, 32, (1, 1024)), row_start=0.0, row_stride=stride)
     # Attention by plain matrix products is not causal but full, and the teacher's chunks run over some masked keys.

@@ -14,18 +14,14 @@ Shape suffixes: T tokens of the pack, B = 1, S = T, R rows that count, V vocabul
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from seergate import ops
 from seergate.distill.losses.distill_loss import DistillLoss, DistillOutput, DistillSpec
 from seergate.models.packed_forward import TeacherCall, intercepted_attention
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class ImportanceLoss(DistillLoss):

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from seergate import ops
 from seergate.config import SCORERS, class_of, nearest_anchor
@@ -30,10 +31,6 @@ from seergate.models.packed_forward import TeacherCall, intercepted_attention
 from seergate.ops.arguments import check_cu_seqlens
 from seergate.ops.host_memory import copied
 from seergate.ops.losses import counted_rows
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 TILE, TILE_DEVICE = 2048, 16384
 """Maximum rows per tile of the query branch on a CPU and on a GPU. Its intermediate results are several times as large

@@ -20,6 +20,7 @@ from seergate.checks import check, is_number
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibration, Prompts
+from seergate.eval.calibration.matching import EVERYTHING
 from seergate.eval.generation.engine import Batch
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.fingerprint import fingerprint
@@ -27,9 +28,6 @@ from seergate.methods import LazyEviction
 from seergate.methods.lazy_eviction import LazyState
 from seergate.methods.tri_attention import Centres, QueryCentres
 from seergate.models.attach import attached
-
-_EVERYTHING = 2**30
-"""A token budget that nothing exceeds."""
 
 
 @torch.inference_mode()
@@ -57,7 +55,7 @@ def measure_recurrence(
     Raises:
         SeergateError: if no token was generated.
     """
-    recorder = LazyEviction(token_budget=_EVERYTHING, window=_EVERYTHING, alpha=alpha)
+    recorder = LazyEviction(token_budget=EVERYTHING, window=EVERYTHING, alpha=alpha)
     mri = list[np.ndarray]()
     with attached(model, recorder):
         for batch in answers(model, prompts, max_new_tokens, sampling, ends):

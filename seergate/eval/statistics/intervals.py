@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
@@ -73,7 +74,7 @@ def clustered(outcomes: Mapping[str, Sequence[float]]) -> Estimate:
     Args:
         outcomes: problem -> its samples' outcomes (0 or 1, a length, ...); at least one problem, none empty.
     """
-    return mean_and_error([_mean(values) for values in outcomes.values()])
+    return mean_and_error([fmean(values) for values in outcomes.values()])
 
 
 def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[float]]) -> Difference:
@@ -90,7 +91,7 @@ def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[
     common = [problem for problem in ours if problem in baseline]
     if not common:
         raise ValueError("the two runs have no problem in common; they cannot be compared")
-    differences = [_mean(ours[p]) - _mean(baseline[p]) for p in common]
+    differences = [fmean(ours[p]) - fmean(baseline[p]) for p in common]
     diff = mean_and_error(differences)
     if diff.n == 1:
         return Difference(diff.mean, diff.se, 1)
@@ -113,7 +114,7 @@ def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
     fewest = min(map(len, outcomes.values()))
     if not 1 <= k <= fewest:
         raise ValueError(f"k is {k}; it must be in 1..{fewest}, the samples that every problem has")
-    return _mean([1 - math.comb(len(v) - round(sum(v)), k) / math.comb(len(v), k) for v in outcomes.values()])
+    return fmean([1 - math.comb(len(v) - round(sum(v)), k) / math.comb(len(v), k) for v in outcomes.values()])
 
 
 RESAMPLES = 1000
@@ -139,7 +140,7 @@ def mean_and_error(values: Sequence[float]) -> Estimate:
     n = len(values)
     if n == 0:
         raise ValueError("there is nothing to average")
-    mean = _mean(values)
+    mean = fmean(values)
     if n == 1:
         return Estimate(mean, math.nan, 1)
     return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n * (n - 1))), n)
@@ -171,7 +172,3 @@ def wilson(estimate: Estimate, samples: int | None = None) -> tuple[float, float
     centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(max(0.0, p * (1 - p) / n) + z**2 / (4 * n * n))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -104,7 +104,6 @@ def _records(path: Path, grader: str) -> Iterator[Problem]:
 
 
 def _record(record: dict[str, Any], number: int, grader: str) -> Problem:
-    """The problem in a record of a JSONL file."""
     name = str(number if record.get("id") is None else record["id"])
     gold = as_text("answer", record["answer"])
     if "messages" in record:
