@@ -258,9 +258,11 @@ class Attachment:
 
     @property
     def compiles(self) -> bool:
-        """Whether decode steps may be compiled: no trace, recall, other statistics or correction needs host values."""
+        """Whether decode steps may be compiled: the method, a trace, recall, other statistics or a correction may need
+        values on the host.
+        """
         observed = self.trace is not None or self.measure_recall or type(self.stats_) is not DecodeStats
-        return not observed and self.correction is None
+        return self.method.fixed_shapes and not observed and self.correction is None
 
     def _warn_of_labels(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Warn once of a forward pass with labels, since its loss is computed with dense attention."""

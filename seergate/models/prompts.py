@@ -1,4 +1,4 @@
-"""Detects when `generate` prefills a prompt, and where the prompt of assisted decoding ends.
+"""Detects when `generate` prefills a prompt, and where the prompt of assisted decoding ends; decides if it compiles.
 
 This is needed because prompts and drafted tokens both reach a cache as several tokens at once. A prompt may also come
 in chunks, and assisted decoding passes the first drafted tokens together with the prompt.
@@ -7,6 +7,7 @@ in chunks, and assisted decoding passes the first drafted tokens together with t
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -20,17 +21,22 @@ NO_CACHE = (
 )
 _METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
 _DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
+_COMPILES = "_valid_auto_compile_criteria"  # method that decides whether `generate` compiles decode steps
 
 
 class PromptReader:
-    """Wraps two methods of a model: `_prefill`, and the one that creates the drafter of assisted decoding."""
+    """Wraps three methods of a model: `_prefill`, the one that creates the drafter of assisted decoding, and the one
+    that decides whether decode steps are compiled, which ``compiles`` may deny.
+    """
 
-    def __init__(self, model: PreTrainedModel, passes: ForwardModes) -> None:
-        self.model, self.passes = generating(model), passes
+    def __init__(self, model: PreTrainedModel, passes: ForwardModes, compiles: Callable[[], bool]) -> None:
+        self.model, self.passes, self._allowed = generating(model), passes, compiles
         if hasattr(self.model, _METHOD):
             setattr(self.model, _METHOD, self)
         if hasattr(self.model, _DRAFTER):
             setattr(self.model, _DRAFTER, self._make_drafter)
+        if hasattr(self.model, _COMPILES):
+            setattr(self.model, _COMPILES, self._compiles)
 
     def remove(self) -> None:
         """Restore the model's own methods. Further calls have no effect."""
@@ -38,6 +44,8 @@ class PromptReader:
             delattr(self.model, _METHOD)
         if vars(self.model).get(_DRAFTER) == self._make_drafter:
             delattr(self.model, _DRAFTER)
+        if vars(self.model).get(_COMPILES) == self._compiles:
+            delattr(self.model, _COMPILES)
 
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `_prefill` in prefill mode, and warn of a missing cache."""
@@ -61,6 +69,9 @@ class PromptReader:
         if cache is not None:
             self.passes.generating(generation_config, cache)
         return outputs
+
+    def _compiles(self, *args: Any, **kwargs: Any) -> bool:
+        return self._allowed() and bool(getattr(type(self.model), _COMPILES)(self.model, *args, **kwargs))
 
     def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
         drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)

@@ -415,6 +415,28 @@ def test_recall_and_other_methods_on_a_static_cache(model):
         assert torch.equal(runs[0][0], runs[1][0]) and runs[0][1] == pytest.approx(runs[1][1])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        methods.Oracle(token_budget=2 * BLOCK, block_size=BLOCK),
+        methods.ReSA(token_budget=2 * BLOCK, block_size=BLOCK, rectify_every=4),
+        methods.Quest(token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=(), group_reduction="separate"),
+        methods.H2O(token_budget=2 * BLOCK),
+    ],
+    ids=lambda method: method.name,
+)
+def test_generate_does_not_compile_steps_that_need_the_host(model, method):
+    torch._dynamo.reset()
+    counters.clear()
+    with seergate.attached(model, method):
+        want = model.generate(prompt(30), max_new_tokens=12)
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt(30), max_new_tokens=12, **compiled("eager")), want)
+    assert not counters["stats"]
+    model.generate(prompt(30), max_new_tokens=3, **compiled("eager"))
+    assert counters["stats"]["unique_graphs"] == 1, "detached, the model compiles as before"
+
+
 def test_the_first_sparse_step_of_a_process_may_be_a_compiled_one():
     """A compiler cannot import what computes an op; in this process, earlier tests have imported it."""
     code = """
