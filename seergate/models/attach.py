@@ -90,10 +90,8 @@ class Handle(Attachment):
                 tags["rectified past a block"] = f"rectification of {correction.every} tokens"
         refuse(tags)
         super().__init__(model, method, storage, measure_recall)
-        self._guard, self.prompts = (
-            SingleThreadGuard(decoder, self),
-            PromptReader(model, self.passes, lambda: self.compiles),
-        )
+        self._guard = SingleThreadGuard(decoder, self)
+        self.prompts = PromptReader(model, self.passes, lambda: self.compiles)
         try:
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
