@@ -17,6 +17,12 @@ from tests.support.running import refused
 
 @pytest.fixture(scope="module")
 def judges():
+    with GradingPool() as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def hasty_judges():
     with GradingPool(seconds=3) as pool:
         yield pool
 
@@ -215,11 +221,11 @@ SHORT = "a power tower", "nested fractions", "lone surrogates", "a megabyte of L
 
 
 @pytest.mark.parametrize("name", support.mostly_soak(ADVERSARIAL, *SHORT))
-def test_no_answer_hangs_or_crashes(judges, name):
+def test_no_answer_hangs_or_crashes(hasty_judges, name):
     began = time.process_time()
-    assert not judges.grade("math", f"so \\boxed{{{ADVERSARIAL[name]}}}", "7").correct
+    assert not hasty_judges.grade("math", f"so \\boxed{{{ADVERSARIAL[name]}}}", "7").correct
     assert time.process_time() - began < 1, "what is read here, in the process that writes"
-    assert judges.grade("math", r"so \boxed{\frac{14}{2}}", "7").correct  # the next one is graded as usual
+    assert hasty_judges.grade("math", r"so \boxed{\frac{14}{2}}", "7").correct  # the next one is graded as usual
 
 
 ENDLESS = r"\boxed{9^{9^{9^{9}}}}"
