@@ -91,7 +91,7 @@ class Handle(Attachment):
         refuse(tags)
         super().__init__(model, method, storage, measure_recall)
         self._guard = SingleThreadGuard(decoder, self)
-        self.prompts = PromptReader(model, self.passes, lambda: self.compiles)
+        self.prompts = PromptReader(model, self.passes, self._generate_compiles)
         try:
             for layer, attention in modules:
                 self.bindings.append(LayerBinding(self, layer, attention))
@@ -105,6 +105,10 @@ class Handle(Attachment):
     def __repr__(self) -> str:
         state = "attached" if self.bindings else "detached"
         return f"<Handle: {self.method!r}, {state}, {len(self.stats_.layers)} layers of {type(self.model).__name__}>"
+
+    def _generate_compiles(self) -> bool:
+        """Whether `generate` may compile decode steps, which it does on static caches: all layers must allow it."""
+        return self.compiles and not any(binding.shared for binding in self.bindings)
 
     def stats(self) -> dict[str, Any]:
         """Return the statistics of decoding since the handle was created or reset (`DecodeStats.summary`), and of its

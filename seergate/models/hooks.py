@@ -283,6 +283,7 @@ class LayerBinding:
         config = families.text_config(handle.model)
         windowed = families.layer_type(config, layer) == "sliding_attention"
         self.window = int(config.sliding_window) if windowed else None  # as long as all positions
+        self.shared = bool(getattr(attention, "store_full_length_kv", False))  # later layers read its keys and values
         self.qk_hook = QKHook(handle.model, attention)
         self.arriving: tuple[GatedLayer, ForwardContext] | None = None  # set by the pre-hook, used by `attend`
         self.swap = AttentionSwap(attention, self.before_forward, self.attend)
@@ -459,10 +460,10 @@ class LayerBinding:
             )
         if static_length is not None:
             refuse({handle.storage.tag: handle.storage.tag, "static": "static"})
-        shared, method = bool(getattr(self.attention, "store_full_length_kv", False)), handle.method
-        compiles = static_length is not None and method.fixed_shapes and handle.correction is None and not shared
+        method, correction = handle.method, handle.correction
+        compiles = static_length is not None and method.fixed_shapes and correction is None and not self.shared
         storage = handle.storage.new(self.layer, cache.layers, static_length)
         anchor = method.anchor_of(self.layer)
         readers = (layer for layer in handle.stats_.layers if method.anchor_of(layer) == anchor)
         facts = storage, method, self.layer, self.spec.num_heads, self.spec.rotary
-        return GatedLayer(*facts, shared, compiles, anchor, max(readers, default=self.layer))
+        return GatedLayer(*facts, self.shared, compiles, anchor, max(readers, default=self.layer))

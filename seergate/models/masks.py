@@ -130,7 +130,7 @@ def hide_what_is_masked(layer: GatedLayer, shown: Tensor) -> None:
         return
     real = cached & ~hidden
     after = real.sum(1)
-    later = (cached.cumsum(1) * real).amax(1) > after  # number of tokens up to the last one that stays
+    later = (cached.cumsum(1) * real).amax(1) > after  # rows in which a token that stays follows a hidden one
     row = int((later if later.any() else hidden.any(1)).int().argmax())
     fault = f"the attention_mask hides tokens of row {row} that the cache holds"
     if later.any():

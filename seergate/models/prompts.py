@@ -1,7 +1,8 @@
-"""Detects when `generate` prefills a prompt, and where the prompt of assisted decoding ends; decides if it compiles.
+"""Detects when `generate` prefills a prompt, and where the prompt of assisted decoding ends. Also keeps `generate`
+from compiling decode steps that need values on the host.
 
-This is needed because prompts and drafted tokens both reach a cache as several tokens at once. A prompt may also come
-in chunks, and assisted decoding passes the first drafted tokens together with the prompt.
+Prompts must be detected because they and drafted tokens both reach a cache as several tokens at once. A prompt may
+also come in chunks, and assisted decoding passes the first drafted tokens together with the prompt.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _COMPILES = "_valid_auto_compile_criteria"  # method that decides whether `gener
 
 
 class PromptReader:
-    """Wraps three methods of a model: `_prefill`, the one that creates the drafter of assisted decoding, and the one
-    that decides whether decode steps are compiled, which ``compiles`` may deny.
+    """Wraps three methods of a model: the one that prefills, the one that creates the drafter of assisted decoding,
+    and the one that decides whether decode steps are compiled. They are not compiled if ``compiles()`` is false.
     """
 
     def __init__(self, model: PreTrainedModel, passes: ForwardModes, compiles: Callable[[], bool]) -> None:

@@ -437,6 +437,15 @@ def test_generate_does_not_compile_steps_that_need_the_host(model, method):
     assert counters["stats"]["unique_graphs"] == 1, "detached, the model compiles as before"
 
 
+def test_generate_does_not_compile_layers_whose_keys_later_layers_read():
+    torch._dynamo.reset()
+    counters.clear()
+    model = tiny_model("gemma4_text")
+    with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK):
+        model.generate(prompt(30), max_new_tokens=3, **compiled("eager"))
+    assert not counters["stats"]
+
+
 def test_the_first_sparse_step_of_a_process_may_be_a_compiled_one():
     """A compiler cannot import what computes an op; in this process, earlier tests have imported it."""
     code = """

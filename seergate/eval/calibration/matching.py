@@ -35,7 +35,7 @@ MEASURES = {"resident": "own_bytes_mean", "read": "bytes_read_per_step"}
 """Quantity that can be made equal -> its name in `RowStats.of`. Neither depends on the batch of the sample."""
 
 EVERYTHING = 2**30
-"""A token budget that nothing exceeds; in a setting, one that is still to be found."""
+"""A token budget larger than any text. In a setting it stands for a budget that is still to be found."""
 
 TOKEN = "a token of the dense cache"
 """Key of `Replay.known` for the bytes of one token of the dense cache."""
