@@ -131,7 +131,8 @@ def run_plan(plan: SweepPlan) -> Path:
         source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
         plan.check(task, sampling := plan.resolved_sampling(task, model))
         cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
-        print(f"sampling: {sampling} ({source}); {limit}{cut}")
+        if task.scored is None:
+            print(f"sampling: {sampling} ({source}); {limit}{cut}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)
 

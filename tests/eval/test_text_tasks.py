@@ -222,6 +222,7 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
         assert f"report: {place / 'report.md'}" in output
         assert [len(store.read_samples(place / label)) for label in ("dense", "gate-32")] == [2, 2]
     assert "gate at 32: KL to dense attention" in output
+    assert output.count("sampling: ") == 1, "texts that are scored are not sampled"
     for text, said in (("perplexty", "did you mean 'perplexity'?"), ("perplexity", "samples is 1; the task")):
         task = ["--task", f"needle:length=130,{text}", "--samples", "1"]
         assert said in refusal(run_seergate("eval", *given[:4], *task, "--out", str(tmp_path / "other")))
