@@ -130,7 +130,7 @@ def test_python_library_is_what_is_trained_on_by_default():
 STOPPED = f"""
 import os, signal, sys
 from seergate.cli import main, tune
-from seergate.distill import callbacks, trainer
+from seergate.distill import callbacks, training_run
 
 class Console(callbacks.Callback):
     def __init__(self, steps, *_):
@@ -142,7 +142,7 @@ class Console(callbacks.Callback):
 
 tune.MOST = {MOST}
 if sys.argv[1] == "stop":
-    trainer.Console = Console
+    training_run.Console = Console
 sys.exit(main.main(sys.argv[2:]))
 """
 """With "stop", a run that gets SIGTERM as training ends."""

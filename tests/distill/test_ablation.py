@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from seergate.distill import TrainConfig, run_distillation, trainer
+from seergate.distill import TrainConfig, run_distillation, training_run
 from seergate.distill.ablation import Outcome, Study, load_study, run_studies, studies, table, variant_configs
 from seergate.distill.callbacks import StepLog
 from seergate.distill.config import MAX_LENGTH
-from seergate.distill.trainer import Stopped, run_together
+from seergate.distill.stopping import Stopped
+from seergate.distill.trainer import run_together
 from seergate.errors import SeergateError
 from tests.distill.conftest import Recorder, Signalled, assert_identical, assert_same, watched_steps, weights
 from tests.support.made_reports import cells
@@ -161,7 +162,7 @@ def test_runs_in_one_forward_share_a_model(config: TrainConfig, tmp_path: Path) 
 
 def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, monkeypatch):
     """Whichever comes first. Its gates are larger, as if in two processes with room for those of the other."""
-    decide, shard_flags = trainer.decide_sharding, list[bool | None]()
+    decide, shard_flags = training_run.decide_sharding, list[bool | None]()
 
     def load(path: str, config: TrainConfig, *rest: Any) -> None:
         shard_flags.append(config.shard_base)
@@ -169,8 +170,8 @@ def test_the_model_is_divided_where_one_of_the_runs_needs_it(config, tmp_path, m
 
     first = replace(config, output_dir=str(tmp_path / "first"))
     second = replace(first, gate_dim=4096, output_dir=str(tmp_path / "second"))
-    monkeypatch.setattr(trainer, "decide_sharding", lambda m, b, c, d, _, room: decide(m, b, c, d, 2, 10**8))
-    monkeypatch.setattr(trainer, "load_frozen", load)
+    monkeypatch.setattr(training_run, "decide_sharding", lambda m, b, c, d, _, room: decide(m, b, c, d, 2, 10**8))
+    monkeypatch.setattr(training_run, "load_frozen", load)
     for runs in ({"first": first}, {"second": second}, {"first": first, "second": second}):
         with pytest.raises(KeyboardInterrupt):
             run_together({name: (run, []) for name, run in runs.items()})

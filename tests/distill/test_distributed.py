@@ -164,17 +164,17 @@ ONE_FAILS = """
 import time
 import torch.distributed as dist
 from seergate.cli import train
-from seergate.distill import trainer
+from seergate.distill import training_run
 from seergate.errors import SeergateError
 
 dist.destroy_process_group = lambda: time.sleep(600)
 
 def begin(run):
     if run.world.is_main:
-        run.world.sum(trainer.torch.zeros(1))
+        run.world.sum(training_run.torch.zeros(1))
     raise SeergateError("no memory here")
 
-trainer._Run.begin = begin
+training_run.Run.begin = begin
 raise SystemExit(train.main(["--model", "tiny-reasoner", "--output-dir", "unused"]))
 """
 

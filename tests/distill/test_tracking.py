@@ -13,7 +13,7 @@ import pytest
 from seergate.distill.callbacks import EvalLog, StepLog
 from seergate.distill.config import load_train_config
 from seergate.distill.tracking import check_trackers, open_trackers
-from seergate.distill.trainer import scheduled_rate
+from seergate.distill.training_run import scheduled_rate
 from tests.distill.conftest import scalars, trained
 from tests.support.running import refused
 

@@ -16,12 +16,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer
+from seergate.distill import TrainConfig, load_train_config, run_distillation, trainer, training_run
+from seergate.distill.averages import Averages
 from seergate.distill.callbacks import StepLog
 from seergate.distill.engines import deepspeed_config
 from seergate.distill.losses import teacher_forward
 from seergate.distill.losses.distill_loss import DistillOutput
-from seergate.distill.trainer import NON_FINITE_LIMIT, Averages, Stopped, prepare_run, scheduled_rate
+from seergate.distill.stopping import Stopped
+from seergate.distill.trainer import prepare_run
+from seergate.distill.training_run import NON_FINITE_LIMIT, scheduled_rate
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.yaml_file import read_yaml
 from tests.distill.conftest import Recorder, Signalled, assert_identical, assert_same, trained, watched_steps, weights
@@ -196,7 +199,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_long_work(config, model_d
     ):
         refused(why, run_distillation, replace(config, **options))
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "load_frozen", lambda *_: (_ for _ in ()).throw(SeergateError("no memory")))
+        patch.setattr(training_run, "load_frozen", lambda *_: (_ for _ in ()).throw(SeergateError("no memory")))
         refused("no memory", run_distillation, replace(config, resume=False))
         with pytest.raises(SeergateError, match="short.jsonl"):
             both = {"first": config, "other": replace(config, data=short, output_dir=str(tmp_path / "other"))}
@@ -222,7 +225,7 @@ def test_a_run_killed_while_it_tokenises_keeps_to_its_commit(config, pushes, mon
         pushes.append(config)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer, "token_files", killed)
+    monkeypatch.setattr(training_run, "token_files", killed)
     main, others = {"data_revision": "main"}, {"data": "org/others"}  # what is asked for later is another thing
     for options in ({}, {}, main, main, {}, others, others | {"resume": False}, others):
         with pytest.raises(KeyboardInterrupt):
@@ -331,14 +334,13 @@ def test_averages_are_over_rows_and_not_over_packs():
     """A pack of which no row counts is no pack with a KL of zero."""
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
     world = SimpleNamespace(device=torch.device("cpu"), sum=lambda sums: sums)
-    run = SimpleNamespace(bank=bank, config=SimpleNamespace(recall_budgets=(16,)), world=world)
 
     def pack(loss, kl, recall, rows):
         kl, recall = torch.tensor([kl, 2 * kl]), torch.full((1, 2, 2), recall)
         return DistillOutput(torch.tensor(loss), kl, recall, 100, torch.tensor(rows))
 
     packs = [pack(1.0, 3.0, 0.5, 10), pack(2.0, 1.0, 0.1, 30), pack(0.0, 0.0, 0.0, 0), pack(math.nan, 9.0, 0.9, 10)]
-    means = Averages.over(run, packs, 4)
+    means = Averages.over(bank, (16,), world, packs, 4)
     assert means.kl_per_layer == pytest.approx([1.5, 3.0]) and means.recall[16][0] == pytest.approx([0.2, 0.2])
     assert (means.loss, means.tokens, means.non_finite) == (1.0, 300, 1)
-    assert math.isnan(Averages.over(run, packs[2:3], 1).kl_per_layer[0])
+    assert math.isnan(Averages.over(bank, (16,), world, packs[2:3], 1).kl_per_layer[0])

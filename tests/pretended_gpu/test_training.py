@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import seergate
-from seergate.distill import TrainConfig, run_distillation, trainer
+from seergate.distill import TrainConfig, run_distillation, trainer, training_run
 from seergate.distill.distributed import DistributedState
 from seergate.distill.losses.distill_loss import DistillSpec
 from seergate.distill.losses.teacher_forward import distill_steps
@@ -74,7 +74,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).requires_grad_(False).eval().to(CUDA)
 
     monkeypatch.setattr(trainer, "init_distributed", lambda alone: DistributedState(0, 1, 0, CUDA))
-    monkeypatch.setattr(trainer, "load_frozen", load)
+    monkeypatch.setattr(training_run, "load_frozen", load)
 
 
 def test_a_run_with_checkpoint_and_resume(config: TrainConfig, tmp_path: Path, request: pytest.FixtureRequest) -> None:
@@ -100,7 +100,7 @@ def test_a_run_with_checkpoint_and_resume(config: TrainConfig, tmp_path: Path, r
     for name, x in weights(tmp_path / "cpu").items():
         torch.testing.assert_close(weights(tmp_path / "gpu")[name], x, atol=1e-6, rtol=1e-5)
     assert counts[1] - counts[0] == {
-        "seergate/distill/trainer.py over: tolist": 1,  # the losses, for the log and to leave out what is not finite
+        "seergate/distill/averages.py over: tolist": 1,  # the losses, for the log and to leave out what is not finite
         "seergate/distill/engines.py update: item": 1,  # the norm of the gradient
     }
 

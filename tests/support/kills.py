@@ -31,7 +31,7 @@ import torch.utils.tensorboard
 from safetensors.torch import load_file
 
 from benchmarks.common import provenance
-from seergate.distill import TrainConfig, engines, load_train_config, run_distillation, trainer
+from seergate.distill import TrainConfig, engines, load_train_config, run_distillation, training_run
 from tests.distill.conftest import assert_identical, scalars, state
 
 PHASES = ("data", "step", "update", "evaluation", "export", "save")
@@ -71,12 +71,12 @@ def start(config: TrainConfig, board: Board) -> int:
         return process
     try:
         with open(os.devnull, "w") as no, contextlib.redirect_stdout(no), contextlib.redirect_stderr(no):
-            trainer.token_files = board.watched("data", trainer.token_files)
+            training_run.token_files = board.watched("data", training_run.token_files)
             engines.PlainEngine.accumulate = board.watched("step", engines.PlainEngine.accumulate)
             engines.PlainEngine.update = board.watched("update", engines.PlainEngine.update)
-            trainer._Run.evaluated = board.watched("evaluation", trainer._Run.evaluated)
-            trainer.save_adapter = board.watched("export", trainer.save_adapter)
-            trainer.save_checkpoint = board.watched("save", trainer.save_checkpoint)
+            training_run.Run.evaluated = board.watched("evaluation", training_run.Run.evaluated)
+            training_run.save_adapter = board.watched("export", training_run.save_adapter)
+            training_run.save_checkpoint = board.watched("save", training_run.save_checkpoint)
             run_distillation(config)
         os._exit(0)
     except BaseException as error:
