@@ -69,7 +69,8 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     from seergate.distill.data import questions
     from seergate.distill.formatting import OPEN, answer_turn
     from seergate.eval import Limit, Problem, Sampling
-    from seergate.eval.generation.engine import Engine, Generation, Job, Request
+    from seergate.eval.generation.engine import Engine
+    from seergate.eval.generation.samples import Generation, Job, Request
     from seergate.eval.generation.served import SERVERS, check_served, engine_version, generate_by_server
     from seergate.eval.running import check_model
     from seergate.eval.sampling import sample_seed

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from seergate.eval.generation.engine import Limit
+    from seergate.eval.generation.samples import Limit
     from seergate.eval.run_config import RunOptions
     from seergate.eval.runner import evaluate, sweep
     from seergate.eval.sampling import Sampling
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from seergate.eval.tasks.task import Problem, Task
 
 _HOMES = {
-    "Limit": "generation.engine",
+    "Limit": "generation.samples",
     "MethodSpec": "settings",
     "Problem": "tasks.task",
     "RunOptions": "run_config",

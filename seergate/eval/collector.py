@@ -11,7 +11,7 @@ from typing import Any
 
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.generation.engine import Generation
+from seergate.eval.generation.samples import Generation
 from seergate.eval.grading.judge import GradingPool, graded_text
 
 

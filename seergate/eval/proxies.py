@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from seergate.eval.generation.engine import Batch
+from seergate.eval.generation.batch import Batch
 from seergate.eval.sampling import check_finite
 from seergate.eval.tasks.prompts import encode
 from seergate.eval.tasks.task import digest_of

@@ -13,7 +13,7 @@ from seergate.checks import check_choice, check_counts
 from seergate.errors import SeergateError
 from seergate.eval.collector import Progress
 from seergate.eval.environment import environment, grader_version
-from seergate.eval.generation.engine import Limit
+from seergate.eval.generation.samples import Limit
 from seergate.eval.generation.served import SERVERS, engine_version
 from seergate.eval.grading.graders import check_grader
 from seergate.eval.grading.judge import check_installed

@@ -21,9 +21,11 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.collector import Collector, Progress
 from seergate.eval.forced import TeacherForcing
+from seergate.eval.generation.batch import common_prefix
 from seergate.eval.generation.batch_memory import needing_memory
 from seergate.eval.generation.cluster import Cluster, Loader
-from seergate.eval.generation.engine import Engine, Job, Limit, Request, common_prefix
+from seergate.eval.generation.engine import Engine
+from seergate.eval.generation.samples import Job, Limit, Request
 from seergate.eval.generation.served import SERVERS, generate_by_server
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.proxies import contexts_hash, measure_proxies, windows_of

@@ -10,7 +10,7 @@ import seergate
 from seergate.cache import pages as paged
 from seergate.cache.pages import Paged
 from seergate.cache.paging import Paging
-from seergate.eval.generation.engine import Limit
+from seergate.eval.generation.samples import Limit
 from seergate.ops.paging import unpaged
 from tests.decode.test_decode import BLOCK, SELECTING, pick
 from tests.eval.test_engine import LONG, SAMPLED, requests_for

@@ -9,7 +9,7 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval.collector import Collector
-from seergate.eval.generation.engine import Generation, Request
+from seergate.eval.generation.samples import Generation, Request
 from seergate.eval.grading.judge import GradingPool
 from seergate.eval.store import SAMPLES, SampleLog, key_of, read_samples
 from tests.eval.test_grading import ENDLESS

@@ -9,9 +9,10 @@ from seergate import methods
 from seergate.cache.offload import Offload
 from seergate.cache.paging import Paging
 from seergate.config import GateConfig
-from seergate.eval.generation import engine
+from seergate.eval.generation import batch
+from seergate.eval.generation.batch import Batch, common_prefix, shares_prefix
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch, Generation, Limit, Request, common_prefix, shares_prefix, text_of
+from seergate.eval.generation.samples import Generation, Limit, Request, text_of
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem
@@ -126,7 +127,7 @@ def test_a_common_prefix_is_prefilled_once(method, size, monkeypatch):
     resa = {"method": methods.ReSA(token_budget=32, block_size=8, rectify_every=4)}
     chosen = WHOLE.get(method) or (resa if method == "resa" else arguments_of(method, model))
     alone = run(model, prompts, batch_size=size, max_new_tokens=9, **chosen)
-    monkeypatch.setattr(engine, "SHARED_TOKENS", 2)
+    monkeypatch.setattr(batch, "SHARED_TOKENS", 2)
     hook = model.get_input_embeddings().register_forward_hook(lambda _, args, output: seen.append(args[0].shape))
     same(run(model, prompts, batch_size=size, max_new_tokens=9, **chosen), alone)
     hook.remove()
@@ -146,7 +147,7 @@ def test_which_prefix_is_common():
 
 def test_a_prefix_is_given_up_for_memory(monkeypatch):
     """If one sample fits, but not the prefix beside it."""
-    monkeypatch.setattr(engine, "SHARED_TOKENS", 2)
+    monkeypatch.setattr(batch, "SHARED_TOKENS", 2)
     model, prompts = support.model(), [f"{LONG[0]} {end}" for end in ("a9 1", "a9 1 a8 2")]
     alone, started = run(model, prompts, batch_size=1), Batch._started
 

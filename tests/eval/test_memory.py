@@ -5,8 +5,9 @@ import torch
 
 from seergate.eval.generation import batch_memory as memory
 from seergate.eval.generation import engine
-from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory
-from seergate.eval.generation.engine import Batch, Limit, sample_bytes
+from seergate.eval.generation.batch import Batch
+from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_memory, sample_bytes
+from seergate.eval.generation.samples import Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.prompts import encode
 from seergate.models.attach import attached

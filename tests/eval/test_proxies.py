@@ -5,7 +5,7 @@ import torch
 
 import seergate
 from seergate import methods
-from seergate.eval.generation.engine import Batch
+from seergate.eval.generation.batch import Batch
 from seergate.eval.proxies import WINDOW_TOKENS, Window, _decoded, measure_proxies, windows_of
 from tests.support import evaluation as support
 from tests.support.models import prompt, tiny_model

@@ -8,7 +8,7 @@ from PIL import Image
 from seergate import GateBank, GateConfig
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task, store, sweep
-from seergate.eval.generation.engine import Limit
+from seergate.eval.generation.samples import Limit
 from seergate.eval.regrade import regrade
 from seergate.eval.report import write_report
 from seergate.eval.runner import encoded_prompts

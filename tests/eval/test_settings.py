@@ -11,7 +11,7 @@ from seergate import GateBank, GateConfig, methods
 from seergate.config import Rectify
 from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts, other_problems
-from seergate.eval.generation.engine import Job, Limit
+from seergate.eval.generation.samples import Job, Limit
 from seergate.eval.generation.served import generate_by_server, plugin_settings, served_from
 from seergate.eval.method_text import read_method, value_text
 from seergate.eval.report import load_sweeps

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from seergate.eval import MethodSpec, RunOptions, evaluate
-from seergate.eval.generation.engine import Generation, Request
+from seergate.eval.generation.samples import Generation, Request
 from seergate.eval.store import read_config, read_samples
 from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.shots import MINERVA

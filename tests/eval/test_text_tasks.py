@@ -11,8 +11,8 @@ import seergate
 from seergate import GateBank, GateConfig
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.forced import TeacherForcing
+from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch
 from seergate.eval.report import Sweep, load_sweeps, write_report
 from seergate.eval.report.plots import text_plot
 from seergate.eval.report.tables import TEXTS, minus_gate, table

@@ -6,8 +6,8 @@ import torch
 
 import seergate
 from seergate import SeergateError, methods
+from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch
 from seergate.methods.evicting import AttentionOutput
 from seergate.methods.h2o import H2OState
 from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from seergate.eval.generation.engine import Engine, Job, Limit
+from seergate.eval.generation.engine import Engine
+from seergate.eval.generation.samples import Job, Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.store import SAMPLES, read_samples

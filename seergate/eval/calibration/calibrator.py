@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import Limit
+from seergate.eval.generation.samples import Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.chain_sum import TRAINING_SEEDS

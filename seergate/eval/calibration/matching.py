@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
+from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
-from seergate.eval.generation.engine import Batch
 from seergate.eval.settings import Banks, MethodSpec, limits_of
 from seergate.eval.tasks.prompts import encode
 from seergate.methods import Dense, LongPromptWarning, method_class

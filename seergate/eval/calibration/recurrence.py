@@ -21,7 +21,7 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibration, Prompts
 from seergate.eval.calibration.matching import EVERYTHING
-from seergate.eval.generation.engine import Batch
+from seergate.eval.generation.batch import Batch
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.fingerprint import fingerprint
 from seergate.methods import LazyEviction

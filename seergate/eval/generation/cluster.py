@@ -17,7 +17,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError, how_to_install
-from seergate.eval.generation.engine import Engine, Generation, Job, Request
+from seergate.eval.generation.engine import Engine
+from seergate.eval.generation.samples import Generation, Job, Request
 from seergate.eval.settings import Banks
 from seergate.fingerprint import fingerprint
 from seergate.models.attach import Handle, attach

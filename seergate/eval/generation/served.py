@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
-from seergate.eval.generation.engine import Generation, Job, Request
+from seergate.eval.generation.samples import Generation, Job, Request
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.prompts import end_ids
 from seergate.fingerprint import fingerprint

@@ -19,7 +19,7 @@ from markdown.util import AtomicString
 from seergate.durable import check_writable
 from seergate.escaping import html_text, markdown_block, markdown_code, markdown_text, with_policy
 from seergate.eval.environment import GRADES_WITH
-from seergate.eval.generation.engine import Limit
+from seergate.eval.generation.samples import Limit
 from seergate.eval.grading.programs import PROGRAM
 from seergate.eval.report.findings import cautions, findings, verdict
 from seergate.eval.report.load import Sweep, apart, grouped, load_sweeps
