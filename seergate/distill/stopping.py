@@ -28,8 +28,9 @@ class Stopped(CommonError):
 
 @contextmanager
 def stop_requests(tells: bool) -> Iterator[set[int]]:
-    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block; if it ``tells``,
-    it answers the first Ctrl-C. One that the process ignores, as in the background, stays ignored.
+    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block. With ``tells``,
+    the first Ctrl-C prints a message. Signals that the process ignores, as a background process ignores Ctrl-C, stay
+    ignored.
 
     Raises:
         Stopped: at the end of the block, if a signal came too late for a step to take notice of it.

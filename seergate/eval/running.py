@@ -127,11 +127,13 @@ def run_plan(plan: SweepPlan) -> Path:
             pass
     with EvalProgress(len(specs)) as progress:
         plan = replace(plan, on_progress=progress)
-        chosen = plan.sampling or task.sampling
-        source = "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
         plan.check(task, sampling := plan.resolved_sampling(task, model))
-        cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
         if task.scored is None:
+            chosen = plan.sampling or task.sampling
+            source = (
+                "as asked" if plan.sampling else "as the task has it" if chosen else "the model's generation_config"
+            )
+            cut = "" if limit == plan.limit(task) else f", instead of {plan.limit(task)}: {why_no_longer(text)}"
             print(f"sampling: {sampling} ({source}); {limit}{cut}")
 
         calibrated = Calibrator(model, tokenizer, task, out / "calibration", limit=limit, sampling=sampling)

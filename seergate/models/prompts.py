@@ -26,8 +26,8 @@ _COMPILES = "_valid_auto_compile_criteria"  # method that decides whether `gener
 
 
 class PromptReader:
-    """Wraps three methods of a model: the one that prefills, the one that creates the drafter of assisted decoding,
-    and the one that decides whether decode steps are compiled. They are not compiled if ``compiles()`` is false.
+    """Wraps the methods of a model that `generate` calls to prefill, to create the drafter of assisted decoding, and
+    to decide whether to compile decode steps. Decode steps are not compiled if ``compiles()`` is false.
     """
 
     def __init__(self, model: PreTrainedModel, passes: ForwardModes, compiles: Callable[[], bool]) -> None:
