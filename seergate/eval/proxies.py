@@ -37,7 +37,7 @@ from seergate.models.attach import Handle
 WINDOWS, WINDOW_TOKENS = 16, 32
 REPLAYED_TOKENS = 1024
 ROWS = 4
-"""Windows that are decoded together; few, because logits of a large vocabulary take much memory."""
+"""Windows that are decoded together unless another number is known to fit (large vocabularies have large logits)."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,13 @@ def windows_of(tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str,
 
 @torch.inference_mode()
 def measure_proxies(
-    handle: Handle, tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]]
+    handle: Handle, tokenizer: PreTrainedTokenizerBase, reference: Sequence[dict[str, Any]], rows: int | None = None
 ) -> dict[str, Any] | None:
     """Decode windows of reference generations (`windows_of`) under the attached method and compare with dense
     attention.
+
+    Args:
+        rows: windows that are decoded together; ``None`` means `ROWS`.
 
     Returns:
         ``next_token_kl``, ``next_token_kl_p99``, ``perplexity``, ``dense_perplexity``, ``agreement``; ``recall``,
@@ -106,12 +109,13 @@ def measure_proxies(
         warnings.warn("no recall was measured: prompts and answers are shorter than a window", stacklevel=2)
         return None
     replayed = REPLAYED_TOKENS if handle.storage.lossy or isinstance(handle.method, CompressingMethod) else 0
+    rows = rows or ROWS
     before, handle.measure_recall = handle.measure_recall, isinstance(handle.method, SelectingMethod)
     handle.reset_stats()
     model, parts = handle.model, list[Tensor]()
     try:
-        for first in range(0, len(windows), ROWS):
-            for window, sparse in _decoded(model, windows[first : first + ROWS], replayed):
+        for first in range(0, len(windows), rows):
+            for window, sparse in _decoded(model, windows[first : first + rows], replayed):
                 ids = torch.tensor([window.context + window.tokens], device=model.get_input_embeddings().weight.device)
                 dense, targets = dense_logits(model, ids, WINDOW_TOKENS), ids[0, -WINDOW_TOKENS:].to(sparse.device)
                 parts.append(compare(dense, sparse, targets))

@@ -196,7 +196,7 @@ def evaluate(
                 if reference is None:
                     reference = store.in_order(store.read_samples(out_dir))
                 with working(f"measuring proxies of {spec.label}"), needing_memory("proxies were measured"):
-                    proxies = measure_proxies(handle, tokenizer, reference)
+                    proxies = measure_proxies(handle, tokenizer, reference, options.batch_size)
                 if proxies is not None:
                     store.write_json(out_dir / store.PROXIES, {"reference": whose, **proxies})
     return write_metrics(out_dir)

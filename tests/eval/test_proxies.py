@@ -50,6 +50,22 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     assert proxies["next_token_kl"] > 1e-3 and proxies["recall"] is None
 
 
+@pytest.mark.parametrize(
+    "method", [methods.Quest(token_budget=16, block_size=8, dense_layers=()), methods.H2O(token_budget=16, interval=4)]
+)
+def test_figures_do_not_depend_on_how_many_windows_are_decoded_together(method):
+    reference = [
+        {"prompt": " ".join(WORDS[i : i + 12]), "completion": " ".join(WORDS[7 * i : 7 * i + 60 + i])}
+        for i in range(7)
+    ]
+    with seergate.attached(support.model(), method) as handle:
+        one, some, more = (measure_proxies(handle, TOKENIZER, reference, rows) for rows in (1, 3, 16))
+    assert one["next_token_kl"] > 1e-3
+    for name in ("next_token_kl", "next_token_kl_p99", "perplexity", "agreement", "recall"):
+        expected = pytest.approx(one[name] or 0, rel=1e-4)
+        assert (some[name] or 0) == expected and (more[name] or 0) == expected
+
+
 def test_windows_are_of_as_many_problems_as_there_are():
     reference = [
         {"prompt": WORDS[i], "completion": " ".join(WORDS[:90]), "problem_id": str(i), "sample_idx": sample}
