@@ -186,7 +186,8 @@ def enough_from(compared: Sequence[Difference]) -> int | None:
 
 
 def _share_of_context(sweep: Sweep, setting: Setting) -> str:
-    return f"{100 * (setting.budget or 0) / sweep.context:.0f} %"
+    share = (setting.budget or 0) / sweep.context
+    return f"{100 * share:.0f} %" if share < 1 else "all"
 
 
 def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:

@@ -80,6 +80,13 @@ def test_one_problem_proves_nothing_either_way(tmp_path):
     assert quest.endswith("too few problems to tell if that is a loss.")
 
 
+def test_a_budget_beyond_the_context_is_all_of_it(tmp_path):
+    write_run(tmp_path, "dense", None, lambda i: True)
+    write_run(tmp_path, "gate", 4096, lambda i: True)
+    assert "gate at 4096 tokens (all of the full context) is" in findings(sweep_of(tmp_path))[1]
+    assert "gate 4096 tokens (all)" in verdict(sweep_of(tmp_path))
+
+
 def test_variants_are_told_apart_in_the_recall(tmp_path):
     for name, layers in (("a", [0]), ("b", [])):
         run = write_run(tmp_path / name, "quest", 64, lambda i: True, recall=[0.5, 0.7])
