@@ -24,6 +24,7 @@ from seergate.distill.training_run import Run
 from seergate.errors import SeergateError
 from seergate.hub import offline
 from seergate.models.loading import download_weights
+from seergate.progress import working
 
 
 def prepare_run(config: TrainConfig) -> DataReport:
@@ -152,6 +153,7 @@ def _sharing(runs: list[Run]) -> list[list[Run]]:
     return list(groups.values())
 
 
+@working("evaluating the held-out packs")
 def _evaluate(runs: list[Run]) -> dict[Run, list[DistillOutput]]:
     """Run this process's share of the held-out packs."""
     outputs = dict[Run, list[DistillOutput]]()
