@@ -97,7 +97,8 @@ def _anchors(options: argparse.Namespace) -> None:
     import torch
 
     texts = [torch.from_numpy(samples[int(i)]) for i in longest]
-    print(f"{len(texts)} text{'s' if len(texts) > 1 else ''} of {config.data}, {sum(map(len, texts)):,} tokens; {method.nominal} tokens per step")
+    count = f"{len(texts)} text{'s' if len(texts) > 1 else ''}"
+    print(f"{count} of {config.data}, {sum(map(len, texts)):,} tokens; {method.nominal} tokens per step")
     recall = shared_recall(model, method, texts, options.rows)
     anchors = recall.anchors(options.count)
     for count in sorted({options.count, *(-(-most // part) for part in (1, 2, 4, 8))}, reverse=True):
