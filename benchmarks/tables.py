@@ -103,9 +103,9 @@ def decoding() -> list[Sequence[str]]:
     return lines
 
 
-def distances(rows: list[Row]) -> list[Sequence[str]]:
-    """KL of methods from dense attention on texts."""
-    lines = by_budget(rows, distance, *BESIDE)
+def distances(name: str) -> list[Sequence[str]]:
+    """KL of SmolLM2's methods from dense attention on held-out texts."""
+    lines = by_budget(rows_of(name), distance, *BESIDE)
     return [line for line in lines if line[0] != "`dense`"]
 
 
@@ -216,8 +216,8 @@ def all_methods() -> list[Sequence[str]]:
 
 
 TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
-    "texts": lambda: distances([r for r in rows_of("board") if (r["model"], r["part"]) == ("smollm2", "texts")]),
-    "long-texts": lambda: distances(rows_of("smollm2_long_texts")),
+    "texts": lambda: distances("smollm2_texts"),
+    "long-texts": lambda: distances("smollm2_long_texts"),
     "needles": needles,
     "decoding": decoding,
     "lengths": lengths,

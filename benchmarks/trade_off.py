@@ -2,10 +2,10 @@
 
     python benchmarks/trade_off.py [NAME ...]
 
-The figure of the README has, on the left, the KL from dense attention against bytes read per step (`board.py`) and, on
-the right, the time of a step against the number of rows, in vLLM and in transformers (`serving.py --model`). A second
-figure shows the KL against the number of anchor layers (`anchors.py`). Both are of a real model,
-SmolLM2-135M-Instruct. A third shows the board.
+The figure of the README has, on the left, the KL from dense attention on held-out texts against bytes read per step
+(`seergate eval --task perplexity`, `collect.py`) and, on the right, the time of a step against the number of rows, in
+vLLM and in transformers (`serving.py --model`). A second figure shows the KL against the number of anchor layers
+(`anchors.py`). Both are of a real model, SmolLM2-135M-Instruct. A third shows the board (`board.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from common import RESULTS
 from seergate.eval.report.plots import DPI, pyplot, style
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
-SPARSE = "gate, dense_layers=none"
+SPARSE = "gate, all sparse"
 DRAWN = {
-    **{name: name for name in ("oracle", "gate")},
+    "oracle": "oracle",
+    "gate, layers 7,18 dense": "gate",
     SPARSE: "gate, all layers sparse",
-    **{name: name for name in ("quest", "snapkv", "streaming_llm")},
+    "quest, all sparse": "quest",
+    "snapkv": "snapkv",
+    "streaming_llm": "streaming_llm",
 }
 """Name in the results -> label."""
 STEPS = {
@@ -40,15 +43,9 @@ STEPS = {
 PANELS_PER_LINE = 4
 
 
-def board_rows(results: Path, model: str, part: str) -> list[dict[str, Any]]:
-    """The rows of a part of a model on the board."""
-    rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if (row["model"], row["part"]) == (model, part)]
-
-
 def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
     """Method -> per budget, bytes read in percent of dense attention's, mean KL from it, standard error."""
-    rows = board_rows(results, "smollm2", "texts")
+    rows = json.loads((results / "smollm2_texts.json").read_text(encoding="utf-8"))["rows"]
     (dense,) = (row["bytes_read_per_step"] for row in rows if row["method"] == "dense")
     points: dict[str, list[tuple[float, float, float]]] = {}
     for row in sorted((row for row in rows if row["method"] in DRAWN), key=lambda row: row["budget"]):
@@ -81,8 +78,7 @@ def draw(results: Path) -> Any:
     left.set_yscale("log")
     left.set_xlim(0, 100)
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
-    count = board_rows(results, "smollm2", "texts")[0]["n_problems"]
-    left.set_title(f"SmolLM2-135M: {count} texts of 2,560 tokens", fontsize=11)
+    left.set_title("SmolLM2-135M: 8 texts of 2,560 tokens", fontsize=11)
     left.legend(loc="upper right")
 
     lines, options = steps(results)
@@ -132,9 +128,10 @@ def draw_anchors(results: Path) -> Any:
 
 def draw_board(results: Path) -> Any:
     """The board: a panel per part of a model that was measured, in lines of at most four."""
+    rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for part, model in product(PARTS, MODELS):
-        own = board_rows(results, model, part)
+        own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
         if any(row["method"] == "dense" for row in own):
             panels[f"{model}: {PARTS[part].title}", part] = own
     lines = -(-len(panels) // PANELS_PER_LINE)
