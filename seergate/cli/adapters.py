@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.cli.arguments import Command
 from seergate.errors import SeergateError
-from seergate.gates.card import percent_right, scoring
+from seergate.gates.card import percent_right, scoring, titled
 from seergate.paths import directory_here, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
+    from seergate.eval.report.load import Setting
     from seergate.models.gate_bank import GateBank
+
+LIMITS = {"nominal", "token_budget", "budget_share", "budget_min", "budget_max", "threshold", "top_p"}
+NO_TASK_OPTIONS = {
+    *("name", "problems", "n_problems", "grader", "chance", "contents", "prompts", "source", "shots_source", "file"),
+    *("text", "seed", "revision"),
+}
+"""Keys of a run's ``method`` and ``task`` that a card does not name beside the name, the limit and the results."""
 
 INFO_HELP = (
     "what gates are for, how they were trained, how good they are",
@@ -85,7 +93,8 @@ def _say(facts: dict[str, Any]) -> None:
     print("results" if facts["results"] else "results: none recorded")
     for result in facts["results"]:
         budget = f", {result['token_budget']} tokens" if result.get("token_budget") else ""
-        print(f"  {result.get('task')}, {result.get('method')}{budget}: {percent_right(result) or '?'} %")
+        names = titled(result, "task", "task_options"), titled(result, "method", "options")
+        print(f"  {', '.join(names)}{budget}: {percent_right(result) or '?'} %")
 
 
 def _table(values: dict[str, Any]) -> None:
@@ -255,10 +264,8 @@ def _add_card_options(parser: argparse.ArgumentParser) -> None:
 
 def _describe(bank: GateBank, options: argparse.Namespace) -> None:
     """Set the results, base model and licence that the options name."""
-    from seergate.fingerprint import fingerprint
-
     if options.results:
-        bank.results = tuple(record for path in options.results for record in results_of(path, fingerprint(bank)))
+        bank.results = tuple(record for path in options.results for record in results_of(path, bank))
     if options.licence:
         bank.licence = {"license": options.licence}
     if name := options.base_model:
@@ -267,12 +274,15 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
         bank.geometry = replace(bank.geometry, base_model=name, base_revision=None)
 
 
-def results_of(runs: Path, gates: str) -> list[dict[str, Any]]:
+def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     """Accuracy of each setting in a run directory, or in all runs in a directory, as in `GateBank.results`; not of
-    settings with other gates than those of the fingerprint ``gates``. A `SeergateError` if there are only others.
+    settings with other gates than these. A `SeergateError` if there are only others. ``options`` has the options of a
+    method that differ from its defaults with these gates, apart from what limits it, and ``task_options`` the task's.
     """
     from seergate.eval.report.load import load_sweeps
+    from seergate.fingerprint import fingerprint
 
+    gates = fingerprint(bank)
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
     others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
     if others and gates not in others:
@@ -283,7 +293,9 @@ def results_of(runs: Path, gates: str) -> list[dict[str, Any]]:
     return [
         {
             "task": str(setting.config["task"]["name"]),
+            **_named("task_options", {k: v for k, v in setting.config["task"].items() if k not in NO_TASK_OPTIONS}),
             "method": setting.method,
+            **_named("options", _unusual(setting, bank)),
             "token_budget": setting.budget,
             "limit": setting.nominal,
             "accuracy": setting.accuracy.mean,
@@ -295,3 +307,23 @@ def results_of(runs: Path, gates: str) -> list[dict[str, Any]]:
         for setting in sweep.settings
         if setting.gates in (None, gates)
     ]
+
+
+def _named(name: str, options: dict[str, Any]) -> dict[str, str]:
+    """Options as text under a name, such as ``dense_layers=0+1, compat=published``; empty if there are none."""
+    texts = {
+        key: "+".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in options.items()
+    }
+    return {name: ", ".join(f"{key}={text or 'none'}" for key, text in texts.items())} if texts else {}
+
+
+def _unusual(setting: Setting, bank: GateBank) -> dict[str, Any]:
+    """The options of a setting's method that differ from its defaults with these gates, apart from what limits it."""
+    from seergate.eval.settings import MethodSpec
+
+    spec = MethodSpec(setting.method, 1 << 20, setting.block_size)
+    usual = spec.describe(bank if spec.has_gates else None)
+    method = setting.config["method"]
+    return {
+        key: value for key, value in method.items() if key.split(".")[-1] not in LIMITS and usual.get(key) != value
+    }

@@ -84,9 +84,8 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.adapters import results_of
     from seergate.cli.console import say_report
     from seergate.eval.report import write_report
-    from seergate.fingerprint import fingerprint
 
-    bank.results = tuple(results_of(runs, fingerprint(bank)))
+    bank.results = tuple(results_of(runs, bank))
     bank.save_pretrained(adapter)  # again, with the results in its model card
     print("\n4. Writing the report")
     say_report(write_report(runs, out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,6 +107,7 @@ def _anchors(options: argparse.Namespace) -> None:
             plan = recall.anchors(count)
             print(f"{count:4} anchors  recall {recall.mean(plan):.4f}  {'+'.join(map(str, plan))}")
     figures = {"anchor_recall": recall.mean(anchors), "own_recall": recall.mean(recall.layers)}
+    figures = {name: value for name, value in figures.items() if math.isfinite(value)}  # not if a layer has no gate
     record = {**figures, "recall_measured_on": f"{config.data}, {recall.rows} rows at {method.nominal}"}
     bank.with_anchors(anchors, **record).save_pretrained(out)
     print(f"written: {out} (anchors {', '.join(map(str, anchors))}; other layers reuse their selections)")

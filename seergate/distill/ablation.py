@@ -71,6 +71,7 @@ def load_study(name: str) -> Study:
     variants, options = content.get("variants"), content.get("options") or {}
     if (
         not isinstance(variants, dict)
+        or len(set(map(str, variants))) < max(1, len(variants))
         or not all(isinstance(given, dict) and given for given in variants.values())
         or not isinstance(options, dict)
         or content.keys() - {"variants", "options"}
@@ -92,6 +93,11 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
             config = load_train_config(given.get("model", model), {**common, **given})
         except ValueError as error:
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
+        if given.keys() & {"output_dir", "push_to_hub"} or config.push_to_hub:
+            raise SeergateError(
+                f"{study.name} must not set push_to_hub, nor output_dir for a variant: each variant has a directory "
+                "below the study's; upload one with `seergate push`"
+            )
         if not (config.eval_packs and config.eval_steps):
             raise SeergateError("an ablation compares held-out packs; eval_packs and eval_steps must not be 0")
         name = model_name(config.model).lower()

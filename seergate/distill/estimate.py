@@ -182,6 +182,8 @@ def make_plan(
     gates = config.gates(head_dim_of(model))
     geometry = gate_geometry(model, gates)
     readers = len(geometry.layers)
+    if absent := set(config.anchors) - set(geometry.layers):
+        raise SeergateError(f"anchors has {sorted(absent)}; it must name some of {list(geometry.layers)}")
     if config.anchors:
         geometry = replace(geometry, layers=tuple(config.anchors))
     with torch.device("meta"):

@@ -139,6 +139,9 @@ class Run:
         if self.model.gates is not None:
             bank.load_state_dict(self.model.gates.state_dict())
             bank.licence = dict(self.model.gates.licence)
+            dense = self.model.gates.decode_defaults.get("dense_layers", ())
+            if dense := [layer for layer in dense if layer not in config.anchors]:
+                bank.decode_defaults = {**bank.decode_defaults, "dense_layers": dense}
         # The name given by the user instead of the resolved path, so that the adapter loads on other machines.
         bank.geometry = replace(bank.geometry, base_model=config.model)
         self.bank, self.base = bank, base
@@ -374,9 +377,10 @@ class Run:
         progress = self.progress
         if not math.isfinite(log.kl):
             return
+        other_rows = progress.held_out_row_start != self.eval_row_start  # than those of the best
         progress.held_out_kl, progress.held_out_row_start = log.kl, self.eval_row_start
         progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
-        if progress.best_kl is None or log.kl < progress.best_kl:
+        if progress.best_kl is None or other_rows or log.kl < progress.best_kl:
             progress.best_kl, progress.best_step = log.kl, step + 1
             self._export(self.dir / "best")
 

@@ -167,7 +167,7 @@ class Gates(nn.Module):
         geometry, defaults = replace(self.geometry, layers=tuple(indices)), dict(self.decode_defaults)
         if "anchors" in defaults:
             defaults["anchors"] = [layer for layer in defaults["anchors"] if layer in indices]
-        means = ("kl_", "recall_held_out") if len(indices) < len(self.geometry.layers) else ()
+        means = ("kl_", "recall_", "anchor_recall", "own_recall") if len(indices) < len(self.geometry.layers) else ()
         training = {name: value for name, value in self.training_record.items() if not name.startswith(means)}
         return self.derived(tensors, geometry=geometry, decode_defaults=defaults, training=training, results=())
 

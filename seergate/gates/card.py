@@ -54,7 +54,13 @@ def model_card(bank: Gates, source: Source, *, existing: str | None) -> str:
     card = ModelCard.from_template(
         _metadata(bank, source),
         template_path=Path(__file__).parent / "card.jinja",
-        **{"text": markdown_text, "code": markdown_code, "block": markdown_block, "percent_right": percent_right},
+        **{
+            "text": markdown_text,
+            "code": markdown_code,
+            "block": markdown_block,
+            "percent_right": percent_right,
+            "titled": titled,
+        },
         **{"bank": bank, "geometry": bank.geometry, "gate": gate, "scoring": scoring(gate), "source": source},
         **{"base": base, "in_gguf": base and base.lower().endswith(GGUF)},
         rule="" if RULES.keys() & bank.decode_defaults.keys() else f", token_budget={_budget(bank)}",
@@ -120,11 +126,16 @@ def _metadata(bank: Gates, source: Source) -> Any:
     measurements = []  # type and name of a dataset; type, value and name of a metric
     for result in bank.results:
         task, accuracy = str(result.get("task", "unknown")), result.get("accuracy")
-        if result.get("method") in ("gate", bank.config.scorer) and isinstance(accuracy, (int, float)):
+        own = result.get("method") in ("gate", bank.config.scorer) and not result.get(
+            "options"
+        )  # as these gates decode
+        if own and isinstance(accuracy, (int, float)):
             budget = result.get("token_budget")
             limit = result.get("limit", "all") if budget is None else f"token budget {budget}"
             metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), {limit}"
-            measurements.append((str(result.get("dataset", task)), task, *metric))
+            measurements.append(
+                (str(result.get("dataset", task)), titled(result, "task", "task_options") or task, *metric)
+            )
     if isinstance(kl := bank.training_record.get("kl_held_out"), (int, float)):
         trained_on = str(options.get("data", "training data"))
         name = "loss" if bank.config.retention else "KL from the model's attention (nats per row)"
@@ -140,6 +151,11 @@ def _budget(bank: Gates) -> int:
     longest, sinks = _options(bank).get("max_length"), bank.config.sink_blocks
     budget = 1 << ((longest // 8).bit_length() - 1) if is_int(longest) and longest >= 8 else 4096
     return max(budget, (2 + sinks) * bank.config.block_size)
+
+
+def titled(result: dict[str, Any], name: str, options: str) -> str:
+    """The task or method of a result, with its options if it names any: ``gate, dense_layers=0+1``."""
+    return ", ".join(str(result[key]) for key in (name, options) if result.get(key))
 
 
 def percent_right(result: dict[str, Any]) -> str:

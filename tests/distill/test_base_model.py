@@ -198,10 +198,11 @@ def test_training_begins_with_the_gates_it_is_given(config: TrainConfig, tmp_pat
     assert bank.training_record["config"]["init_gates"] == str(given)
     assert f"| init gates | {given} |" in (tmp_path / "again" / "README.md").read_text() and not bank.licence
 
-    bank.licence = {"license": "cc-by-nc-4.0"}
+    bank.licence, bank.decode_defaults = {"license": "cc-by-nc-4.0"}, {"dense_layers": [1]}
     bank.save_pretrained(given)  # other weights under the name of before
     refused("was made with init_gates_fingerprint=", run_distillation, again)
-    assert GateBank.from_pretrained(run_distillation(replace(again, resume=False))).licence == bank.licence
+    second = GateBank.from_pretrained(run_distillation(replace(again, resume=False)))
+    assert (second.licence, second.decode_defaults) == (bank.licence, bank.decode_defaults)
 
 
 def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, tmp_path: Path) -> None:

@@ -259,6 +259,7 @@ def test_what_cannot_be_planned_and_a_dry_run(tmp_path, monkeypatch):
         (["plan", "--model", "qwen3-8b", "--memory-gb", "-1"], "memory_gb is -1.0; it must be positive"),
         (["plan", "--model", "qwen3-8b", "--device", "cuda"], "error: device is 'cuda' and this machine has no CUDA"),
         (["plan", "--model", str(tmp_path)], "gpt2"),
+        (["plan", "--model", "tiny-reasoner", "--anchors", "0,9"], "anchors has [9]; it must name some of [0, 1,"),
         (["train", "--model", "qwen3-8b", "--deepspeed", "nope.json", "--dry-run"], "nope.json"),
     ):
         assert message in refusal(run_seergate(*command))

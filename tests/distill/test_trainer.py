@@ -176,6 +176,18 @@ def test_held_out_packs_that_are_not_finite_are_counted_and_never_the_best(confi
     assert not (out / "best").exists()
 
 
+def test_the_best_is_of_the_rows_that_are_evaluated_now(config):
+    """Another part of the rows has another KL, which cannot be compared."""
+    heard = Signalled(2, signal.SIGTERM)
+    config = replace(config, max_steps=4, eval_steps=1, learning_rate=1e-6, min_lr=0.0)
+    with pytest.raises(Stopped):
+        run_distillation(config, [heard])
+    out, later = trained(config, eval_row_start=0.9)
+    best = min(later.evals, key=lambda log: log.kl)
+    training = GateBank.from_pretrained(out / "best").training_record
+    assert training["kl_held_out_best"] == training["kl_held_out"] == best.kl
+
+
 def test_a_checkpoint_of_another_run_is_refused_before_long_work(config, model_dir, tmp_path, monkeypatch):
     """Other options, data or weights; nothing is lost by a run that cannot start over."""
     rows, copy, gpt2 = tmp_path / "rows.jsonl", tmp_path / "model", tmp_path / "gpt2"

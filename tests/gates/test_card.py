@@ -15,7 +15,6 @@ import seergate
 from seergate import GateBank
 from seergate.cli.adapters import results_of
 from seergate.escaping import markdown_text
-from seergate.fingerprint import fingerprint
 from seergate.gates import save_adapter
 from seergate.gates.card import END
 from seergate.models.names import TINY_GATES
@@ -167,20 +166,26 @@ def test_a_card_that_is_not_well_formed_gets_its_metadata(bank, tmp_path, monkey
 def test_results_of_an_evaluation(bank, tmp_path):
     """From `seergate eval` to the card."""
     gates, runs, out = (str(tmp_path / name) for name in ("gates", "runs", "with"))
-    arguments = "--problems 2 --variables 8 --budget 64 --method dense,gate --no-report --max-new-tokens 8"
+    methods = "dense,gate,gate:dense_layers=0+2"
+    arguments = f"--problems 2 --variables 8 --budget 64 --method {methods} --no-report --max-new-tokens 8"
     output_of("eval", *arguments.split(), "--batch-size", "2", "--out", runs)
     own = GateBank.from_pretrained(shipped(TINY_GATES))
-    rows = results_of(Path(runs), fingerprint(own))
-    results = {(row["method"], row["token_budget"], row["samples"]) for row in rows}
-    assert results == {("dense", None, 2), ("gate", 64, 2)}
+    rows = results_of(Path(runs), own)
+    results = {(row["method"], row.get("options"), row["token_budget"], row["samples"]) for row in rows}
+    assert results == {("dense", None, None, 2), ("gate", None, 64, 2), ("gate", "dense_layers=0+2", 64, 2)}
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))
     own.save_pretrained(gates)
     output_of("export", gates, out, "--results", runs, "--licence", "mit")
     text = (tmp_path / "with" / "README.md").read_text()
-    assert "| chain_sum | gate | 64 |" in text and metadata(text)["license"] == "mit"
-    assert len(json.loads(output_of("info", out, "--json"))["results"]) == 2
-    assert "chain_sum, gate, 64 tokens:" in output_of("info", out)
+    assert "| chain_sum, variables=8 | gate | 64 |" in text and metadata(text)["license"] == "mit"
+    assert "| chain_sum, variables=8 | gate, dense_layers=0+2 | 64 |" in text
+    (measured,) = (
+        one for one in metadata(text)["model-index"][0]["results"] if one["task"]["type"] == "text-generation"
+    )
+    assert measured["dataset"]["name"] == "chain_sum, variables=8", "with the gates' own options only"
+    assert len(json.loads(output_of("info", out, "--json"))["results"]) == 3
+    assert "chain_sum, variables=8, gate, 64 tokens:" in output_of("info", out)
 
 
 def test_what_a_record_says_is_no_markup(bank, tmp_path):

@@ -18,7 +18,13 @@ def filled(like, value, dtype=torch.float32):
 
 
 def test_subset_and_conversion(bank, model, tmp_path):
-    means = {"kl_held_out": 0.5, "kl_held_out_best": 0.25, "kl_last_step": 1.0, "recall_held_out": {"64": 0.5}}
+    means = {
+        "kl_held_out": 0.5,
+        "kl_held_out_best": 0.25,
+        "kl_last_step": 1.0,
+        "recall_held_out": {"64": 0.5},
+        "anchor_recall": 0.9,
+    }
     bank = bank.derived(training={"tokens_seen": 9, **means})
     half, both = bank.subset([1]), bank.subset([0, 1])
     assert half.training_record == bank.with_anchors([0]).training_record == {"tokens_seen": 9}
