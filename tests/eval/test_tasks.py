@@ -5,7 +5,7 @@ import pytest
 from seergate.eval.calibration.calibrator import other_problems
 from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.eval.tasks.registry import make_task
-from seergate.eval.tasks.task import contents_hash
+from seergate.eval.tasks.task import as_text, contents_hash
 from tests.support.running import refused
 
 
@@ -119,3 +119,11 @@ def test_a_box_is_asked_for_where_it_is_graded(tmp_path):
         assert chat_problem.messages[0]["content"] == "1+1?" and left.prompt == "1+1 ="
     message = r"line 2: the prompt does not ask for \\boxed\{\}, .*: exact, contains, num"
     refused(message, lambda: make_task(str(path)).problems())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(5.0, "5"), (-0.0, "0"), (2.5, "2.5"), (1e-5, "0.00001"), (6.02e23, "602" + "0" * 21), (100.0, "100"), (7, "7")],
+)
+def test_a_number_is_its_digits(value, text):
+    assert as_text("answer", value) == text

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from functools import cache
 from typing import Any, TypeVar
 
@@ -112,7 +113,9 @@ def as_text(field: str, value: object) -> str:
     number = is_number(value) and math.isfinite(value)
     if not number and not isinstance(value, str):
         raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
-    return str(int(value) if isinstance(value, float) and value.is_integer() else value)  # 5.0, from a table with gaps
+    if isinstance(value, float):  # the digits of its shortest form: 5 of 5.0, 0.00001 of 1e-05
+        return format(Decimal(repr(float(value) + 0.0)).normalize(), "f")
+    return str(value)
 
 
 def words(record: dict[str, Any], field: str) -> str:
